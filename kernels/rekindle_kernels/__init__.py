@@ -1,0 +1,1 @@
+"""Paged attention for JAX on CPU, GPU and TPU behind one call."""

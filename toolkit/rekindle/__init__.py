@@ -1,0 +1,33 @@
+"""Async LLM inference for JAX notebooks: `await session.generate()`, and a restarted kernel is warm again in under a second.
+
+Names load their modules at first use, so that importing rekindle costs little beside jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from rekindle.config import EngineConfig, Sampling
+
+if TYPE_CHECKING:
+    from rekindle.records import Completion, FinishReason, TextDelta
+
+_LAZY = {
+    "Completion": "rekindle.records",
+    "FinishReason": "rekindle.records",
+    "TextDelta": "rekindle.records",
+}
+
+__version__ = "0.1.0"
+__all__ = ["Completion", "EngineConfig", "FinishReason", "Sampling", "TextDelta", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

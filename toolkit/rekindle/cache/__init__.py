@@ -1,0 +1,1 @@
+"""The prefix cache: page pool, radix tree, and the tiers that pages move through."""

@@ -1,0 +1,118 @@
+"""Every error that rekindle raises on purpose.
+
+    RekindleError
+    ├── ConfigError(ValueError)            an option of open() is wrong or unknown
+    ├── InvalidRequest(ValueError)         an argument of a request is wrong or unknown
+    │   └── PromptTooLong                  the prompt does not fit into max_model_len
+    ├── QueueFull                          the bounded intake is full and the caller chose not to wait
+    ├── RequestAborted                     the request was cancelled before it finished
+    ├── RequestFailed                      the request could not be finished
+    │   ├── StepFailed                     the device step that carried it raised; the cause is attached
+    │   └── OutOfPages                     one sequence alone needs more KV pages than the pool has
+    ├── SessionClosed                      the session was closed, or crashed; the cause is attached
+    ├── SessionForked                      used in a child process after os.fork()
+    ├── CheckpointError(ValueError)        a checkpoint folder is missing, broken or incomplete
+    │   └── UnsupportedModel               its config.json asks for something rekindle does not implement
+    ├── CompileError                       a step program failed to compile at open()
+    ├── OutOfMemory(MemoryError)           what was asked for does not fit
+    ├── StoreError                         a persisted program, page or snapshot can't be used
+    │   └── SnapshotRefused                it belongs to other weights, dtype, page size or version
+    └── MissingExtra(ImportError)          an optional dependency is not installed
+
+A message says what happened, the numbers, and one fix.
+"""
+
+from __future__ import annotations
+
+
+class RekindleError(Exception):
+    """Base of every error that rekindle raises on purpose."""
+
+
+class _FieldError(RekindleError, ValueError):
+    """An argument is wrong: which one, what it was, and what to do instead."""
+
+    def __init__(self, field: str, value: object, problem: str, fix: str) -> None:
+        self.field, self.value, self.problem, self.fix = field, value, problem, fix
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{field}={shown}: {problem}. {fix}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.field, self.value, self.problem, self.fix)
+
+
+class ConfigError(_FieldError):
+    """An option of `open()` is wrong or unknown."""
+
+
+class InvalidRequest(_FieldError):
+    """An argument of a request is wrong or unknown."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no room for a single new token within `max_model_len`."""
+
+
+class QueueFull(RekindleError):
+    """The bounded intake is full and the caller chose not to wait."""
+
+
+class RequestAborted(RekindleError):
+    """The request was cancelled before it finished; what it had produced is on its handle."""
+
+
+class RequestFailed(RekindleError):
+    """The request could not be finished; the session lives on."""
+
+
+class StepFailed(RequestFailed):
+    """The device step that carried the request raised; the cause is attached."""
+
+
+class OutOfPages(RequestFailed):
+    """One sequence alone needs more KV pages than the pool has."""
+
+
+class SessionClosed(RekindleError):
+    """The session was closed, or crashed; a crash is attached as the cause."""
+
+
+class SessionForked(RekindleError):
+    """A session was used in a child process after `os.fork()`; open a new one there."""
+
+
+class CheckpointError(RekindleError, ValueError):
+    """A checkpoint folder is missing, broken or incomplete."""
+
+
+class UnsupportedModel(CheckpointError):
+    """The checkpoint's config.json asks for something rekindle does not implement."""
+
+
+class CompileError(RekindleError):
+    """A step program failed to compile while the session was being opened."""
+
+
+class OutOfMemory(RekindleError, MemoryError):
+    """What was asked for does not fit into memory."""
+
+
+class StoreError(RekindleError):
+    """A persisted program, page or snapshot can't be used."""
+
+
+class SnapshotRefused(StoreError):
+    """A snapshot belongs to other weights, another dtype, page size or version."""
+
+
+class MissingExtra(RekindleError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        self.package, self.extra = package, extra
+        super().__init__(f"{package} is not installed; run: pip install 'rekindle[{extra}]'")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.package, self.extra)

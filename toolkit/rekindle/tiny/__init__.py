@@ -1,0 +1,1 @@
+"""The embedded model: its corpus, its training script and its weights."""
