@@ -1,4 +1,4 @@
-"""The records that a request turns into on its way: Request → StepPlan → StepResult → TokenEvent → TextDelta → Completion.
+"""The records a request turns into on its way: Request → StepPlan → StepResult → TokenEvent → TextDelta → Completion.
 
 Index ranges are half-open. A record is never changed after it was made; the tasks exchange nothing else.
 """
