@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from rekindle.errors import ConfigError, InvalidRequest
@@ -216,3 +219,16 @@ _WHOLE = (
     ("max_requests", 1), ("max_tokens_per_step", 1), ("max_model_len", 2), ("page_size", 8), ("device_pages", 2),
     ("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("max_queue", 1), ("seed", 0), ("log_every", 0),
 )  # fmt: skip
+
+
+def cache_folder(cache_dir: str | None = None) -> Path:
+    """Where programs, pages, snapshots and weights persist: `cache_dir`, $REKINDLE_CACHE or the user's cache."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    if os.environ.get("REKINDLE_CACHE"):
+        return Path(os.environ["REKINDLE_CACHE"]).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "rekindle"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "rekindle"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rekindle"

@@ -1,0 +1,52 @@
+"""`rekindle doctor` passes on a sound machine and names the fix for a broken cache directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rekindle.cli import doctor
+from rekindle.cli.main import main
+
+
+def test_a_broken_cache_directory_fails_with_the_fix(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    checks = {check.title: check for check in doctor._cache(blocked / "cache")}
+    assert checks["cache directory"].status == "fail"
+    assert "REKINDLE_CACHE" in checks["cache directory"].fix
+
+
+def test_contents_of_the_cache_directory_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs" / "blob").write_bytes(bytes(3 << 20))
+    (check, *_) = doctor._cache(tmp_path)
+    assert check.status == "pass"
+    assert "programs 3.0 MiB" in check.detail
+
+
+def test_a_check_that_raises_is_a_failed_check() -> None:
+    def look():  # type: ignore[no-untyped-def]
+        raise RuntimeError("no device")
+        yield
+
+    (check,) = doctor._guarded(look)
+    assert check.status == "fail"
+    assert "no device" in check.detail
+
+
+def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--json", "--cache-dir", str(tmp_path)])
+    checks = json.loads(capsys.readouterr().out)
+    failed = [check for check in checks if check["status"] == "fail"]
+    assert not failed, failed
+    assert status == 0
+    assert {"jax", "devices", "compile", "generate", "cache directory"} <= {check["title"] for check in checks}
+
+
+def test_the_whole_report_with_a_broken_cache_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert main(["doctor", "--cache-dir", str(tmp_path / "file")]) == 1
+    assert "fix: " in capsys.readouterr().out
