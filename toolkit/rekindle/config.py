@@ -49,6 +49,7 @@ class Sampling:
     logprobs: int | None = None  # k most likely tokens beside the chosen one; True means 1
     prompt_logprobs: int | None = None
     priority: int = 0  # larger runs first under policy="priority"
+    processors: tuple[str, ...] = ()  # names of LogitsProcessors given to open(); they see the logits first
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -56,6 +57,7 @@ class Sampling:
             put(self, "stop", (self.stop,))
         put(self, "stop", tuple(self.stop))
         put(self, "stop_token_ids", tuple(self.stop_token_ids))
+        put(self, "processors", (self.processors,) if isinstance(self.processors, str) else tuple(self.processors))
         put(self, "logit_bias", dict(self.logit_bias))
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

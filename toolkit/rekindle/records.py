@@ -73,6 +73,7 @@ class Row:
     samples: bool  # the last position's logits choose the next token
     fresh: bool = False  # first row of this epoch: the slot's state belongs to somebody else and is reset
     generated: int = 0  # how many tokens the request has generated before this step's
+    outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
 
 
 class PageMove(NamedTuple):
