@@ -1,0 +1,118 @@
+"""A model's one functional form: a static graph and a flat tuple of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from rekindle.models.config import ModelConfig
+from rekindle.models.layers import Attend
+from rekindle.models.linear import Precision
+from rekindle.models.registry import family
+
+
+class Model(Protocol):
+    """What `merge` gives back."""
+
+    config: ModelConfig
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """tokens, positions [T] → hidden [T, E] after the final norm."""
+        ...
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [N, E] → float32 [N, V], final soft cap included."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Graph:
+    """All that is static in a model; hashable, and equal for equal configs and precisions."""
+
+    definition: Any  # nnx.GraphDef
+    tree: Any  # the PyTreeDef that the leaves belong to
+    paths: tuple[str, ...]  # "layers.0.attention.qkv.weight"…, in the order of the leaves
+    precision: Precision
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """Weights on the device, ready to be passed to programs as `leaves`."""
+
+    config: ModelConfig
+    graph: Graph
+    leaves: tuple[jax.Array, ...]
+    fingerprint: str  # of config and weights: whatever persists is keyed by it
+    folder: Path | None = None  # where tokenizer and templates lie
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(leaf.size for leaf in self.leaves)
+
+
+def abstract_model(
+    config: ModelConfig,
+    dtype: DTypeLike = jnp.float32,
+    quantize: str | None = None,
+    *,
+    quantize_embeddings: bool = True,
+) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The model without weights: enough to compile its programs and to know what to load."""
+    precision = Precision.of(dtype, quantize, quantize_embeddings=quantize_embeddings)
+    definition, state = nnx.split(family(config.model_type).module(config, precision))
+    keyed, tree = jax.tree_util.tree_flatten_with_path(state)
+    paths = tuple(".".join(str(key.key) for key in path[:-1]) for path, _ in keyed)
+    return Graph(definition, tree, paths, precision), tuple(leaf for _, leaf in keyed)
+
+
+def merge(graph: Graph, leaves: Sequence[Any]) -> Model:
+    """The module, inside a program or outside."""
+    return cast(Model, nnx.merge(graph.definition, jax.tree.unflatten(graph.tree, leaves)))
+
+
+def random_model(
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: DTypeLike = jnp.float32,
+    quantize: str | None = None,
+    quantize_embeddings: bool = True,
+) -> LoadedModel:
+    """Random weights of a sensible spread: for tests, benchmarks and the beginning of training."""
+    graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
+    rng = np.random.default_rng(seed)
+    leaves = tuple(
+        jax.device_put(_random(path, leaf, config, rng)) for path, leaf in zip(graph.paths, shapes, strict=True)
+    )
+    fingerprint = f"random-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
+    return LoadedModel(config, graph, leaves, fingerprint)
+
+
+def _random(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, rng: np.random.Generator) -> Any:
+    name = path.rsplit(".", 1)[-1]
+    spread = config.hidden_size**-0.5
+    if leaf.dtype == jnp.int8:
+        return rng.integers(-127, 128, leaf.shape, np.int8)
+    if name == "scale":
+        return np.full(leaf.shape, spread / 73.0, np.float32)  # 73: the deviation of the integers above
+    if name == "bias":
+        return np.zeros(leaf.shape, np.float32)
+    if "norm" in path:
+        return np.ones(leaf.shape, np.float32)
+    values = rng.standard_normal(leaf.shape, np.float32)
+    values *= spread if not path.startswith("embed") or config.tie_embeddings else 1.0
+    return values.astype(leaf.dtype)

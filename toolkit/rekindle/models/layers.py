@@ -1,0 +1,124 @@
+"""The parts that the families are put together from.
+
+T tokens (flat: a whole ragged batch), E hidden size, H query heads, K kv heads, D head dim, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rekindle.models import rope
+from rekindle.models.config import ModelConfig
+from rekindle.models.linear import Linear, Precision, parameter
+
+
+class Attend(Protocol):
+    """Attention over whatever the caller keeps keys and values in: pages, a dense cache, or nothing.
+
+    Called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; the
+    caller stores the keys and values, applies `config.attention[layer]` and returns [T, H, D].
+    """
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, /) -> jax.Array: ...
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · weight over the last axis (or over `axes` of them), computed in float32."""
+
+    def __init__(self, shape: int | tuple[int, ...], eps: float) -> None:
+        self.weight = parameter((shape,) if isinstance(shape, int) else shape, jnp.float32)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale * self.weight[...]).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation · weight + bias over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        self.weight = parameter((size,), jnp.float32)
+        self.bias = parameter((size,), jnp.float32)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        return (centred * scale * self.weight[...] + self.bias[...]).astype(x.dtype)
+
+
+class RopeTables:
+    """cos and sin of a step's positions, computed once per distinct rope and shared by the layers."""
+
+    def __init__(self, config: ModelConfig, positions: jax.Array, lengths: jax.Array | None = None) -> None:
+        with jax.named_scope("rope"):
+            self.tables = {spec: rope.tables(spec, positions, lengths) for spec in config.ropes}
+
+    def rotate(self, x: jax.Array, spec: rope.RopeSpec | None) -> jax.Array:
+        """x [T, heads, D]."""
+        return x if spec is None else rope.rotate(x, *self.tables[spec])
+
+
+class Attention(nnx.Module):
+    """Fused q, k and v projection, optional norms of q and k, rope, `attend`, output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
+        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv = Linear((H + 2 * K) * D, config.hidden_size, precision, bias=config.qkv_bias)
+        self.out = Linear(config.hidden_size, H * D, precision, bias=config.o_bias)
+        # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
+        self.qk_norm = RMSNorm((H + K, D), config.norm_eps) if qk_norm else None
+        self.heads, self.kv_heads, self.head_dim = H, K, D
+        self.layer, self.rope = layer, config.attention[layer].rope
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        H, K = self.heads, self.kv_heads
+        qkv = self.qkv(x).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
+        qk, v = qkv[..., : H + K, :], qkv[..., H + K :, :]
+        qk = tables.rotate(self.normed(qk), self.rope)
+        with jax.named_scope("attend"):
+            y = attend(self.layer, qk[..., :H, :], qk[..., H:, :], v)
+        return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype))
+
+    def normed(self, qk: jax.Array) -> jax.Array:
+        """q and k [..., H + K, D] before rope."""
+        return qk if self.qk_norm is None else self.qk_norm(qk)
+
+
+class GatedMlp(nnx.Module):
+    """down(act(gate(x)) · up(x)), gate and up fused in one matrix: gate's rows first."""
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        inner, E = config.intermediate_size, config.hidden_size
+        self.gate_up = Linear(2 * inner, E, precision, bias=config.mlp_bias)
+        self.down = Linear(E, inner, precision, bias=config.mlp_bias)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(gated(self.gate_up(x), self.activation))
+
+
+def gated(gate_up: jax.Array, activation: str) -> jax.Array:
+    """[..., 2·I] → act(gate) · up [..., I]."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return activate(gate, activation) * up
+
+
+def activate(x: jax.Array, name: str) -> jax.Array:
+    if name == "silu":
+        return jax.nn.silu(x)
+    if name == "relu":
+        return jax.nn.relu(x)
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap · tanh(x / cap)."""
+    return x if cap is None else jnp.tanh(x / cap) * cap

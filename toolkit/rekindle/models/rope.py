@@ -1,0 +1,140 @@
+"""Rotary position embeddings: what a checkpoint asks for, its frequencies, and the tables that one step shares.
+
+T tokens, F rotated frequencies (half of the rotated part of a head).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """One rope of a model; the layers that share it share its tables."""
+
+    theta: float
+    dim: int  # how many of a head's dimensions are rotated: its first ones
+    kind: str = "default"
+    factor: float = 1.0
+    original_length: int = 0  # pre-training length, for the kinds that scale past it
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    short_factor: tuple[float, ...] = ()  # longrope
+    long_factor: tuple[float, ...] = ()  # longrope
+    attention_factor: float = 1.0  # multiplies cos and sin
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies change with the length of the sequence, not with the position alone."""
+        return self.kind in ("dynamic", "longrope")
+
+    def regime(self, length: int) -> int:
+        """Sequences whose prompt lengths have the same regime rotate the keys of a shared prefix alike."""
+        if not self.depends_on_length or length <= self.original_length:
+            return 0
+        return 1 if self.kind == "longrope" else length
+
+    def frequencies(self, *, long: bool = False) -> NDArray[np.float32]:
+        """Radians per position [F], in float32 step by step as transformers computes them."""
+        exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
+        periods = np.power(np.float32(self.theta), exponents)
+        plain = np.float32(1.0) / periods
+        if self.kind == "linear":
+            return plain / np.float32(self.factor)
+        if self.kind == "llama3":
+            return self._llama3(plain)
+        if self.kind == "yarn":
+            return self._yarn(plain, np.float32(1.0) / (np.float32(self.factor) * periods))
+        if self.kind == "longrope":
+            stretch = np.asarray(self.long_factor if long else self.short_factor, np.float32)
+            return np.float32(1.0) / (stretch * periods)
+        return plain
+
+    def _llama3(self, plain: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Long wavelengths are stretched, short ones kept, those between interpolated."""
+        wavelengths = np.float32(2 * math.pi) / plain
+        low, high = self.low_freq_factor, self.high_freq_factor
+        smooth = (np.float32(self.original_length) / wavelengths - np.float32(low)) / np.float32(high - low)
+        between = (1 - smooth) * plain / np.float32(self.factor) + smooth * plain
+        stretched = np.where(wavelengths > self.original_length / low, plain / np.float32(self.factor), plain)
+        medium = (wavelengths >= self.original_length / high) & (wavelengths <= self.original_length / low)
+        return np.where(medium, between, stretched).astype(np.float32)
+
+    def _yarn(self, plain: NDArray[np.float32], stretched: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A linear ramp over the dimensions, between those that turn often and those that turn rarely."""
+
+        def dimension(turns: float) -> float:
+            return self.dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = np.clip((np.arange(self.dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+        keep = np.float32(1) - ramp
+        return (stretched * (1 - keep) + plain * keep).astype(np.float32)
+
+
+def attention_factor(kind: str, factor: float, original_length: int, options: dict[str, Any]) -> float:
+    """What cos and sin are multiplied by when the checkpoint doesn't say."""
+    if kind == "yarn":
+
+        def scaled(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        if options.get("mscale") and options.get("mscale_all_dim"):
+            return scaled(options["mscale"]) / scaled(options["mscale_all_dim"])
+        return scaled(1.0)
+    if kind == "longrope" and factor > 1:
+        return math.sqrt(1 + math.log(factor) / math.log(original_length))
+    return 1.0
+
+
+def tables(spec: RopeSpec, positions: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [..., F] in float32.
+
+    `lengths` says for each token how long its sequence is taken to be, which only length-dependent kinds read. None
+    means `positions + 1`: what decoding token by token gives, and the only choice under which the keys of a prefix
+    don't depend on what follows. Transformers takes the length of the whole prompt: max(prompt length, position + 1).
+    """
+    at = positions.astype(jnp.float32)[..., None]
+    frequencies: jax.Array | NDArray[np.float32] = spec.frequencies()
+    if spec.depends_on_length:
+        length = (positions + 1 if lengths is None else lengths)[..., None]
+        if spec.kind == "longrope":
+            frequencies = jnp.where(length > spec.original_length, spec.frequencies(long=True), frequencies)
+        else:
+            known = jnp.maximum(length, spec.original_length).astype(jnp.float32)
+            growth = (spec.factor * known / spec.original_length) - (spec.factor - 1)
+            base = spec.theta * growth ** (spec.dim / (spec.dim - 2))
+            frequencies = 1.0 / base ** (np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim))
+    angles = at * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if spec.attention_factor != 1.0:
+        cos, sin = cos * spec.attention_factor, sin * spec.attention_factor
+    return cos, sin
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x [..., heads, D] with its first 2·F dimensions rotated, the first half of them against the second."""
+    half = cos.shape[-1]
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if rest.shape[-1]:
+        parts.append(rest.astype(parts[0].dtype))
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

@@ -1,0 +1,81 @@
+"""Where a model's parameters come from in a checkpoint, said once per family and free of I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Part(NamedTuple):
+    """One checkpoint tensor's place within a parameter: `parameter[index] = read(name)` (transposed, shifted)."""
+
+    name: str
+    shape: tuple[int, ...]  # as the checkpoint stores it
+    index: tuple[int | slice, ...]  # numpy broadcasting tiles a [D] tensor over a [repeats, D] place
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """How one parameter is put together from checkpoint tensors.
+
+    The tensors are joined along the parameter's first axis: tensor i fills the next `rows[i]` rows. With `stack`
+    each `len(rows)` consecutive names make one matrix of a stack (an expert). With `tiled`, tensor i is repeated to
+    fill its rows. Sources describe matrices `[out, in]` before quantisation.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    stack: bool = False
+    tiled: bool = False
+    transpose: bool = False  # the checkpoint stores [in, out]
+    add: float = 0.0  # Gemma stores norm weights less one
+
+    def parts(self, shape: tuple[int, ...]) -> Iterator[Part]:
+        """The tensors in the parameter's order; `shape` is the parameter's."""
+        count = len(self.rows)
+        assert len(self.names) == (count * shape[0] if self.stack else count), self.names
+        rest = shape[2:] if self.stack else shape[1:]
+        assert sum(self.rows) == shape[1 if self.stack else 0], (self.names, shape)
+        for number, name in enumerate(self.names):
+            which = number % count
+            start = sum(self.rows[:which])
+            stop = start + self.rows[which]
+            stored = rest if self.tiled else (self.rows[which], *rest)
+            index: tuple[int | slice, ...] = (slice(start, stop),)
+            if self.stack:
+                index = (number // count, *index)
+            yield Part(name, stored[::-1] if self.transpose else stored, index)
+
+
+def one(name: str, rows: int, **options: Any) -> Source:
+    """A parameter that is one checkpoint tensor."""
+    return Source(names=(name,), rows=(rows,), **options)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """A family's checkpoint: parameter path → source.
+
+    Paths are those of `Graph.paths` without quantisation; a matrix `…weight` that is quantised has `…scale` beside it,
+    which has no source of its own.
+    """
+
+    sources: Mapping[str, Source]
+    prefix: str = "model."  # checkpoints of the bare model lack it in all names
+    ignored: tuple[str, ...] = ()  # regular expressions: tensors that may be there and are not used
+
+
+def assemble(source: Source, shape: tuple[int, ...], dtype: Any, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
+    """The plain way to build a parameter; loaders that stream do the same part by part."""
+    result = np.empty(shape, dtype)
+    for part in source.parts(shape):
+        tensor = np.asarray(read(part.name))
+        assert tensor.shape == part.shape, f"{part.name} has shape {tensor.shape}, expected {part.shape}"
+        if source.transpose:
+            tensor = tensor.T
+        result[part.index] = tensor + np.float32(source.add) if source.add else tensor
+    return result
