@@ -1,0 +1,96 @@
+"""A folder's tokenizer files become one object with the ids that begin and end a sequence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import vocabularies
+from rekindle.errors import CheckpointError
+from rekindle.text import Tokenizer
+
+
+def put(folder: Path, name: str, **content: object) -> None:
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_encodes_as_transformers_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for kind in ("byte-level", "metaspace"):
+        folder = vocabularies.write(tmp_path / kind, vocabularies.KINDS[kind](), bos_token="<s>", eos_token="</s>")
+        mine, theirs = Tokenizer.load(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        for text in (*vocabularies.SENTENCES, "<s>a</s>", "", " two words"):
+            for special in (True, False):
+                ids = mine.encode(text, add_special_tokens=special)
+                assert ids == theirs.encode(text, add_special_tokens=special)
+                assert mine.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+                assert mine.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+        assert mine.bos_id == theirs.bos_token_id
+        assert mine.eos_ids == (theirs.eos_token_id,)
+        assert mine.vocab_size == len(theirs)
+
+
+def test_several_eos_ids_come_from_the_generation_config(tmp_path: Path) -> None:
+    made = vocabularies.byte_level()
+    folder = vocabularies.write(tmp_path, made, eos_token="<|im_end|>")
+    end, turn = made.token_to_id("</s>"), made.token_to_id("<|im_end|>")
+    put(folder, "config.json", eos_token_id=7, bos_token_id=5)
+    assert Tokenizer.load(folder).eos_ids == (7, turn)
+    assert Tokenizer.load(folder).bos_id == 5
+    put(folder, "generation_config.json", eos_token_id=[end, 9])
+    assert Tokenizer.load(folder).eos_ids == (end, 9, turn), (
+        "config.json only counts where generation_config.json is mute"
+    )
+    put(folder, "generation_config.json", eos_token_id=turn)
+    assert Tokenizer.load(folder).eos_ids == (turn,)
+
+
+def test_special_tokens_may_be_objects_and_in_either_file(tmp_path: Path) -> None:
+    folder = vocabularies.write(tmp_path, vocabularies.byte_level(), bos_token={"content": "<s>", "special": True})
+    put(folder, "special_tokens_map.json", eos_token="</s>")
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.special == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert tokenizer.decode([tokenizer.bos_id, 64, *tokenizer.eos_ids]) == tokenizer.decode([64])
+
+
+def test_tokenizer_config_can_add_tokens_and_make_them_special(tmp_path: Path) -> None:
+    made = vocabularies.byte_level()
+    size, plain = made.get_vocab_size(), made.token_to_id("plain")
+    listed = {
+        str(plain): {"content": "plain", "special": True},
+        str(size): {"content": "<extra>", "special": True, "lstrip": False, "rstrip": False},
+    }
+    tokenizer = Tokenizer.load(vocabularies.write(tmp_path, made, added_tokens_decoder=listed))
+    assert tokenizer.encode("a<extra>b")[1] == size
+    assert tokenizer.decode(tokenizer.encode("a<extra>plainb")) == "ab"
+    assert {plain, size} <= tokenizer.special_ids
+
+
+def test_padding_and_truncation_of_the_file_are_off(tmp_path: Path) -> None:
+    made = vocabularies.byte_level()
+    made.enable_padding(length=50)
+    made.enable_truncation(3)
+    tokenizer = Tokenizer.load(vocabularies.write(tmp_path, made))
+    assert len(tokenizer.encode("abcdefgh")) == 8
+
+
+def test_a_folder_without_tokenizer_serves_ids(tmp_path: Path) -> None:
+    put(tmp_path, "config.json", eos_token_id=[2, 3], bos_token_id=1)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert not tokenizer.has_text
+    assert (tokenizer.eos_ids, tokenizer.bos_id) == ((2, 3), 1)
+    with pytest.raises(CheckpointError, match="Pass token ids"):
+        tokenizer.encode("hi")
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"Convert its tokenizer\.model"):
+        tokenizer.decode([1])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
+    vocabularies.write(tmp_path, vocabularies.byte_level())
+    (tmp_path / name).write_text('{"half": ')
+    with pytest.raises(CheckpointError, match=name):
+        Tokenizer.load(tmp_path)
