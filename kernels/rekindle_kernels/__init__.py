@@ -1,1 +1,20 @@
 """Paged attention for JAX on CPU, GPU and TPU behind one call."""
+
+from rekindle_kernels.api import choose, current_platform, implementation_names, init_pages, paged_attention
+from rekindle_kernels.calls import Call, Implementation, LayerKV, storage_dtype
+from rekindle_kernels.pages import gather_pages, scatter_pages, write_kv
+
+__all__ = [
+    "Call",
+    "Implementation",
+    "LayerKV",
+    "choose",
+    "current_platform",
+    "gather_pages",
+    "implementation_names",
+    "init_pages",
+    "paged_attention",
+    "scatter_pages",
+    "storage_dtype",
+    "write_kv",
+]

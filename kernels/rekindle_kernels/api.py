@@ -1,0 +1,144 @@
+"""The calls that engines use; each picks the first implementation that supports it, on the platform that runs it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from rekindle_kernels.calls import Call, Implementation, LayerKV, needs_scales, storage_dtype
+
+ANYWHERE = ("cpu", "gpu", "tpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where an implementation lives: its module is imported when it is asked for by name or its platform runs."""
+
+    name: str
+    module: str  # has IMPLEMENTATIONS: dict[str, Implementation]
+    platforms: tuple[str, ...]
+
+
+# Order is preference.
+REGISTRY = (
+    Entry("pallas_gpu", "rekindle_kernels.pallas_gpu", ("gpu",)),
+    Entry("pallas_tpu", "rekindle_kernels.pallas_tpu", ("tpu",)),
+    Entry("xla", "rekindle_kernels.xla", ANYWHERE),
+    Entry("reference", "rekindle_kernels.reference", ANYWHERE),
+)
+
+
+def implementation_names() -> tuple[str, ...]:
+    """Names that `implementation=` accepts, in order of preference."""
+    return tuple(entry.name for entry in REGISTRY)
+
+
+def load(name: str) -> Implementation:
+    """The implementation called `name`; raises ValueError for an unknown one."""
+    for entry in REGISTRY:
+        if entry.name == name:
+            found: Implementation = importlib.import_module(entry.module).IMPLEMENTATIONS[name]
+            return found
+    raise ValueError(f"unknown implementation {name!r}; there are {', '.join(implementation_names())}")
+
+
+def current_platform() -> str:
+    """The platform that a call traced now runs on: the default device's, else the default backend."""
+    device = jax.config.jax_default_device
+    name = getattr(device, "platform", device) if device is not None else jax.default_backend()
+    return {"cuda": "gpu", "rocm": "gpu"}.get(str(name), str(name))
+
+
+def choose(call: Call, implementation: str | None = None) -> Implementation:
+    """The first implementation that supports `call`; a named one that can't raises ValueError with its reason."""
+    if implementation is not None:
+        named = load(implementation)
+        reason = named.supports(call)
+        if reason is not None:
+            raise ValueError(f"implementation {implementation!r} can't serve this call: {reason}; pass None to choose one")
+        return named
+    for entry in REGISTRY:
+        if call.platform in entry.platforms:
+            candidate = load(entry.name)
+            if candidate.supports(call) is None:
+                return candidate
+    raise AssertionError("the reference supports every call")
+
+
+def init_pages(
+    num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
+) -> LayerKV:
+    """Zeroed pages of one layer, page 0 included; int8 and fp8 pages come with scales."""
+    stored = storage_dtype(dtype, platform or current_platform())
+    pages = jnp.zeros((num_pages, 2, kv_heads, page_size, head_dim), stored)
+    return LayerKV(pages, jnp.zeros(pages.shape[:-1], jnp.float32) if needs_scales(dtype) else None)
+
+
+def paged_attention(
+    q: jax.Array,
+    kv: LayerKV,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_prefills: jax.Array,
+    *,
+    decode_rows: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """Causal attention of a ragged batch over paged keys and values; [T, H, D] in q's dtype.
+
+    q [T, H, D]: tokens 0..R-1 (R = decode_rows) are one token each of sequences 0..R-1; the others are prefill tokens of
+    sequences R..N-1, packed without gaps. page_table int32 [N, W]. kv_lens int32 [N] counts the keys of each sequence
+    including this step's tokens, which `write_kv` has already written; 0 marks an empty row. cu_q_lens int32 [N-R+1]: half-open
+    offsets of each prefill sequence within q[R:]; num_prefills int32 []: how many of the N-R are real. Query i of a prefill
+    sequence sits at position kv_len - q_len + i. Rows and tokens beyond are padding and give zeros.
+
+    sliding_window w: a query at position p sees keys p-w+1..p. soft_cap c: logits become c·tanh(logits/c). sinks float32 [H]:
+    one more logit per head that takes part in the softmax and carries no value.
+    """
+    assert q.shape[1] % kv.kv_heads == 0, f"{q.shape[1]} query heads are no multiple of {kv.kv_heads} kv heads"
+    assert page_table.shape[0] == kv_lens.shape[0] == decode_rows + cu_q_lens.shape[0] - 1, (
+        f"page_table {page_table.shape}, kv_lens {kv_lens.shape} and cu_q_lens {cu_q_lens.shape} disagree "
+        f"with {decode_rows} decode rows"
+    )
+    call = Call(
+        platform=platform or current_platform(),
+        tokens=q.shape[0],
+        decode_rows=decode_rows,
+        sequences=kv_lens.shape[0],
+        heads=q.shape[1],
+        kv_heads=kv.kv_heads,
+        head_dim=kv.head_dim,
+        page_size=kv.page_size,
+        table_width=page_table.shape[1],
+        q_dtype=q.dtype,
+        kv_dtype=kv.dtype,
+        storage=kv.pages.dtype,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks is not None,
+    )
+    chosen = choose(call, implementation)
+    with jax.named_scope(f"paged_attention_{chosen.name}"):
+        return chosen.attention(
+            q,
+            kv,
+            page_table,
+            kv_lens,
+            cu_q_lens,
+            num_prefills,
+            decode_rows=decode_rows,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )

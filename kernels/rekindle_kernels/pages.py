@@ -1,0 +1,59 @@
+"""Writing a step's keys and values into pages, quantising them where the pages are narrow, and moving whole pages."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rekindle_kernels.calls import LayerKV
+
+
+def quantize(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Values [..., D] as `dtype` with one float32 scale per vector, the largest magnitude mapped to the type's largest."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        largest = float(jnp.iinfo(dtype).max)
+        scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
+        steps = values.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]
+        return jnp.round(steps).astype(dtype), scales
+    largest = float(jnp.finfo(dtype).max)
+    scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
+    return (values.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]).astype(dtype), scales
+
+
+def as_stored(values: jax.Array, kv: LayerKV) -> jax.Array:
+    """Values in the type of the array that stores `kv`'s pages."""
+    values = values.astype(kv.dtype)
+    return values if kv.pages.dtype == kv.dtype else lax.bitcast_convert_type(values, kv.pages.dtype)
+
+
+def as_values(stored: jax.Array, kv: LayerKV) -> jax.Array:
+    """What was read from `kv`'s pages, as the numbers that it means (scales not applied)."""
+    return stored if stored.dtype == kv.dtype else lax.bitcast_convert_type(stored, kv.dtype)
+
+
+def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
+    """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
+
+    Padding tokens write to page 0. Which of two tokens with one destination wins is undefined.
+    """
+    values = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
+    scales = kv.scales
+    if scales is not None:
+        values, factors = quantize(values, kv.dtype)
+        scales = scales.at[page_ids, :, :, offsets].set(factors, mode="promise_in_bounds")
+    # Ids come from the scheduler; without the promise XLA adds a bounds check per token.
+    pages = kv.pages.at[page_ids, :, :, offsets].set(as_stored(values, kv), mode="promise_in_bounds")
+    return LayerKV(pages, scales)
+
+
+def gather_pages(kv: LayerKV, ids: jax.Array) -> LayerKV:
+    """The pages `ids` ([n] int32) as a LayerKV of n pages: what offload and snapshots store."""
+    take = lambda leaf: leaf.at[ids].get(mode="promise_in_bounds")  # noqa: E731
+    return jax.tree.map(take, kv)
+
+
+def scatter_pages(kv: LayerKV, ids: jax.Array, values: LayerKV) -> LayerKV:
+    """Put `values` (n pages, from `gather_pages`) at `ids`; ids that pad the batch are 0, the scratch page."""
+    put = lambda leaf, value: leaf.at[ids].set(value, mode="promise_in_bounds")  # noqa: E731
+    return jax.tree.map(put, kv, values)

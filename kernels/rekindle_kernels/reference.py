@@ -1,0 +1,97 @@
+"""The oracle of every kernel: plain jnp, one sequence at a time, float32, any shape."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rekindle_kernels.calls import Call, Implementation, LayerKV
+from rekindle_kernels.pages import as_values
+
+
+def sequence_keys_values(kv: LayerKV, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of the sequence that owns `pages` ([W]), each float32 [W·S, K, D]."""
+    read = as_values(kv.pages[pages], kv).astype(jnp.float32)  # [W, 2, K, S, D]
+    if kv.scales is not None:
+        read = read * kv.scales[pages][..., None]
+    flat = read.transpose(1, 0, 3, 2, 4).reshape(2, -1, kv.kv_heads, kv.head_dim)
+    return flat[0], flat[1]
+
+
+def attend(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    kv_len: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Attention of q [T, H, D] at `positions` over the first kv_len of keys, values [L, K, D]; float32."""
+    group = q.shape[1] // keys.shape[1]
+    at = jnp.arange(keys.shape[0])
+    stored = (at < kv_len)[:, None, None]
+    keys = jnp.repeat(jnp.where(stored, keys, 0), group, axis=1)
+    values = jnp.repeat(jnp.where(stored, values, 0), group, axis=1)
+    logits = jnp.einsum("thd,lhd->htl", q.astype(jnp.float32), keys, precision="highest") * scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    seen = (at[None, :] <= positions[:, None]) & (at[None, :] < kv_len)
+    if sliding_window is not None:
+        seen &= at[None, :] > positions[:, None] - sliding_window
+    logits = jnp.where(seen[None], logits, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*logits.shape[:2], 1))
+        logits = jnp.concatenate([logits, sink], axis=-1)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = (weights / jnp.where(total == 0, 1, total))[..., : keys.shape[0]]
+    return jnp.einsum("htl,lhd->thd", weights, values, precision="highest")
+
+
+def attention(
+    q: jax.Array,
+    kv: LayerKV,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_prefills: jax.Array,
+    *,
+    decode_rows: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """`paged_attention`, one sequence after the other."""
+    out = jnp.zeros(q.shape, jnp.float32)
+    token = jnp.arange(q.shape[0])
+    for sequence in range(page_table.shape[0]):
+        keys, values = sequence_keys_values(kv, page_table[sequence])
+        kv_len = kv_lens[sequence]
+        if sequence < decode_rows:
+            first, count = jnp.asarray(sequence), jnp.asarray(1)
+            real = kv_len > 0
+        else:
+            s = sequence - decode_rows
+            first, count = decode_rows + cu_q_lens[s], cu_q_lens[s + 1] - cu_q_lens[s]
+            real = (s < num_prefills) & (kv_len > 0)
+        positions = kv_len - count + (token - first)
+        here = attend(
+            q, keys, values, positions, kv_len,
+            scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
+        )  # fmt: skip
+        mine = (token >= first) & (token < first + count) & real
+        out = jnp.where(mine[:, None, None], here, out)
+    return out.astype(q.dtype)
+
+
+def supports(call: Call) -> str | None:
+    return None
+
+
+IMPLEMENTATIONS = {"reference": Implementation("reference", attention, supports)}

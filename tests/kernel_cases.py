@@ -1,0 +1,164 @@
+"""Attention problems that every implementation must solve, and how close to the reference each dtype must come.
+
+A case names what it is about; `build` turns it into arrays, with pages in shuffled order and NaN everywhere that no
+sequence may read: in unused pages, in the unwritten end of each last page, and in page 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rekindle_kernels import LayerKV, init_pages
+from rekindle_kernels.pages import write_kv
+
+
+@dataclass(frozen=True)
+class Case:
+    """`decode`: kv length of each decode row, 0 = empty. `prefill`: (query length, kv length) of each prefill sequence."""
+
+    name: str
+    decode: tuple[int, ...] = ()
+    prefill: tuple[tuple[int, int], ...] = ()
+    idle_prefills: int = 0  # prefill sequences of the static batch that are not real
+    padding: int = 0  # tokens after the last prefill token
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 16
+    table_width: int | None = None  # pages; None: just wide enough
+    dtype: str = "float32"  # of q
+    kv_dtype: str | None = None  # of the pages; None: as q
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    scale: float | None = None  # None: head_dim ** -0.5
+
+
+MIXED = {"decode": (1, 17, 0, 40), "prefill": ((5, 5), (16, 33), (1, 20)), "idle_prefills": 1, "padding": 10}
+
+CASES = (
+    Case("decode_lengths_around_page_borders", decode=(1, 2, 15, 16, 17, 31, 32, 33)),
+    Case("decode_single_row", decode=(9,)),
+    Case("decode_all_rows_empty", decode=(0, 0)),
+    Case("decode_empty_rows_between", decode=(0, 7, 0, 48, 0)),
+    Case("decode_wide_table", decode=(3, 50), table_width=40),
+    Case("decode_long", decode=(700, 3, 0, 260), page_size=32),
+    Case("prefill_whole_prompts", prefill=((1, 1), (16, 16), (17, 17), (30, 30))),
+    Case("prefill_chunks_at_an_offset", prefill=((16, 48), (7, 40), (1, 17), (20, 31))),
+    Case("prefill_one_token_chunks", prefill=((1, 1), (1, 16), (1, 17))),
+    Case("prefill_long_chunk", prefill=((200, 600),), page_size=32, padding=56),
+    Case("prefill_none_is_real", decode=(5,), idle_prefills=2, padding=8),
+    Case("prefill_wide_table", prefill=((9, 20),), table_width=40, padding=3),
+    Case("mixed", **MIXED),
+    Case("mixed_page_8", **MIXED, page_size=8),
+    Case("mixed_page_64", **MIXED, page_size=64),
+    Case("mixed_page_128", **MIXED, page_size=128),
+    Case("mixed_head_dim_64", **MIXED, head_dim=64),
+    Case("mixed_head_dim_80", **MIXED, head_dim=80),
+    Case("mixed_head_dim_128", **MIXED, head_dim=128),
+    Case("mixed_head_dim_256", **MIXED, head_dim=256),
+    Case("mixed_group_1", **MIXED, heads=3, kv_heads=3),
+    Case("mixed_group_3", **MIXED, heads=9, kv_heads=3),
+    Case("mixed_group_7", **MIXED, heads=14, kv_heads=2),
+    Case("mixed_group_16", **MIXED, heads=16, kv_heads=1),
+    Case("mixed_window_1", **MIXED, sliding_window=1),
+    Case("mixed_window_of_a_page", **MIXED, sliding_window=16),
+    Case("mixed_window_across_pages", **MIXED, sliding_window=21),
+    Case("mixed_window_wider_than_all", **MIXED, sliding_window=4096),
+    Case("window_far_from_the_start", decode=(700, 300), prefill=((33, 500),), page_size=32, sliding_window=40),
+    Case("mixed_soft_cap", **MIXED, soft_cap=2.0),
+    Case("mixed_sinks", **MIXED, sinks=True),
+    Case("mixed_window_soft_cap_sinks", **MIXED, sliding_window=9, soft_cap=5.0, sinks=True),
+    Case("mixed_scale", **MIXED, scale=0.7),
+    Case("mixed_bfloat16", **MIXED, dtype="bfloat16", head_dim=64),
+    Case("mixed_float16", **MIXED, dtype="float16", head_dim=64),
+    Case("mixed_bfloat16_pages", **MIXED, kv_dtype="bfloat16", head_dim=64),
+    Case("mixed_int8_pages", **MIXED, kv_dtype="int8", head_dim=64),
+    Case("mixed_int8_pages_bfloat16_queries", **MIXED, dtype="bfloat16", kv_dtype="int8", head_dim=64),
+)
+
+# Against the float32 oracle that reads the same (rounded, quantised) pages, with values of unit variance, so that outputs
+# are at most about 4. Largest absolute error allowed:
+#   float32   the order of summation: ~1e-6 measured over 700 keys; 2e-5 leaves room for exp and tanh approximations.
+#   float16   probabilities or the output rounded to 11 bits: 4 · 2^-11 = 2e-3, twice that for both.
+#   bfloat16  the same with 8 bits: probabilities are rounded before the second dot, then the output: 4 · 2^-8 = 1.6e-2 each.
+TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+def tolerance(case: Case) -> float:
+    """The wider of what the queries' and the pages' types allow; narrow pages are multiplied in bfloat16."""
+    kinds = {case.dtype, case.kv_dtype or case.dtype}
+    return max(TOLERANCES.get(kind, TOLERANCES["bfloat16"]) for kind in kinds)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Arguments of `paged_attention`: `args` positional, `options` by keyword."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    used: np.ndarray  # bool [T]: tokens that are not padding
+
+
+def build(case: Case, seed: int = 0, *, poison: bool = True) -> Problem:
+    """The case as arrays. With `poison`, whatever may not be read is NaN (int8 pages: 127 with NaN scales)."""
+    random = np.random.default_rng(seed)
+    lengths = [*case.decode, *(kv for _, kv in case.prefill), *[0] * case.idle_prefills]
+    pages_of = [-(-length // case.page_size) for length in lengths]
+    width = case.table_width or max([*pages_of, 1])
+    num_pages = 1 + sum(pages_of) + 3  # page 0 and three that nobody owns
+    shuffled = iter(random.permutation(np.arange(1, num_pages)))
+    table = np.zeros((len(lengths), width), np.int32)
+    for row, count in enumerate(pages_of):
+        table[row, :count] = [next(shuffled) for _ in range(count)]
+
+    kv = filled_pages(case, num_pages, table, lengths, random, poison=poison)
+    q_lens = [query for query, _ in case.prefill] + [0] * case.idle_prefills
+    tokens = len(case.decode) + sum(q_lens) + case.padding
+    q = jnp.asarray(random.standard_normal((tokens, case.heads, case.head_dim)), jnp.float32).astype(case.dtype)
+    used = np.array([length > 0 for length in case.decode] + [True] * sum(q_lens) + [False] * case.padding, bool)
+    args = (
+        q,
+        kv,
+        jnp.asarray(table),
+        jnp.asarray(lengths, jnp.int32),
+        jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32),
+        jnp.asarray(len(case.prefill), jnp.int32),
+    )
+    options = {
+        "decode_rows": len(case.decode),
+        "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
+        "sliding_window": case.sliding_window,
+        "soft_cap": case.soft_cap,
+        "sinks": jnp.asarray(random.standard_normal(case.heads), jnp.float32) if case.sinks else None,
+    }
+    return Problem(args, options, used)
+
+
+def filled_pages(
+    case: Case, num_pages: int, table: np.ndarray, lengths: list[int], random: np.random.Generator, *, poison: bool
+) -> LayerKV:
+    """Pages with random keys and values at every position that some sequence owns."""
+    shape = (case.kv_heads, case.page_size, case.head_dim)
+    kv = init_pages(num_pages, *shape, case.kv_dtype or case.dtype)
+    if poison:
+        if kv.scales is not None:
+            kv = LayerKV(jnp.full_like(kv.pages, 127), jnp.full_like(kv.scales, jnp.nan))
+        else:
+            nan = jnp.full(kv.pages.shape, jnp.nan, kv.dtype)
+            kv = LayerKV(nan.view(kv.pages.dtype))
+    where = [(row, at) for row, length in enumerate(lengths) for at in range(length)]
+    if not where:
+        return kv
+    page_ids = jnp.asarray([table[row, at // case.page_size] for row, at in where], jnp.int32)
+    offsets = jnp.asarray([at % case.page_size for _, at in where], jnp.int32)
+    values = random.standard_normal((2, len(where), case.kv_heads, case.head_dim)).astype(np.float32)
+    return write_kv(kv, jnp.asarray(values[0]), jnp.asarray(values[1]), page_ids, offsets)
+
+
+def in_float32(case: Case) -> Case:
+    """The same case with float32 queries: what the oracle computes before its output is rounded."""
+    return replace(case, dtype="float32", kv_dtype=case.kv_dtype or case.dtype)

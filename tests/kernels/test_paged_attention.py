@@ -1,0 +1,38 @@
+"""Every implementation against the oracle, on every case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+from kernel_cases import CASES, Case, Problem, build, tolerance
+from rekindle_kernels import paged_attention
+
+# One line per implementation that runs on any machine. Kernels that need the interpreter pass their own function with
+# `paged_attention`'s signature.
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "xla": partial(paged_attention, implementation="xla"),
+}
+
+
+@cache
+def expected(case: Case) -> tuple[Problem, np.ndarray]:
+    problem = build(case)
+    (q, *rest) = problem.args
+    out = paged_attention(q.astype("float32"), *rest, **problem.options, implementation="reference")
+    return problem, np.asarray(out)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_implementation_matches_the_reference(name: str, case: Case) -> None:
+    problem, want = expected(case)
+    got = jax.jit(partial(IMPLEMENTATIONS[name], **problem.options))(*problem.args)
+    assert got.dtype == problem.args[0].dtype
+    got = np.asarray(got.astype("float32"))
+    assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))
+    assert not got[~problem.used].any(), "padding must give zeros"
