@@ -1,0 +1,159 @@
+"""What the GPU attention kernels share: reading a block of paged keys, scoring it, and the online softmax.
+
+Axes: M tile rows, B keys of a block, D head_dim (padded to a power of two inside a tile), S page size. Triton wants every
+tile to be a power of two in size, dots to be at least 16 wide, and masks where a tile overhangs its array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+LOG2E = math.log2(math.e)
+# A finite start for running maxima: with -inf a row that saw only masked keys would compute exp2(-inf - -inf) = nan.
+LOWEST = -1e30
+# Which half of a page; numpy scalars, because interpret mode asks every index for its shape.
+K, V = np.int32(0), np.int32(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How raw dot products become logits; static in every kernel."""
+
+    scale: float
+    soft_cap: float | None
+    sliding_window: int | None
+
+    @property
+    def exponent(self) -> float:
+        """What a score is multiplied with to be an exponent of two."""
+        return LOG2E * (self.scale if self.soft_cap is None else self.soft_cap)
+
+    def score(self, raw: jax.Array) -> jax.Array:
+        return raw if self.soft_cap is None else jnp.tanh(raw * (self.scale / self.soft_cap))
+
+
+class Softmax(NamedTuple):
+    """Online softmax of the tile's rows."""
+
+    top: jax.Array  # float32 [M], running maximum, as an exponent of two
+    total: jax.Array  # float32 [M]
+    values: jax.Array  # float32 [M, D], not yet divided by `total`
+
+
+def start(rows: int, columns: int) -> Softmax:
+    return Softmax(
+        jnp.full((rows,), LOWEST, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, columns), jnp.float32),
+    )
+
+
+def padded(head_dim: int) -> int:
+    """head_dim as Triton sees it; 16 is the least that a dot accepts."""
+    return max(16, int(pl.next_power_of_2(head_dim)))
+
+
+def column_mask(head_dim: int) -> jax.Array | None:
+    columns = padded(head_dim)
+    return None if columns == head_dim else jnp.arange(columns)[None, :] < head_dim
+
+
+def both(left: jax.Array | None, right: jax.Array | None) -> jax.Array | None:
+    if left is None or right is None:
+        return left if right is None else right
+    return left & right
+
+
+def dot(left: jax.Array, right: jax.Array, *, contract_right: int) -> jax.Array:
+    """float32 [M, N]; float32 operands are multiplied exactly, not as TF32."""
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    dims = (((1,), (contract_right,)), ((), ()))
+    return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def load_rows(ref: jax.Ref, rows: tuple[jax.Array | np.int32, ...], mask: jax.Array | None) -> jax.Array:
+    """ref[(*rows, :)] as [len, D padded]; rows outside `mask` and columns past head_dim are zero.
+
+    Indices past the array are formed but not read. Clamping them instead would hide from Triton that neighbours are
+    contiguous, and every load would become one of single elements.
+    """
+    head_dim = ref.shape[-1]
+    columns = jnp.arange(padded(head_dim))[None, :]
+    length = next(row.shape[0] for row in rows if row.ndim)
+    index = (row[:, None] if row.ndim else row for row in rows)
+    where = both(None if mask is None else mask[:, None], column_mask(head_dim))
+    if where is None:
+        return plgpu.load(ref.at[(*index, columns)])
+    where = jnp.broadcast_to(where, (length, padded(head_dim)))
+    # Triton casts `other` to the array's type, but not an integer to a one-byte float.
+    other = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
+    return plgpu.load(ref.at[(*index, columns)], mask=where, other=other)
+
+
+class Paged(NamedTuple):
+    """One layer's pages and who owns them: arrays outside a kernel, references inside."""
+
+    pages: jax.Ref  # [P, 2, K, S, D]
+    scales: jax.Ref | None  # float32 [P, 2, K, S]
+    table: jax.Ref  # int32 [N, W]
+
+
+def attend(
+    paged: Paged,
+    q: jax.Array,  # [M, D]
+    state: Softmax,
+    scoring: Scoring,
+    *,
+    sequence: jax.Array,
+    head: jax.Array,
+    positions: jax.Array,  # int32 [B], the keys' positions in the sequence
+    readable: jax.Array | None,  # bool [B], None: all of them are keys of the sequence
+    visible: jax.Array | None,  # bool [M, B] or [1, B], None: every row sees every key
+) -> Softmax:
+    """Take one block of keys into the softmax."""
+    page_size = paged.pages.shape[-2]
+    index = lax.div(positions, jnp.int32(page_size))
+    slots = positions - index * page_size
+
+    def load(ref: jax.Ref, *at: jax.Array | np.int32) -> jax.Array:
+        return plgpu.load(ref.at[at]) if readable is None else plgpu.load(ref.at[at], mask=readable, other=0)
+
+    pages = load(paged.table, sequence, index)
+    k = load_rows(paged.pages, (pages, K, head, slots), readable).astype(q.dtype)
+    raw = dot(q, k, contract_right=1)
+    if paged.scales is not None:
+        raw = raw * load(paged.scales, pages, K, head, slots)[None, :]
+    scores = scoring.score(raw)
+    if visible is not None:
+        scores = jnp.where(visible, scores, -jnp.inf)
+    top = jnp.maximum(state.top, jnp.max(scores, axis=1) * scoring.exponent)
+    weights = jnp.exp2(scores * scoring.exponent - top[:, None])
+    shrink = jnp.exp2(state.top - top)
+    total = state.total * shrink + jnp.sum(weights, axis=1)
+    if paged.scales is not None:
+        weights = weights * load(paged.scales, pages, V, head, slots)[None, :]
+    v = load_rows(paged.pages, (pages, V, head, slots), readable).astype(q.dtype)
+    values = state.values * shrink[:, None] + dot(weights.astype(q.dtype), v, contract_right=0)
+    return Softmax(top, total, values)
+
+
+def add_sink(state: Softmax, sink: jax.Array) -> Softmax:
+    """Let each row's sink (a logit without a value) take its share of the total."""
+    exponent = sink.astype(jnp.float32) * LOG2E
+    top = jnp.maximum(state.top, exponent)
+    shrink = jnp.exp2(state.top - top)
+    return Softmax(top, state.total * shrink + jnp.exp2(exponent - top), state.values * shrink[:, None])
+
+
+def normalised(state: Softmax) -> jax.Array:
+    """float32 [M, D]; rows without keys are zero."""
+    return state.values / jnp.where(state.total == 0.0, 1.0, state.total)[:, None]

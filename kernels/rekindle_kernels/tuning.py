@@ -1,0 +1,127 @@
+"""Block sizes: frozen configurations, a table of measured ones per device, and the rule that serves everything else.
+
+`python -m rekindle_kernels.tune` measures on the device at hand and prints lines for the tables below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDecode:
+    """How one program of the GPU decode kernel goes through the keys of a row."""
+
+    block_k: int  # keys per turn of the loop
+    num_warps: int
+    num_stages: int
+    waves: int = 2  # programs per multiprocessor that splitting aims at
+    least_blocks: int = 4  # a split with less work than this costs more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPrefill:
+    """The tile of the GPU prefill kernel."""
+
+    block_m: int  # rows: (token, head of the group) pairs
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tpu:
+    """The tile of the TPU kernel."""
+
+    tokens: int  # query tokens of a prefill tile
+    keys: int  # keys per DMA block; pages are fetched whole
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a configuration depends on."""
+
+    device: str  # a prefix of jax.Device.device_kind
+    kv_dtype: str
+    head_dim: int
+    page_size: int
+
+
+# Measured entries go here; nothing has been measured on a device yet, so the rules below decide everywhere.
+GPU_DECODE: dict[Key, GpuDecode] = {}
+GPU_PREFILL: dict[Key, GpuPrefill] = {}
+TPU: dict[Key, Tpu] = {}
+
+
+Config = TypeVar("Config")
+
+
+def lookup(table: Mapping[Key, Config], device: str, kv_dtype: DTypeLike, head_dim: int, page_size: int) -> Config | None:
+    """The entry measured for this kind of device, or None."""
+    name = jnp.dtype(kv_dtype).name
+    for key, config in table.items():
+        if device.startswith(key.device) and (key.kv_dtype, key.head_dim, key.page_size) == (name, head_dim, page_size):
+            return config
+    return None
+
+
+def device_kind(platform: str) -> str:
+    """The kind of the first device of this platform; empty where there is none (lowering for a device elsewhere)."""
+    try:
+        return str(jax.local_devices(backend=platform)[0].device_kind)
+    except RuntimeError:
+        return ""
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the GPU at hand; 132, as an H100 has, where there is none."""
+    try:
+        return int(getattr(jax.local_devices(backend="gpu")[0], "core_count", None) or 132)
+    except RuntimeError:
+        return 132
+
+
+def _power_of_two(limit: int, least: int, most: int) -> int:
+    """The largest power of two <= limit, kept within [least, most]."""
+    return max(least, min(most, 1 << (max(limit, 1).bit_length() - 1)))
+
+
+def gpu_decode_rule(kv_dtype: DTypeLike, head_dim: int) -> GpuDecode:
+    """32 KiB of keys and values per stage: three stages fit the 99 KiB that every GPU since Ampere gives to a program."""
+    row = 2 * _power_of_two(2 * head_dim - 1, 16, 1024) * jnp.dtype(kv_dtype).itemsize
+    return GpuDecode(block_k=_power_of_two(32768 // row, 16, 128), num_warps=4, num_stages=3)
+
+
+def gpu_prefill_rule(q_dtype: DTypeLike, head_dim: int, rows: int) -> GpuPrefill:
+    """128 rows keep the tensor cores busy; larger heads, exact float32 and short chunks take smaller tiles."""
+    if jnp.dtype(q_dtype).itemsize == 4:
+        tile = GpuPrefill(block_m=32 if head_dim > 128 else 64, block_k=32, num_warps=4, num_stages=2)
+    elif head_dim > 128:
+        tile = GpuPrefill(block_m=64, block_k=32, num_warps=4, num_stages=2)
+    else:
+        tile = GpuPrefill(block_m=128, block_k=64, num_warps=8 if head_dim > 64 else 4, num_stages=3)
+    return replace(tile, block_m=_power_of_two(2 * rows - 1, 16, tile.block_m))
+
+
+def gpu_decode(kv_dtype: DTypeLike, head_dim: int, page_size: int) -> GpuDecode:
+    found = lookup(GPU_DECODE, device_kind("gpu"), kv_dtype, head_dim, page_size)
+    return found or gpu_decode_rule(kv_dtype, head_dim)
+
+
+def gpu_prefill(q_dtype: DTypeLike, kv_dtype: DTypeLike, head_dim: int, page_size: int, rows: int) -> GpuPrefill:
+    """`rows`: all rows of the call, tokens × group."""
+    found = lookup(GPU_PREFILL, device_kind("gpu"), kv_dtype, head_dim, page_size)
+    return found or gpu_prefill_rule(q_dtype, head_dim, rows)
+
+
+def gpu_splits(config: GpuDecode, programs: int, longest: int) -> int:
+    """Over how many programs a row's keys are spread, when there are `programs` without splitting."""
+    wanted = -(-config.waves * multiprocessors() // programs)
+    most = longest // (config.block_k * config.least_blocks)
+    return _power_of_two(min(wanted, most), 1, 64)
