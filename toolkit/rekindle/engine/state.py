@@ -10,7 +10,7 @@ requests that read it: penalties, a logit bias, or a `min_tokens` mask. Everybod
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +37,11 @@ class RequestState(NamedTuple):
 
 def abstract_state(slots: int, vocab: int) -> RequestState:
     """Shapes of the state of `slots` requests and the scratch slot."""
-    total = slots + 1
-    return RequestState(
-        last_token=jax.ShapeDtypeStruct((total,), jnp.int32),
-        history=jax.ShapeDtypeStruct((total, vocab), jnp.int32),
-        bias_ids=jax.ShapeDtypeStruct((total, MAX_LOGIT_BIAS), jnp.int32),
-        bias_values=jax.ShapeDtypeStruct((total, MAX_LOGIT_BIAS), jnp.float32),
-        end_ids=jax.ShapeDtypeStruct((total, MAX_END_IDS), jnp.int32),
-    )
+    L = slots + 1
+    shapes = (L,), (L, vocab), (L, MAX_LOGIT_BIAS), (L, MAX_LOGIT_BIAS), (L, MAX_END_IDS)
+    dtypes = jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32
+    leaves: Any = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    return RequestState(*leaves)
 
 
 def record(state: RequestState, slots: Array, tokens: Array) -> RequestState:

@@ -1,0 +1,88 @@
+"""The lattice: which step programs exist, how large each is, and which one a step runs in.
+
+A step of `rows` decode rows and `tokens` prefill tokens runs in the smallest program that holds both; the rest is
+padding. Sizes fall by powers: fine where only decode rows run (their step is short and padding shows), coarse where
+prefill tokens dominate. The context length is no dimension, kernels handle it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from rekindle.config import EngineConfig
+from rekindle.errors import ConfigError
+
+SMALLEST_ROWS = 2  # a product with a single row is up to 20 times slower on CPU
+SMALLEST_TOKENS = 32
+TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
+MIXED_ROWS_STEP = 8  # decode rows beside prefill tokens: 16, 2
+MOST_PREFILL_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The static sizes of one step program."""
+
+    rows: int  # decode rows, padding included
+    tokens: int  # prefill tokens, padding included
+    processed: bool = False  # the variant that holds the user's logits processors
+
+    @property
+    def name(self) -> str:
+        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "")
+
+    @property
+    def cost(self) -> int:
+        """Tokens computed, padding included."""
+        return self.rows + self.tokens
+
+
+def prefill_rows(tokens: int, max_requests: int) -> int:
+    """How many sequences may prefill in a step of `tokens` prefill tokens: static, each costs one row of logits."""
+    return min(max_requests, max(1, tokens // 8), MOST_PREFILL_ROWS) if tokens else 0
+
+
+def _powers(largest: int, smallest: int, step: int) -> tuple[int, ...]:
+    """largest, largest / step, … while above `smallest`, then `smallest`; ascending."""
+    sizes = {min(largest, smallest)}
+    while largest > smallest:
+        sizes.add(largest)
+        largest = -(-largest // step)
+    return tuple(sorted(sizes))
+
+
+def lattice(config: EngineConfig, *, processed: bool = False) -> tuple[Bucket, ...]:
+    """Every step program of a session; with `processed`, the variants with logits processors beside the plain ones."""
+    most = max(config.max_requests, SMALLEST_ROWS)
+    variants = (False, True) if processed else (False,)
+    decode = [Bucket(rows, 0, p) for p in variants for rows in _powers(most, SMALLEST_ROWS, 2)]
+    mixed = [
+        Bucket(rows, tokens, p)
+        for p in variants
+        for rows in _powers(most, SMALLEST_ROWS, MIXED_ROWS_STEP)
+        for tokens in _powers(config.max_tokens_per_step, SMALLEST_TOKENS, TOKENS_STEP)
+    ]
+    return tuple(decode + mixed)
+
+
+def bucket_for(
+    buckets: Iterable[Bucket], max_requests: int, *, rows: int, tokens: int, prefills: int, processed: bool = False
+) -> Bucket:
+    """The cheapest bucket that holds the step; raises ConfigError when there is none."""
+    fitting = [
+        bucket
+        for bucket in buckets
+        if bucket.rows >= rows
+        and bucket.tokens >= tokens
+        and prefill_rows(bucket.tokens, max_requests) >= prefills
+        and bucket.processed == processed
+    ]
+    if not fitting:
+        raise ConfigError(
+            "step",
+            f"{rows} decode rows, {prefills} prefills of {tokens} tokens",
+            "is larger than every compiled program",
+            "Plan smaller steps",
+        )
+    return min(fitting, key=lambda bucket: (bucket.cost, bucket.rows))

@@ -1,0 +1,176 @@
+"""Every compiled program of a session: built ahead of time from shapes alone, counted, handed out by bucket.
+
+`build` traces and lowers, `compile` turns that into an executable, `get` does either only when neither memory nor the
+store has the program. All of it may be called from several threads; two threads that want the same program share one
+compilation, different programs compile side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from rekindle.cache.pool import pages_for
+from rekindle.config import EngineConfig
+from rekindle.engine import kv as paged
+from rekindle.engine import state as request_state
+from rekindle.engine.batch import Bucket, lattice
+from rekindle.engine.packing import Layout
+from rekindle.engine.processors import LogitsProcessor, check_processors
+from rekindle.engine.step import make_step
+from rekindle.errors import CompileError
+from rekindle.models.base import Graph
+from rekindle.models.config import ModelConfig
+
+MOVED_PAGES = 8  # pages per gather or scatter between tiers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Helper:
+    """A program beside the steps: "admit" a request's history to its slot, "gather" or "scatter" pages."""
+
+    name: str
+
+
+ADMIT, GATHER, SCATTER = Helper("admit"), Helper("gather"), Helper("scatter")
+Key = Bucket | Helper
+Compiled = Any  # jax.stages.Compiled, or what a store gives back for one
+
+
+class Store(Protocol):
+    """Where executables outlive the process."""
+
+    def load(self, key: str) -> Compiled | None: ...
+
+    def save(self, key: str, compiled: Compiled) -> None: ...
+
+
+class Programs:
+    """The programs of one model under one resolved config. They need no weights, only their shapes."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        graph: Graph,
+        leaves: Sequence[Any],
+        config: EngineConfig,
+        *,
+        processors: Sequence[LogitsProcessor] = (),
+        store: Store | None = None,
+    ) -> None:
+        assert config.max_model_len is not None, "the config is not resolved"
+        assert config.page_size is not None, "the config is not resolved"
+        assert config.device_pages is not None, "the config is not resolved"
+        self.model, self.graph, self.config = model, graph, config
+        self.processors = check_processors(processors)
+        self.lattice = lattice(config, processed=bool(self.processors))
+        self.width = pages_for(config.max_model_len, config.page_size)
+        self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)
+        self.state = request_state.abstract_state(config.max_requests, model.vocab_size)
+        self.traces = 0
+        self.compilations = 0
+        self._store = store
+        self._lock = threading.Lock()
+        self._building: dict[Key, threading.Lock] = {}
+        self._ready: dict[Key, Compiled] = {}
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """All programs; `gather` and `scatter` only where pages can leave the device."""
+        moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
+        return (*self.lattice, ADMIT, *moves)
+
+    def layout(self, bucket: Bucket) -> Layout:
+        return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
+
+    def ready(self, key: Key) -> bool:
+        """Whether `get` returns at once."""
+        return key in self._ready
+
+    def get(self, key: Key) -> Compiled:
+        """The executable, compiled now unless it is there. Raises `CompileError`, and KeyError beyond the lattice."""
+        found = self._ready.get(key)
+        if found is not None:
+            return found
+        if key not in self.keys:
+            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.keys)}")
+        with self._lock:
+            building = self._building.setdefault(key, threading.Lock())
+        with building:
+            if key not in self._ready:
+                self._ready[key] = self._load_or_compile(key)
+            return self._ready[key]
+
+    def warm(self, keys: Iterable[Key] | None = None, progress: Callable[[Key], None] | None = None) -> None:
+        """Get every program, or those of `keys`."""
+        for key in self.keys if keys is None else keys:
+            self.get(key)
+            if progress is not None:
+                progress(key)
+
+    def build(self, key: Key) -> jax.stages.Lowered:
+        """Trace and lower one program."""
+        function, arguments, donated = self._function(key)
+
+        def counted(*args: Any) -> Any:
+            with self._lock:
+                self.traces += 1
+            return function(*args)
+
+        return jax.jit(counted, donate_argnums=donated).lower(*arguments)
+
+    def compile(self, key: Key) -> Compiled:
+        """Build and compile one program."""
+        try:
+            compiled = self.build(key).compile()
+        except Exception as error:
+            raise CompileError(
+                f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
+            ) from error
+        with self._lock:
+            self.compilations += 1
+        return compiled
+
+    def _load_or_compile(self, key: Key) -> Compiled:
+        if self._store is not None:
+            stored = self._store.load(key.name)
+            if stored is not None:
+                return stored
+        compiled = self.compile(key)
+        if self._store is not None:
+            self._store.save(key.name, compiled)
+        return compiled
+
+    def _function(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+        if isinstance(key, Bucket):
+            layout = self.layout(key)
+            step = make_step(
+                self.graph,
+                layout,
+                self.kv[0].page_size,
+                implementation=self.config.kernels,
+                processors=self.processors if key.processed else (),
+            )
+            return step, (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats)), (1, 2)
+        if key == ADMIT:
+            ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
+            return request_state.admit, (self.state, _ints(ints), _floats(floats)), (0,)
+        ids = _ints(MOVED_PAGES)
+        if key == GATHER:
+            return paged.gather, (self.kv, ids), ()
+        payload = jax.eval_shape(paged.gather, self.kv, ids)
+        return paged.scatter, (self.kv, ids, payload), (0,)
+
+
+def _ints(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+
+def _floats(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.float32)

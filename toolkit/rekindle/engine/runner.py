@@ -1,0 +1,276 @@
+"""The device side of a session: owns pages and request state, dispatches one program per step, reads results.
+
+`dispatch` and what it calls run in one thread, `fetch` may run in another. The device works on step N while the host
+packs step N + 1: an upload may be read in place on CPU, so a buffer goes back to its pool only when its step is over.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rekindle.config import EngineConfig
+from rekindle.engine import kv as paged
+from rekindle.engine.batch import Bucket, bucket_for
+from rekindle.engine.packing import Constants, Upload
+from rekindle.engine.processors import LogitsProcessor
+from rekindle.engine.programs import ADMIT, GATHER, MOVED_PAGES, SCATTER, Programs
+from rekindle.engine.results import needs_prompt, row_results
+from rekindle.engine.state import pack_admission
+from rekindle.engine.step import StepOutput
+from rekindle.errors import ConfigError, SessionClosed, StoreError
+from rekindle.models.base import LoadedModel
+from rekindle.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
+
+
+class HostTier(Protocol):
+    """Page payloads by digest, off the device; called from the dispatching and the fetching thread."""
+
+    def put(self, digest: bytes, payload: paged.Payload) -> None: ...
+
+    def get(self, digest: bytes) -> paged.Payload:
+        """Raises KeyError when it is gone."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class InFlight:
+    """A dispatched step."""
+
+    plan: StepPlan
+    bucket: Bucket | None  # None: the step only moved pages
+    output: StepOutput | None
+    upload: Upload | None
+    leaving: list[tuple[tuple[PageMove, ...], paged.Payload]]
+    dispatched: float
+    host_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunnerStatistics:
+    """Counts since the runner was made."""
+
+    steps: int
+    tokens: int
+    padding: int  # tokens computed for nothing
+    host_seconds: float
+    device_seconds: float
+    traces: int
+    compilations: int
+    programs: dict[str, int]  # steps by program
+    pages_out: int
+    pages_in: int
+
+
+class Runner:
+    """Satisfies `RunnerLike`."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        host_tier: HostTier | None = None,
+        programs: Programs | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        prefer_ready: bool = False,
+    ) -> None:
+        if programs is None:
+            programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
+        self.programs, self.config, self.host_tier = programs, config, host_tier
+        self.prefer_ready = prefer_ready  # a larger program that is ready goes before compiling the one that fits
+        self._model = model.config
+        self._leaves: tuple[Any, ...] = tuple(model.leaves)
+        self._kv, self._state = self._fresh_memory()
+        self._constants = Constants(config.max_requests, tuple(p.name for p in programs.processors))
+        self._owners: list[Request | None] = [None] * (config.max_requests + 1)
+        self._epochs = [-1] * (config.max_requests + 1)
+        self._uploads: dict[Bucket, collections.deque[Upload]] = collections.defaultdict(collections.deque)
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._buckets: collections.Counter[str] = collections.Counter()
+        self._host_seconds = self._device_seconds = self._last_ready = 0.0
+        self._closed = False
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Pack the plan and start its step. Raises without having started anything, or leaves it to `fetch`."""
+        if self._closed:
+            raise SessionClosed("the runner was closed; open a new session")
+        start = time.perf_counter()
+        leaving = self._offload(plan.offload)
+        self._restore(plan.restore)
+        if not plan.rows:
+            return InFlight(plan, None, None, None, leaving, start, time.perf_counter() - start)
+        bucket = self._bucket(plan)
+        program = self.programs.get(bucket)
+        for row in plan.rows:
+            if row.request is not self._owners[row.slot] or row.epoch != self._epochs[row.slot]:
+                self._admit(row)
+        upload = self._take_upload(bucket)
+        upload.pack(plan, self._constants)
+        ints, floats = jax.device_put((upload.ints, upload.floats))
+        dispatched = time.perf_counter()
+        self._kv, self._state, output = program(self._leaves, self._kv, self._state, ints, floats)
+        output.rows.copy_to_host_async()
+        return InFlight(plan, bucket, output, upload, leaving, dispatched, time.perf_counter() - start)
+
+    def fetch(self, in_flight: InFlight) -> StepResult:
+        """Wait for the step and read its result."""
+        plan, bucket, output = in_flight.plan, in_flight.bucket, in_flight.output
+        rows: tuple[RowResult, ...] = ()
+        if bucket is not None and output is not None and in_flight.upload is not None:
+            packed = np.asarray(output.rows)  # the one place that waits for the device
+            prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
+            self._uploads[bucket].append(in_flight.upload)
+            rows = row_results(plan, packed, prompt, bucket.rows)
+        ready = time.perf_counter()
+        # The device ran the step before this one first, so this one's time counts from there.
+        seconds = ready - max(in_flight.dispatched, self._last_ready)
+        self._last_ready = ready
+        self._hand_over(in_flight.leaving)
+        self._count(in_flight, seconds)
+        return StepResult(plan, rows, bucket.name if bucket else "", in_flight.host_seconds, seconds)
+
+    def warm(self) -> None:
+        """Compile everything that a step may ask for."""
+        self.programs.warm()
+
+    def swap_weights(self, leaves: Sequence[Any]) -> None:
+        """Use other weights from the next step on; steps in flight end with the old ones. Nothing is compiled."""
+        for index, (path, old, new) in enumerate(
+            zip(self.programs.graph.paths, self.programs.leaves, leaves, strict=True)
+        ):
+            if (old.shape, old.dtype) != (new.shape, new.dtype):
+                raise ConfigError(
+                    "weights",
+                    f"{path} ({index}): {new.dtype}{list(new.shape)}",
+                    f"differs from the session's {old.dtype}{list(old.shape)}",
+                    "Open a new session for another architecture, dtype or quantisation",
+                )
+        self._leaves = tuple(leaves)
+
+    def reset(self) -> None:
+        """Fresh pages and state, after a step has failed on the device; whatever the pages held is lost."""
+        self._delete(self._kv, self._state)
+        self._kv, self._state = self._fresh_memory()
+        self._owners = [None] * len(self._owners)
+
+    def statistics(self) -> RunnerStatistics:
+        return RunnerStatistics(
+            steps=self._counts["steps"],
+            tokens=self._counts["tokens"],
+            padding=self._counts["padding"],
+            host_seconds=self._host_seconds,
+            device_seconds=self._device_seconds,
+            traces=self.programs.traces,
+            compilations=self.programs.compilations,
+            programs=dict(self._buckets),
+            pages_out=self._counts["pages_out"],
+            pages_in=self._counts["pages_in"],
+        )
+
+    def close(self) -> None:
+        """Free pages and state at once; the weights belong to whoever loaded them."""
+        if self._closed:
+            return
+        self._closed = True
+        jax.block_until_ready(jax.tree.leaves(self._state))  # a running step must not lose what it reads
+        self._delete(self._kv, self._state)
+        self._leaves = ()
+        self._uploads.clear()
+
+    def _bucket(self, plan: StepPlan) -> Bucket:
+        processed = any(row.request.sampling.processors for row in plan.rows)
+        size = {"rows": len(plan.decode), "tokens": plan.prefill_tokens, "prefills": len(plan.prefill)}
+        most = self.config.max_requests
+        best = bucket_for(self.programs.lattice, most, **size, processed=processed)
+        if self.prefer_ready and not self.programs.ready(best):
+            ready = [bucket for bucket in self.programs.lattice if self.programs.ready(bucket)]
+            try:
+                return bucket_for(ready, most, **size, processed=processed)
+            except ConfigError:
+                return best
+        return best
+
+    def _admit(self, row: Row) -> None:
+        """Take a slot over for a request that runs in it for the first time in this epoch."""
+        sampling = row.request.sampling
+        if sampling.penalised or sampling.logit_bias or sampling.min_tokens or sampling.processors:
+            program = self.programs.get(ADMIT)
+            size = self.programs.width * self.programs.kv[0].page_size
+            ints, floats = jax.device_put(pack_admission(row, size))
+            self._state = program(self._state, ints, floats)
+        self._constants.put(row)
+        self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
+
+    def _take_upload(self, bucket: Bucket) -> Upload:
+        try:
+            return self._uploads[bucket].popleft()
+        except IndexError:
+            return Upload(self.programs.layout(bucket))
+
+    def _offload(self, moves: tuple[PageMove, ...]) -> list[tuple[tuple[PageMove, ...], paged.Payload]]:
+        leaving = []
+        for at in range(0, len(moves), MOVED_PAGES):
+            part = moves[at : at + MOVED_PAGES]
+            leaving.append((part, self.programs.get(GATHER)(self._kv, _ids(part))))
+        return leaving
+
+    def _hand_over(self, leaving: list[tuple[tuple[PageMove, ...], paged.Payload]]) -> None:
+        for part, payload in leaving:
+            assert self.host_tier is not None, "a page was offloaded without a host tier"
+            arrays = [np.asarray(leaf) for leaf in payload]
+            for index, move in enumerate(part):
+                # Copied, so that a page that stays does not keep the others' memory.
+                self.host_tier.put(move.digest, tuple(array[index : index + 1].copy() for array in arrays))
+
+    def _restore(self, moves: tuple[PageMove, ...]) -> None:
+        for at in range(0, len(moves), MOVED_PAGES):
+            part = moves[at : at + MOVED_PAGES]
+            pages = [self._payload(move) for move in part]
+            pages += [pages[0]] * (MOVED_PAGES - len(part))  # padding goes to page 0
+            payload = tuple(np.concatenate(leaves) for leaves in zip(*pages, strict=True))
+            self._kv = self.programs.get(SCATTER)(self._kv, _ids(part), payload)
+
+    def _payload(self, move: PageMove) -> paged.Payload:
+        assert self.host_tier is not None, "a page is restored without a host tier"
+        try:
+            return self.host_tier.get(move.digest)
+        except KeyError:
+            raise StoreError(
+                f"page {move.digest.hex()} left the host tier before it was restored. Raise host_memory"
+            ) from None
+
+    def _count(self, in_flight: InFlight, seconds: float) -> None:
+        plan, bucket = in_flight.plan, in_flight.bucket
+        self._counts["steps"] += 1
+        self._counts["pages_out"] += len(plan.offload)
+        self._counts["pages_in"] += len(plan.restore)
+        if bucket is not None:
+            self._counts["tokens"] += plan.tokens
+            self._counts["padding"] += bucket.cost - plan.tokens
+            self._buckets[bucket.name] += 1
+        self._host_seconds += in_flight.host_seconds
+        self._device_seconds += seconds
+
+    def _fresh_memory(self) -> tuple[paged.KV, Any]:
+        first = self.programs.kv[0]
+        kv = paged.init(self._model, first.num_pages, first.page_size, self.config.kv_dtype)
+        return kv, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.programs.state)
+
+    @staticmethod
+    def _delete(*trees: Any) -> None:
+        for leaf in jax.tree.leaves(trees):
+            leaf.delete()
+
+
+def _ids(moves: tuple[PageMove, ...]) -> np.ndarray:
+    ids = np.zeros(MOVED_PAGES, np.int32)
+    ids[: len(moves)] = [move.page for move in moves]
+    return ids

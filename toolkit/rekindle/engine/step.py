@@ -1,0 +1,107 @@
+"""The fused step: uploads and device-resident state in; new pages, new state and one packed result out.
+
+Axes: R decode rows, S prefill sequences, N = R + S rows that may sample, T prefill tokens, V vocabulary.
+
+One call runs the model over [decode rows] + [prefill tokens], takes logits of the N last tokens alone, samples, and
+records each sampled token in its slot, where the next step finds it. What few requests ask for sits behind
+`lax.cond`s whose results are small: a branch that returned logits would copy [N, V] even when it is not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rekindle.engine import kv as paged
+from rekindle.engine.logprobs import WIDTH, prompt_logprobs, row_logprobs
+from rekindle.engine.packing import FIRST_PROCESSOR_BIT, Flag, Layout, StepInputs, unpack
+from rekindle.engine.processors import LogitsContext, LogitsProcessor, process
+from rekindle.engine.sampling import choose, greedy
+from rekindle.engine.shaping import shape
+from rekindle.engine.state import RequestState, record
+from rekindle.models.base import Graph, Model, merge
+
+Leaves = Sequence[Array]
+
+
+class StepOutput(NamedTuple):
+    """What the host reads."""
+
+    rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token, its packed log-probabilities (zeros unless asked for)
+    prompt: Array  # int32 [T, logprobs.WIDTH]: read only when a row asked for prompt_logprobs
+
+
+Step = Callable[[Leaves, paged.KV, RequestState, Array, Array], tuple[paged.KV, RequestState, StepOutput]]
+
+
+def make_step(
+    graph: Graph,
+    layout: Layout,
+    page_size: int,
+    *,
+    implementation: str | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Step:
+    """The step of one layout as a pure function; pages and state are meant to be donated."""
+
+    def step(
+        leaves: Leaves, kv: paged.KV, state: RequestState, ints: Array, floats: Array
+    ) -> tuple[paged.KV, RequestState, StepOutput]:
+        model = merge(graph, leaves)
+        inputs = unpack(layout, page_size, ints, floats, state.last_token)
+        attend = paged.PagedAttention(model.config, kv, inputs, layout.rows, implementation)
+        hidden = model(
+            inputs.tokens,
+            inputs.positions,
+            attend,
+            lengths=jnp.maximum(inputs.prompt_lengths, inputs.positions + 1),
+        )
+        logits = model.logits(hidden[inputs.last])
+        with jax.named_scope("sample"):
+            tokens = _sample(logits, inputs, state, processors)
+        logprobs = row_logprobs(inputs.flag(Flag.LOGPROBS) & inputs.flag(Flag.SAMPLES), logits, tokens)
+        slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
+        output = StepOutput(
+            jnp.concatenate([tokens[:, None], logprobs], axis=1), _prompt(model, hidden[layout.rows :], inputs)
+        )
+        return tuple(attend.kv), record(state, slots, tokens), output
+
+    return step
+
+
+def _sample(logits: Array, inputs: StepInputs, state: RequestState, processors: Sequence[LogitsProcessor]) -> Array:
+    shaped, processed = inputs.shaping.any, jnp.any(inputs.flags >> FIRST_PROCESSOR_BIT != 0)
+
+    def change() -> Array:
+        changed = logits
+        if processors:
+            context = _context(inputs, state)
+            changed = lax.cond(processed, lambda: process(processors, logits, inputs.flags, context), lambda: logits)
+        return shape(changed, inputs.shaping, state, inputs.slots)
+
+    def options() -> Array:
+        return choose(lax.cond(shaped | processed, change, lambda: logits), inputs.choice)
+
+    plain = ~(shaped | processed | jnp.any(inputs.choice.temperature > 0.0))
+    return lax.cond(plain, lambda: greedy(logits), options)
+
+
+def _context(inputs: StepInputs, state: RequestState) -> LogitsContext:
+    history = state.history[inputs.slots]
+    return LogitsContext(
+        position=inputs.lengths,
+        prompt_length=inputs.prompt_lengths[inputs.last],
+        last_token=inputs.tokens[inputs.last],
+        in_prompt=(history & 1) == 1,
+        generated=history >> 1,
+    )
+
+
+def _prompt(model: Model, hidden: Array, inputs: StepInputs) -> Array:
+    if not hidden.shape[0]:
+        return jnp.zeros((0, WIDTH), jnp.int32)
+    return prompt_logprobs(hidden, inputs.targets, model.logits)
