@@ -140,6 +140,10 @@ class Keys:
         value = self.raw.get(name)
         return default if value is None else value
 
+    def nullable(self, name: str, default: Any) -> Any:
+        """The value where null is one of its own, such as no window."""
+        return self.raw.get(name, default)
+
     def need(self, name: str) -> Any:
         value = self.raw.get(name)
         if value is None:
@@ -177,20 +181,34 @@ class Keys:
         return tuple(name == "sliding_attention" for name in names)
 
     def rope(
-        self, head_dim: int, *, theta: float = 10_000.0, layer_type: str | None = None, theta_key: str = "rope_theta"
+        self, head_dim: int, *, theta: float = 10_000.0, partial: bool = False, layer_type: str | None = None
     ) -> RopeSpec:
-        """From `rope_parameters` (flat or per layer type), or from the older `rope_theta` and `rope_scaling`."""
-        options = dict(self.get("rope_parameters") or self.get("rope_scaling") or {})
-        if layer_type is not None and layer_type in options:
-            options = dict(options[layer_type] or {})
+        """From `rope_parameters` (flat, or per layer type if that is given), or the older `rope_theta`, `rope_scaling`.
+
+        `theta` is the family's default; `partial`: it implements `partial_rotary_factor`.
+        """
+        flat, given = self.get("rope_scaling") or {}, self.get("rope_parameters") or {}
+        if layer_type is None:
+            options = dict(flat or given)
+            if any(isinstance(value, Mapping) for value in options.values()):
+                raise UnsupportedModel(
+                    f"rope_parameters per layer type are not implemented for {self.raw.get('model_type')}."
+                )
+        else:
+            options = dict(given.get(layer_type) or {}) | (flat if layer_type == "full_attention" else {})
         options = {name: value for name, value in options.items() if value is not None}
         kind = options.get("rope_type", options.get("type", "default"))
         if kind not in KINDS:
             raise UnsupportedModel(f"rope_type={kind!r} is not implemented. Implemented: {', '.join(KINDS)}.")
-        return self.rope_spec(kind, options, head_dim, float(options.get("rope_theta", self.get(theta_key, theta))))
+        key = "rope_local_base_freq" if layer_type == "sliding_attention" else "rope_theta"
+        part = options.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        if part != 1.0 and not partial:
+            raise UnsupportedModel(
+                f"partial_rotary_factor={part} is not implemented for {self.raw.get('model_type')}. Implemented: 1.0."
+            )
+        return self.rope_spec(kind, options, int(head_dim * part), float(options.get("rope_theta", self.get(key, theta))))
 
-    def rope_spec(self, kind: str, options: dict[str, Any], head_dim: int, theta: float) -> RopeSpec:
-        dim = int(head_dim * options.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0)))
+    def rope_spec(self, kind: str, options: dict[str, Any], dim: int, theta: float) -> RopeSpec:
         longest = self.get("max_position_embeddings", 0)
         # A key beside rope_parameters wins over the one within: transformers does so for Phi-3's sake.
         original = self.get(
@@ -244,13 +262,14 @@ def decoder(
     eps: float = 1e-6,
     slides: Callable[[int], bool] | None = None,
     window: int | None = None,
+    partial_rope: bool = False,
     **overrides: Any,
 ) -> ModelConfig:
     """The keys that all Llama-like families share. Arguments are the family's defaults; `overrides` are final."""
     layers, heads, hidden = keys.need("num_hidden_layers"), keys.need("num_attention_heads"), keys.need("hidden_size")
     head_dim = keys.get("head_dim", head_dim or hidden // heads)
     if "attention" not in overrides:
-        spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=theta))
+        spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=theta, partial=partial_rope))
         sliding = dataclasses.replace(spec, sliding_window=window)
         slides = slides or (lambda layer: window is not None)
         overrides["attention"] = tuple(sliding if slides(layer) else spec for layer in range(layers))

@@ -18,6 +18,7 @@ A product with a single row is up to 20 times slower on CPU than one with two: c
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ class Matrix(nnx.Module):
     def __init__(self, shape: tuple[int, ...], precision: Precision, *, quantize: bool = True) -> None:
         self.quantize = precision.quantize if quantize else None
         self.weight = parameter(shape, precision.weights if self.quantize is None else jnp.int8)
-        self.scale = None if self.quantize is None else parameter(shape[:-1], jnp.float32)
+        self.scale: Any = None if self.quantize is None else parameter(shape[:-1], jnp.float32)
 
 
 class Linear(Matrix):

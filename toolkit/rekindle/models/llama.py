@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -47,7 +49,7 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """Embedding, blocks, final norm, head. Families that differ within the block set `block`."""
 
-    block: type[nnx.Module] = Block
+    block: Callable[[ModelConfig, int, Precision], nnx.Module] = Block
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
         self.config = config
@@ -96,12 +98,14 @@ def outer_sources(config: ModelConfig, *, add: float = 0.0) -> dict[str, Source]
     return sources
 
 
-def blocks(config: ModelConfig, *pieces: object) -> dict[str, Source]:
-    """The sources of every layer; a piece is a function of (config, layer) with paths relative to the layer."""
+Piece = Callable[[ModelConfig, int], dict[str, Source]]
+
+
+def blocks(config: ModelConfig, *pieces: Piece) -> dict[str, Source]:
+    """The sources of every layer; a piece gives paths relative to the layer."""
     sources: dict[str, Source] = {}
     for layer in range(config.num_layers):
         for piece in pieces:
-            assert callable(piece)
             sources |= {f"layers.{layer}.{path}": source for path, source in piece(config, layer).items()}
     return sources
 

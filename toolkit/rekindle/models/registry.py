@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rekindle.errors import UnsupportedModel
-from rekindle.models import llama
+from rekindle.models import gemma2, gemma3, gpt2, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe, smollm3
 from rekindle.models.config import ModelConfig
 from rekindle.models.linear import Precision
 from rekindle.models.weights import Manifest
@@ -22,6 +23,17 @@ class Family(NamedTuple):
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", llama.Llama, llama.manifest),
+    "mistral": Family("MistralForCausalLM", llama.Llama, llama.manifest),
+    "mixtral": Family("MixtralForCausalLM", mixtral.Mixtral, mixtral.manifest),
+    "qwen2": Family("Qwen2ForCausalLM", llama.Llama, llama.manifest),
+    "qwen3": Family("Qwen3ForCausalLM", qwen3.Qwen3, qwen3.manifest),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.Qwen3Moe, qwen3_moe.manifest),
+    "gemma2": Family("Gemma2ForCausalLM", gemma2.Gemma2, gemma2.manifest),
+    "gemma3_text": Family("Gemma3ForCausalLM", gemma3.Gemma3, gemma3.manifest),
+    "phi3": Family("Phi3ForCausalLM", llama.Llama, phi3.manifest),
+    "smollm3": Family("SmolLM3ForCausalLM", llama.Llama, llama.manifest),
+    "gpt2": Family("GPT2LMHeadModel", gpt2.Gpt2, gpt2.manifest),
+    "olmo2": Family("Olmo2ForCausalLM", olmo2.Olmo2, olmo2.manifest),
 }
 
 
@@ -36,4 +48,7 @@ def family(model_type: str) -> Family:
 
 def manifest(config: ModelConfig) -> Manifest:
     """Where the model's parameters come from in a checkpoint."""
-    return family(config.model_type).manifest(config)
+    found = family(config.model_type).manifest(config)
+    if config.tie_embeddings:  # some checkpoints store the head again; transformers ignores it too
+        found = dataclasses.replace(found, ignored=(*found.ignored, r"lm_head\.weight"))
+    return found

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 
 class Part(NamedTuple):
-    """One checkpoint tensor's place within a parameter: `parameter[index] = read(name)` (transposed, shifted)."""
+    """One checkpoint tensor's place within a parameter: `parameter[place] = read(name)` (transposed, shifted)."""
 
     name: str
     shape: tuple[int, ...]  # as the checkpoint stores it
-    index: tuple[int | slice, ...]  # numpy broadcasting tiles a [D] tensor over a [repeats, D] place
+    place: tuple[int | slice, ...]  # numpy broadcasting tiles a [D] tensor over a [repeats, D] place
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,10 @@ class Source:
             start = sum(self.rows[:which])
             stop = start + self.rows[which]
             stored = rest if self.tiled else (self.rows[which], *rest)
-            index: tuple[int | slice, ...] = (slice(start, stop),)
+            place: tuple[int | slice, ...] = (slice(start, stop),)
             if self.stack:
-                index = (number // count, *index)
-            yield Part(name, stored[::-1] if self.transpose else stored, index)
+                place = (number // count, *place)
+            yield Part(name, stored[::-1] if self.transpose else stored, place)
 
 
 def one(name: str, rows: int, **options: Any) -> Source:
@@ -66,7 +66,8 @@ class Manifest:
 
     sources: Mapping[str, Source]
     prefix: str = "model."  # checkpoints of the bare model lack it in all names
-    ignored: tuple[str, ...] = ()  # regular expressions: tensors that may be there and are not used
+    # Full matches on names without the prefix: tensors that may be there and are not used. Early Llamas stored these.
+    ignored: tuple[str, ...] = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 def assemble(source: Source, shape: tuple[int, ...], dtype: Any, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
@@ -77,5 +78,5 @@ def assemble(source: Source, shape: tuple[int, ...], dtype: Any, read: Callable[
         assert tensor.shape == part.shape, f"{part.name} has shape {tensor.shape}, expected {part.shape}"
         if source.transpose:
             tensor = tensor.T
-        result[part.index] = tensor + np.float32(source.add) if source.add else tensor
+        result[part.place] = tensor + np.float32(source.add) if source.add else tensor
     return result
