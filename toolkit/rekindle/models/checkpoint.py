@@ -1,0 +1,170 @@
+"""A Hugging Face folder becomes a `LoadedModel`: checked as a whole first, then read once into its final form."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rekindle.errors import CheckpointError, ConfigError, StoreError
+from rekindle.models import fingerprint as fingerprints
+from rekindle.models import prepared, reading, tensor_files
+from rekindle.models.base import Graph, LoadedModel, abstract_model
+from rekindle.models.config import ModelConfig
+from rekindle.models.hub import locate
+from rekindle.models.linear import QUANTIZE
+from rekindle.models.progress import Meter, Report
+from rekindle.models.registry import manifest
+from rekindle.models.tensor_files import FLOATS, Entry, Header
+from rekindle.models.weights import Manifest
+
+# Buffers that older versions of transformers saved with the weights; they follow from the config.
+HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias")
+
+
+class Checkpoint(NamedTuple):
+    """A folder that was looked at and not loaded yet."""
+
+    folder: Path
+    config: ModelConfig
+    headers: tuple[Header, ...]
+    fingerprint: str  # of config and weights as they lie there, in no precision yet
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for header in self.headers for entry in header.entries)
+
+
+def inspect(model: str | Path) -> Checkpoint:
+    """Config, tensor index and fingerprint of a folder or hub id; milliseconds, whatever its size."""
+    folder = locate(model)
+    files = tensor_files.weight_files(folder)
+    raw = read_config(folder)
+    headers = tuple(tensor_files.read_header(file) for file in files)
+    return Checkpoint(folder, ModelConfig.from_hf(raw), headers, fingerprints.folder_fingerprint(raw, headers))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a Hugging Face checkpoint.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read ({error}). Download it again.") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds a {type(raw).__name__}, not an object. Download it again.")
+    return raw
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, platform: str | None = None) -> str:
+    """ "auto" is bfloat16 on CPU, where 16-bit weights are read twice as fast, and the checkpoint's own elsewhere."""
+    if dtype != "auto":
+        return jnp.dtype(dtype).name
+    if (platform or jax.default_backend()) == "cpu":
+        return "bfloat16"
+    return config.dtype if config.dtype in ("float16", "bfloat16", "float32") else "bfloat16"
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    quantize_embeddings: bool = True,
+    progress: Report | None = None,
+    cache_dir: str | Path | None = None,
+    place: reading.Place = reading.place_on_default_device,
+) -> LoadedModel:
+    """Loads a folder (or hub id) tensor by tensor into its final layout, in parallel.
+
+    With `cache_dir`, weights that had to be converted or quantised are kept there in their final form, and the next
+    start reads those. `progress` is called from this thread. `place(path, array)` puts a leaf on its device or devices.
+    """
+    if quantize not in QUANTIZE:
+        raise ConfigError("quantize", quantize, "is not known", f"Use one of {', '.join(map(repr, QUANTIZE))}")
+    found = inspect(model)
+    name = resolve_dtype(dtype, found.config)
+    graph, shapes = abstract_model(found.config, name, quantize, quantize_embeddings=quantize_embeddings)
+    leaves, entries = plan(found, graph, shapes)
+    fingerprint = fingerprints.with_precision(found.fingerprint, name, quantize, quantize_embeddings)
+    kept = None
+    if cache_dir is not None and _worth_keeping(leaves, entries):
+        kept = prepared.slot(cache_dir, fingerprint, graph, shapes)
+        try:
+            arrays = prepared.load(kept, graph, shapes, place=place, report=progress)
+        except StoreError as error:
+            arrays = None
+            warnings.warn(f"{error}; loading the checkpoint again", stacklevel=2)
+        if arrays is not None:
+            return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+    meter = Meter(sum(entry.nbytes for entry in entries.values()), progress)
+    done = reading.read_leaves(leaves, entries, place=place, meter=meter)
+    meter.tell(final=True)
+    arrays = tuple(done[path] for path in graph.paths)
+    if kept is not None:
+        prepared.save(kept, graph, arrays)
+    return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+
+
+def plan(
+    found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
+) -> tuple[list[reading.Leaf], dict[str, Entry]]:
+    """What to read for each leaf. All that is missing, unexpected or wrongly shaped ends up in one error."""
+    declared = manifest(found.config)
+    entries = _with_prefix({e.name: e for header in found.headers for e in header.entries}, declared)
+    wanted = dict(zip(graph.paths, shapes, strict=True))
+    leaves, used, problems = [], set[str](), list[str]()
+    for path, source in declared.sources.items():
+        leaf = wanted[path]
+        scale = path.removesuffix("weight") + "scale" if leaf.dtype == jnp.int8 else None
+        leaves.append(reading.Leaf(path, source, tuple(leaf.shape), np.dtype(leaf.dtype), scale))
+        for part in source.parts(tuple(leaf.shape)):
+            used.add(part.name)
+            entry = entries.get(part.name)
+            if entry is None:
+                problems.append(f"missing: {part.name} {list(part.shape)}")
+            elif entry.shape != part.shape:
+                problems.append(f"{part.name}: shape {list(entry.shape)}, expected {list(part.shape)}")
+            elif entry.dtype not in FLOATS:
+                problems.append(f"{part.name}: stored as {entry.dtype}, expected one of {', '.join(sorted(FLOATS))}")
+    pattern = re.compile("|".join(f"(?:{expression})" for expression in (*declared.ignored, *HARMLESS)))
+    problems += [f"unexpected: {name}" for name in sorted(entries) if name not in used and not pattern.fullmatch(name)]
+    if problems:
+        raise CheckpointError(
+            f"{found.folder} does not hold the {found.config.model_type} model that its config.json describes "
+            f"({len(problems)} differences): {'; '.join(dict.fromkeys(problems))}. "
+            "Check that config.json and the weights belong together."
+        )
+    return leaves, {name: entries[name] for name in used}
+
+
+def _with_prefix(entries: dict[str, Entry], declared: Manifest) -> dict[str, Entry]:
+    """Checkpoints of the bare model, without head, lack the prefix in all names."""
+    if not declared.prefix or any(name.startswith(declared.prefix) for name in entries):
+        return entries
+    prefixed = {name for source in declared.sources.values() for name in source.names}
+    return {
+        declared.prefix + name if declared.prefix + name in prefixed or name not in prefixed else name: entry
+        for name, entry in entries.items()
+    }
+
+
+def _worth_keeping(leaves: Iterable[reading.Leaf], entries: Mapping[str, Entry]) -> bool:
+    """Not if reading the checkpoint is a plain copy anyway, or takes no time."""
+    converted = sum(
+        entries[name].nbytes
+        for leaf in leaves
+        for name in leaf.source.names
+        if leaf.source.transpose or entries[name].numpy_dtype != leaf.dtype
+    )
+    total = sum(entry.nbytes for entry in entries.values())
+    return total >= prepared.MIN_BYTES and converted * 4 > total

@@ -1,0 +1,38 @@
+"""A model's folder: the local one, or a hub id's, downloaded once by huggingface_hub."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from rekindle.errors import CheckpointError, MissingExtra
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_WANTED = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*"]
+_UNWANTED = ["consolidated*", "original/*", "adapter*", "onnx/*", "*training_args*"]
+
+
+def locate(model: str | Path) -> Path:
+    """The folder of `model`. A hub id, `owner/name` or `owner/name@revision`, is only one if no such folder exists."""
+    folder = Path(model).expanduser()
+    if folder.exists():
+        return folder
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{folder} does not exist. Pass a checkpoint's folder or a hub id such as 'owner/name'.")
+    name, _, revision = model.partition("@")
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise MissingExtra("huggingface_hub", "hub") from error
+    try:
+        return Path(
+            hub.snapshot_download(name, revision=revision or None, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        )
+    except Exception as error:  # network, authentication, unknown repository: all of them end here
+        raise CheckpointError(
+            f"There is no folder {folder}, and the hub's {model!r} could not be downloaded "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}). "
+            "Check the name, the network and your access."
+        ) from error

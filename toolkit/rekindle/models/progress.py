@@ -1,0 +1,57 @@
+"""How far a load is: bytes, rate and the seconds that remain."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Progress(NamedTuple):
+    """One report. The last one of a load has `done == total`."""
+
+    done: int  # bytes read
+    total: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second so far."""
+        return self.done / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def eta(self) -> float:
+        """Seconds that remain at this rate."""
+        return (self.total - self.done) / self.rate if self.done else float("inf")
+
+    def __str__(self) -> str:
+        eta = "" if self.done >= self.total or not self.done else f", {self.eta:.1f} s left"
+        return f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB at {self.rate / 1e6:,.0f} MB/s{eta}"
+
+
+Report = Callable[[Progress], None]
+
+
+class Meter:
+    """Adds up bytes and reports at most every 50 ms, and once at the end."""
+
+    def __init__(self, total: int, report: Report | None) -> None:
+        self._total, self._report = total, report
+        self._lock = threading.Lock()
+        self._start = self._last = time.perf_counter()
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+
+    def tell(self, *, final: bool = False) -> None:
+        """Reports from the calling thread: workers only add, so that the callback may touch widgets."""
+        now = time.perf_counter()
+        if self._report is None or (not final and now - self._last < 0.05):
+            return
+        self._last = now
+        with self._lock:
+            done = self._total if final else self._done
+        self._report(Progress(done, self._total, now - self._start))

@@ -1,0 +1,172 @@
+"""safetensors files: which ones a folder has, their headers checked against their sizes, and reads into given memory.
+
+Own reader, because loading wants bytes in memory that already is the final array: a read straight into it needs no
+second copy and, unlike mapped pages, does not count twice in the resident size.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.errors import CheckpointError
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+    "U16": np.uint16, "U32": np.uint32, "U64": np.uint64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # the format's own limit
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Entry(NamedTuple):
+    """Where one tensor lies."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # of its first byte within the file
+    nbytes: int
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(DTYPES[self.dtype])
+
+
+class Header(NamedTuple):
+    """What a file says of itself."""
+
+    file: Path
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+    raw: bytes
+    size: int
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the model, in the order of their names."""
+    if not folder.is_dir():
+        what = "is a file; pass the folder it lies in" if folder.exists() else "does not exist; check the path"
+        raise CheckpointError(f"{folder} {what}.")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return _indexed(folder, index)
+    single = folder / "model.safetensors"
+    if single.exists():
+        return [single]
+    found = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith(("consolidated", "adapter")))
+    if found:
+        return found
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has its weights as {pickles[0]}: a pickle can run any code while it is read, so rekindle does "
+            "not open it. Convert it where you trust it: transformers' model.save_pretrained(folder)."
+        )
+    raise CheckpointError(f"{folder} has no *.safetensors file. Pass the folder of a Hugging Face checkpoint.")
+
+
+def _indexed(folder: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} can't be read as an index ({error!r}). Download it again.") from error
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of the {len(names)} files that {index.name} lists: {', '.join(missing)}. "
+            "Download them."
+        )
+    return [folder / name for name in names]
+
+
+def read_header(path: Path) -> Header:
+    """The header of one file. A file that is cut off, foreign or inconsistent raises and is named."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            raw = file.read(length) if len(start) == 8 and length <= min(size - 8, _MAX_HEADER) else b""
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read ({error}). Check the file.") from error
+    if start == b"version ":
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the weights. Run: git lfs pull")
+    if not raw:
+        raise _broken(path, f"its header needs {length + 8:,} bytes and the file has {size:,}")
+    try:
+        described = json.loads(raw)
+        metadata = described.pop("__metadata__", None) or {}
+        entries = tuple(_entry(path, name, value, 8 + length) for name, value in described.items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _broken(path, f"its header makes no sense ({error!r})") from error
+    needed = max((entry.offset + entry.nbytes for entry in entries), default=0)
+    if needed > size:
+        raise _broken(path, f"its tensors need {needed:,} bytes and the file has {size:,}")
+    return Header(path, entries, metadata, raw, size)
+
+
+def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> Entry:
+    start, stop = value["data_offsets"]
+    shape, dtype = tuple(value["shape"]), value["dtype"]
+    if not all(isinstance(n, int) and n >= 0 for n in (start, stop, *shape)):
+        raise ValueError(f"{name}: shape {shape}, offsets {start}:{stop}")
+    if dtype in DTYPES and stop - start != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:
+        raise ValueError(f"{name}: {dtype} {list(shape)} does not fill {stop - start} bytes")
+    return Entry(name, path, dtype, shape, base + start, stop - start)
+
+
+def read_into(entry: Entry, start: int, out: NDArray[Any]) -> None:
+    """Fills the contiguous `out` with the tensor's bytes from byte `start` on; the GIL is free while it reads."""
+    rest = out.reshape(-1).view(np.uint8).data
+    try:
+        with entry.file.open("rb", buffering=0) as file:
+            file.seek(entry.offset + start)
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    raise _broken(entry.file, f"it ends {len(rest):,} bytes early within {entry.name}")
+                rest = rest[count:]
+    except OSError as error:
+        raise CheckpointError(f"{entry.file} can't be read ({error}). Check the disk, or copy it again.") from error
+
+
+def write(path: Path, described: Mapping[str, Any], arrays: Iterable[NDArray[Any]]) -> None:
+    """A safetensors file: `described` has each tensor's dtype, shape and nbytes, `arrays` brings them in that order."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, array in described.items():
+        header[name] = {
+            "dtype": _NAMES[np.dtype(array.dtype)],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb", buffering=0) as file:
+        _write(file, memoryview(len(raw).to_bytes(8, "little") + raw))
+        for array in arrays:
+            _write(file, array.reshape(-1).view(np.uint8).data)
+
+
+def _write(file: io.FileIO, data: memoryview) -> None:
+    while data:  # one call writes at most 2 GiB
+        data = data[file.write(data) :]
+
+
+def _broken(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path} is truncated or corrupt: {problem}. Download or copy it again.")
