@@ -1,1 +1,12 @@
 """The embedded model: its corpus, its training script and its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["folder"]
+
+
+def folder() -> Path:
+    """The Hugging Face folder of the shipped model."""
+    return Path(__file__).parent / "model"

@@ -1,0 +1,73 @@
+"""How the shipped model is made: its shape and the training's constants."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+CONTEXT = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    """Batches of one shape for a share of the steps."""
+
+    rows: int
+    length: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The default one makes the shipped weights."""
+
+    steps: int = 1400
+    # Most documents are short and short windows train fastest; the long ones at the end teach far positions.
+    stages: tuple[Stage, ...] = (Stage(16, 256, 0.68), Stage(8, 512, 0.20), Stage(4, CONTEXT, 0.12))
+    matrix_rate: float = 0.02  # Muon, for the matrices of the blocks
+    other_rate: float = 0.004  # Adam, for embedding and norms
+    warmup: float = 0.02
+    decay: float = 0.45  # the last share of the steps, over which the rates fall to zero
+    seed: int = 0
+    checkpoint_every: int = 100
+    vocab_size: int = 2048
+    hidden_size: int = 256
+    num_layers: int = 5
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 512
+
+    def stage(self, step: int) -> Stage:
+        """The stage that a step, counted from 0, belongs to."""
+        end = 0.0
+        for stage in self.stages:
+            end += stage.share * self.steps
+            if step < round(end):
+                return stage
+        return self.stages[-1]
+
+    def config(self, eos_token_ids: list[int], pad_token_id: int) -> dict[str, Any]:
+        """The model's config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": CONTEXT,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": eos_token_ids,
+            "pad_token_id": pad_token_id,
+            "torch_dtype": "bfloat16",
+        }

@@ -1,0 +1,172 @@
+"""The words that the corpus is made of, and the small grammar that joins them into sentences."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from random import Random
+
+CHOICE = re.compile(r"\[([^\[\]]*)\]")
+VOWELS = "aeiou"
+
+
+def fill(rng: Random, frame: str, **fields: object) -> str:
+    """Write one text from a frame: `[one|other]` is a free choice (may nest), `{name}` a field."""
+    while CHOICE.search(frame):
+        frame = CHOICE.sub(lambda match: rng.choice(match.group(1).split("|")), frame, count=1)
+    return frame.format(**fields)
+
+
+def a(noun: str) -> str:
+    """The noun with its indefinite article."""
+    return f"an {noun}" if noun[0].lower() in VOWELS else f"a {noun}"
+
+
+def listed(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+def capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def plural(noun: str) -> str:
+    if noun in IRREGULAR:
+        return IRREGULAR[noun]
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return noun + "es"
+    if noun.endswith("y") and noun[-2] not in VOWELS:
+        return noun[:-1] + "ies"
+    return noun + "s"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun if number == 1 else plural(noun)}"
+
+
+def join(parts: list[str], word: str = "and") -> str:
+    """`x`, `x and y`, `x, y and z`."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {word} {parts[-1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Being:
+    """Somebody in a text: a child, a grown-up or an animal with a name."""
+
+    name: str
+    female: bool
+    kind: str
+
+    def words(self, prefix: str = "") -> dict[str, str]:
+        """Name, kind and pronouns as fields of a frame; capitalised forms have capitalised names."""
+        he, him, his = ("she", "her", "her") if self.female else ("he", "him", "his")
+        return {
+            f"{prefix}name": self.name,
+            f"{prefix}kind": self.kind,
+            f"{prefix}who": f"{self.name} the {self.kind}" if self.kind in HEROES else self.name,
+            f"{prefix}he": he,
+            f"{prefix}him": him,
+            f"{prefix}his": his,
+            f"{prefix}He": he.capitalize(),
+            f"{prefix}His": his.capitalize(),
+        }
+
+
+GIRLS = listed("Lily Mia Anna Zoe Ruby Emma Nora Ella Ivy Clara Rosa Alice Maya Lucy Sara Tara")
+BOYS = listed("Tom Ben Max Leo Sam Jack Finn Oscar Noah Hugo Theo Adam Omar Ravi Kai Luke")
+SHE_ANIMALS = listed("Coco Daisy Hazel Bella Poppy Luna Dotty Olive Mimi Pearl")
+HE_ANIMALS = listed("Pip Rusty Milo Pepper Bruno Toby Charlie Biscuit Otto Basil")
+ANIMALS = listed("cat dog rabbit bear fox mouse duck owl frog hedgehog turtle squirrel penguin lion elephant monkey")
+HEROES = (*ANIMALS, "dragon", "robot")
+PETS = listed("cat dog rabbit hamster parrot turtle pony goldfish")
+GROWN_UPS = listed("baker teacher farmer doctor painter gardener pilot singer writer sailor builder nurse cook driver")
+COLOURS = listed("red blue green yellow white black brown orange purple pink grey")
+TOYS = listed("ball kite boat hat book drum bell lamp cup scarf bag box puzzle key umbrella whistle clock coat")
+FOODS = listed(
+    "apples pears carrots berries bread cheese cake plums nuts cookies grapes tomatoes pancakes "
+    "muffins cherries peaches"
+)
+COUNTABLE = listed("apple pear cookie shell stone flower leaf egg button coin star pencil marble nut berry fish")
+IRREGULAR = {
+    "leaf": "leaves",
+    "fish": "fish",
+    "mouse": "mice",
+    "sheep": "sheep",
+    "child": "children",
+    "goldfish": "goldfish",
+}
+PLACES = (
+    ("in", "the park"),
+    ("in", "the forest"),
+    ("in", "the garden"),
+    ("in", "the meadow"),
+    ("in", "the village"),
+    ("in", "the valley"),
+    ("by", "the river"),
+    ("by", "the lake"),
+    ("by", "the sea"),
+    ("by", "the old mill"),
+    ("on", "the hill"),
+    ("on", "the farm"),
+    ("at", "the beach"),
+    ("at", "the market"),
+    ("near", "the old bridge"),
+    ("near", "the tall tree"),
+)
+CITIES = listed("Paris London Rome Oslo Cairo Lima Tokyo Berlin Madrid Vienna Dublin Prague")
+TRAITS = ("kind", "brave", "curious", "shy", "clever", "cheerful", "gentle", "quiet", "playful", "careful", "busy")
+TIMES = (
+    "One morning",
+    "One sunny day",
+    "One afternoon",
+    "One rainy morning",
+    "One cold day",
+    "One warm evening",
+    "One day",
+    "On a windy day",
+    "Early one morning",
+    "One Sunday",
+    "After lunch one day",
+)
+WEEKDAYS = listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = listed("January February March April May June July August September October November December")
+HOBBIES = (
+    "reading",
+    "swimming",
+    "painting",
+    "singing",
+    "dancing",
+    "running",
+    "cooking",
+    "fishing",
+    "drawing",
+    "skating",
+)
+
+
+SYLLABLES = listed("ba be bo da do fa fi ka ki ko la li lo ma mi mo na ni no pa ra ri ro sa so ta ti to va vi za zo")
+
+
+def made_up(rng: Random) -> str:
+    """A name that is on no list: what a text says of it can only be copied, not known."""
+    return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize() + rng.choice(
+        ("", "n", "s", "l")
+    )
+
+
+def child(rng: Random, taken: tuple[str, ...] = ()) -> Being:
+    female = rng.random() < 0.5
+    name = rng.choice([name for name in (GIRLS if female else BOYS) if name not in taken])
+    if rng.random() < 0.08:
+        name = made_up(rng)
+    return Being(name, female, "girl" if female else "boy")
+
+
+def animal(rng: Random, taken: tuple[str, ...] = ()) -> Being:
+    female = rng.random() < 0.5
+    name = rng.choice([name for name in (SHE_ANIMALS if female else HE_ANIMALS) if name not in taken])
+    return Being(name, female, rng.choice([kind for kind in HEROES if kind not in taken]))
+
+
+def being(rng: Random, taken: tuple[str, ...] = ()) -> Being:
+    return child(rng, taken) if rng.random() < 0.5 else animal(rng, taken)
