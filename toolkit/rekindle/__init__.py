@@ -11,16 +11,39 @@ from typing import TYPE_CHECKING
 from rekindle.config import EngineConfig, Sampling
 
 if TYPE_CHECKING:
+    from rekindle.handle import Handle
+    from rekindle.opening import open, open_sync
     from rekindle.records import Completion, FinishReason, TextDelta
+    from rekindle.report import SessionStats, StepReport
+    from rekindle.session import Session
 
 _LAZY = {
     "Completion": "rekindle.records",
     "FinishReason": "rekindle.records",
+    "Handle": "rekindle.handle",
+    "Session": "rekindle.session",
+    "SessionStats": "rekindle.report",
+    "StepReport": "rekindle.report",
     "TextDelta": "rekindle.records",
+    "open": "rekindle.opening",
+    "open_sync": "rekindle.opening",
 }
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "EngineConfig", "FinishReason", "Sampling", "TextDelta", "__version__"]
+__all__ = [
+    "Completion",
+    "EngineConfig",
+    "FinishReason",
+    "Handle",
+    "Sampling",
+    "Session",
+    "SessionStats",
+    "StepReport",
+    "TextDelta",
+    "__version__",
+    "open",
+    "open_sync",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,1 +1,1 @@
-"""The four anyio tasks that a request passes, and the one loop that they share."""
+"""The four tasks of a session, the loop that runs them, and the thread which that loop lives in."""

@@ -1,0 +1,154 @@
+"""From a model's name and options to the parts of a session; runs on the device thread while the session opens."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+
+from rekindle.cache.pool import PagePool
+from rekindle.config import EngineConfig, Sampling, cache_folder
+from rekindle.engine.batch import prefill_rows
+from rekindle.engine.processors import LogitsProcessor
+from rekindle.engine.programs import Programs
+from rekindle.engine.resolve import resolve
+from rekindle.engine.runner import Runner
+from rekindle.engine.scheduler import Limits, Scheduler
+from rekindle.errors import CompileError, OutOfMemory, RekindleError
+from rekindle.models.base import LoadedModel
+from rekindle.models.checkpoint import load
+from rekindle.models.progress import Report
+from rekindle.tasks.device import Contexts
+from rekindle.tasks.messages import DetokenizerLike, Engine
+from rekindle.text.chat import ChatTemplate
+from rekindle.text.detokenizer import Detokenizer
+from rekindle.text.tokenizer import Tokenizer
+
+TINY = Path(__file__).parent / "tiny" / "model"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """What `open` was asked for."""
+
+    model: str | Path | LoadedModel
+    config: EngineConfig
+    processors: Sequence[LogitsProcessor] = ()
+    progress: Report | None = None
+    contexts: Contexts = contextlib.nullcontext
+
+
+def build(order: Order) -> Engine:
+    """Everything a session needs, ready to run. Raises typed errors; what was loaded until then is freed."""
+    try:
+        return _build(order)
+    except (RekindleError, TypeError):
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise OutOfMemory(_shortage(order, error)) from error
+        raise
+
+
+def _build(order: Order) -> Engine:
+    config = order.config
+    loaded = order.model if isinstance(order.model, LoadedModel) else _load(order.model, order)
+    config = resolve(config, loaded.config)
+    programs = Programs(loaded.config, loaded.graph, loaded.leaves, config, processors=order.processors)
+    precompile = _precompile(config.precompile)
+    runner = Runner(loaded, config, programs=programs, prefer_ready=precompile == "background")
+    stop: Callable[[], None] = lambda: None  # noqa: E731
+    if precompile == "all":
+        runner.warm()
+    elif precompile == "background":
+        stop = _warm_in_background(programs, order.contexts)
+    assert config.device_pages is not None, "resolved"
+    limits = Limits.of(config, max_prefill_rows=prefill_rows(config.max_tokens_per_step, config.max_requests))
+    # The session's gate bounds the queue; a burst may be queued whole before the first of it runs.
+    limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
+    scheduler = Scheduler(limits, PagePool(config.device_pages))
+    folder = loaded.folder
+    tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None)
+    owned = loaded is not order.model
+
+    def release() -> None:
+        stop()
+        if owned:
+            for leaf in loaded.leaves:
+                leaf.delete()
+
+    return Engine(
+        scheduler=scheduler,
+        runner=runner,
+        tokenizer=tokenizer,
+        detokenizer=_detokenizer(tokenizer),
+        config=config,
+        vocab_size=loaded.config.vocab_size,
+        chat=ChatTemplate.load(folder) if folder is not None else None,
+        model=str(order.model) if owned else loaded.config.model_type,
+        release=release,
+    )
+
+
+def _load(model: str | Path, order: Order) -> LoadedModel:
+    config = order.config
+    return load(
+        TINY if model == "tiny" else model,
+        dtype=config.dtype,
+        quantize=config.quantize,
+        progress=order.progress,
+        cache_dir=cache_folder(config.cache_dir),
+    )
+
+
+def _detokenizer(tokenizer: Tokenizer) -> Callable[[Sampling], DetokenizerLike]:
+    return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+
+
+def _precompile(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    return "background" if _in_notebook() else "lazy"
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _warm_in_background(programs: Programs, contexts: Contexts) -> Callable[[], None]:
+    """Compile what is missing, one program at a time, until stopped. One that fails is tried again when needed."""
+    stopped = threading.Event()
+
+    def work() -> None:
+        with contexts():
+            for key in programs.keys:
+                if stopped.is_set():
+                    return
+                with contextlib.suppress(CompileError):
+                    programs.get(key)
+
+    thread = threading.Thread(target=work, name="rekindle compile", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        stopped.set()
+        thread.join(0.5)  # a compilation can't be interrupted; it is left to end by itself
+
+    return stop
+
+
+def _shortage(order: Order, error: BaseException) -> str:
+    config = order.config
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    free = statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0)
+    room = f"{free / 2**30:.1f} GiB are free on the device" if statistics else "the host's memory is used up"
+    asked = f"device_memory={config.device_memory}, device_pages={config.device_pages}, dtype={config.dtype!r}"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"opening {order.model!r} ({asked}) ran out of memory: {first}. {room}. Lower device_memory or quantize"

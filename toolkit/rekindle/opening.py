@@ -1,0 +1,83 @@
+"""`rekindle.open` and `open_sync`: everything slow about opening happens in the session's own threads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rekindle.call import Call
+from rekindle.config import EngineConfig
+from rekindle.session import Session
+from rekindle.tasks.device import capture_contexts
+from rekindle.tasks.host import Host
+from rekindle.tasks.messages import Engine
+
+if TYPE_CHECKING:
+    from rekindle.models.base import LoadedModel
+
+
+class Opening(Call[Session]):
+    """`session = await rekindle.open(...)`, or `async with rekindle.open(...) as session`."""
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._build = build
+        # Captured here, in the caller's thread and inside its `with` blocks.
+        self._contexts = capture_contexts()
+        self._session: Session | None = None
+
+    async def _result(self) -> Session:
+        if self._session is None:
+            host = Host(self._build, contexts=self._contexts)
+            host.start()
+            try:
+                self._session = Session.attached(host, await host.opened.get())
+            except BaseException as error:
+                host.close()  # whoever interrupts does not wait for a compilation to end
+                error.__traceback__ = None if not isinstance(error, Exception) else error.__traceback__
+                raise
+        return self._session
+
+    async def __aenter__(self) -> Session:
+        return await self._result()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.aclose()
+
+
+def open(
+    model: str | Path | LoadedModel = "tiny",
+    *,
+    processors: Any = (),
+    progress: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> Opening:
+    """A session over a local Hugging Face folder, a hub id, or "tiny"; `await` it or use it with `async with`.
+
+    Options are the fields of `EngineConfig`. `processors` are `LogitsProcessor`s that requests may name, `progress` is
+    called in another thread with how much of the weights was read.
+    """
+    return Opening(functools.partial(_build, model, EngineConfig.of(options), tuple(processors), progress))
+
+
+def open_sync(
+    model: str | Path | LoadedModel = "tiny",
+    *,
+    processors: Any = (),
+    progress: Callable[[Any], None] | None = None,
+    **options: Any,
+) -> Session:
+    """`open` for code without an event loop; use it with `with`."""
+    return open(model, processors=processors, progress=progress, **options).result_sync()
+
+
+def _build(model: Any, config: EngineConfig, processors: Any, progress: Any) -> Engine:
+    # JAX and flax are imported on the session's thread: `import rekindle` and the caller's loop stay quick.
+    from rekindle.assemble import Order, build
+
+    return build(Order(model, config, processors, progress, capture_contexts()))

@@ -1,0 +1,144 @@
+"""What a session tells about itself: a snapshot of its numbers, and what one step did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rekindle.records import FinishReason, StepResult, TokenEvent
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowReport:
+    """One request's part in a step."""
+
+    request_id: str
+    kind: str  # "prefill" or "decode"
+    start: int
+    stop: int  # positions [start, stop) were computed
+    pages: tuple[int, ...]
+    token_id: int | None
+    text: str  # of that token
+    finish_reason: FinishReason | None
+
+    def __str__(self) -> str:
+        span = f"position {self.start}" if self.stop - self.start == 1 else f"positions {self.start}–{self.stop - 1}"
+        made = "" if self.token_id is None else f" → {self.text!r} ({self.token_id})"
+        ended = f", ended by {self.finish_reason}" if self.finish_reason is not None else ""
+        return f"{self.kind:8}{self.request_id:8}{span} on pages {_ranges(self.pages)}{made}{ended}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one engine step ran, on which pages, and what came out; printing it gives the whole story."""
+
+    step: int
+    program: str
+    rows: tuple[RowReport, ...]
+    offloaded: tuple[int, ...]
+    restored: tuple[int, ...]
+    host_seconds: float
+    device_seconds: float
+
+    @classmethod
+    def of(cls, result: StepResult, events: tuple[TokenEvent, ...], decode: Callable[[list[int]], str]) -> StepReport:
+        plan = result.plan
+        ends = {event.request_id: event.finish_reason for event in events}
+        decoding = {row.request.id for row in plan.decode}
+        rows = tuple(
+            RowReport(
+                request_id=row.request.id,
+                kind="decode" if row.request.id in decoding else "prefill",
+                start=row.start,
+                stop=row.start + row.length,
+                pages=tuple(row.pages.tolist()),
+                token_id=output.token_id,
+                text="" if output.token_id is None else decode([output.token_id]),
+                finish_reason=ends.get(row.request.id),
+            )
+            for row, output in zip(plan.rows, result.rows, strict=True)
+        )
+        return cls(
+            step=plan.step,
+            program=result.program,
+            rows=rows,
+            offloaded=tuple(move.page for move in plan.offload),
+            restored=tuple(move.page for move in plan.restore),
+            host_seconds=result.host_seconds,
+            device_seconds=result.device_seconds,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Positions computed, over all rows."""
+        return sum(row.stop - row.start for row in self.rows)
+
+    def __str__(self) -> str:
+        head = (
+            f"step {self.step}: {len(self.rows)} rows, {self.tokens} tokens, program {self.program}, "
+            f"{self.device_seconds * 1e3:.1f} ms on the device, {self.host_seconds * 1e3:.1f} ms on the host"
+        )
+        lines = [head, *(f"  {row}" for row in self.rows)]
+        if self.offloaded:
+            lines.append(f"  pages {_ranges(self.offloaded)} left for host memory")
+        if self.restored:
+            lines.append(f"  pages {_ranges(self.restored)} came back from host memory")
+        return "\n".join(lines)
+
+
+def _ranges(pages: tuple[int, ...]) -> str:
+    """`3–5, 9` for (3, 4, 5, 9)."""
+    runs: list[list[int]] = []
+    for page in pages:
+        if runs and page == runs[-1][1] + 1:
+            runs[-1][1] = page
+        else:
+            runs.append([page, page])
+    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in runs) or "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionStats:
+    """A snapshot of a session. `scheduler` and `runner` are those parts' own figures."""
+
+    model: str
+    live: int  # requests between submit and their end
+    places: int  # how many may live at once
+    waiting_for_a_place: int
+    paused: bool
+    scheduler: Any
+    runner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        """A figure by its own name, wherever it comes from: `stats.running`, `stats.compilations`."""
+        for part in (object.__getattribute__(self, "scheduler"), object.__getattribute__(self, "runner")):
+            figures = as_mapping(part)
+            if name in figures:
+                return figures[name]
+        raise AttributeError(f"no figure is called {name!r}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure by its name."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**as_mapping(own.pop("runner")), **as_mapping(own.pop("scheduler")), **own}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:24}{_shown(value)}" for name, value in self.as_dict().items())
+
+
+def as_mapping(figures: Any) -> Mapping[str, Any]:
+    if isinstance(figures, Mapping):
+        return figures
+    if dataclasses.is_dataclass(figures) and not isinstance(figures, type):
+        names = [field.name for field in dataclasses.fields(figures)]
+        # Derived figures, such as a hit rate, are properties.
+        names += [name for name, entry in vars(type(figures)).items() if isinstance(entry, property)]
+        return {name: getattr(figures, name) for name in names}
+    if hasattr(figures, "_asdict"):
+        return dict(figures._asdict())
+    return {}
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,377 @@
+"""The public object: everything a caller can do with an open session."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from rekindle.call import Call, Once
+from rekindle.config import EngineConfig, Sampling
+from rekindle.engine.base import RunnerLike, SchedulerLike
+from rekindle.errors import InvalidRequest
+from rekindle.handle import Batch, Handle, Prompt
+from rekindle.records import Completion, TextDelta
+from rekindle.report import SessionStats, StepReport
+from rekindle.tasks.host import Host, wait
+from rekindle.tasks.mailbox import Slot
+from rekindle.tasks.messages import (
+    DetokenizerLike,
+    Engine,
+    Exclusive,
+    Pause,
+    Resume,
+    StepOnce,
+    Stepped,
+    TokenizerLike,
+)
+from rekindle.tasks.ports import run_sync
+from rekindle.text.detokenizer import Detokenizer
+
+PromptLike = str | Sequence[int] | np.ndarray
+
+
+class Session:
+    """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
+
+    Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
+    trio, at once. Sampling options are keyword arguments, or one `Sampling`, or both.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerLike,
+        runner: RunnerLike,
+        tokenizer: TokenizerLike,
+        config: EngineConfig,
+        *,
+        detokenizer: Callable[[Sampling], DetokenizerLike] | None = None,
+        vocab_size: int | None = None,
+        chat: Any = None,
+        model: str = "",
+    ) -> None:
+        """A session over parts that exist already, such as fakes; `open` makes the real ones."""
+        engine = Engine(
+            scheduler,
+            runner,
+            tokenizer,
+            detokenizer if detokenizer is not None else real_detokenizer(tokenizer),
+            config,
+            vocab_size if vocab_size is not None else tokenizer.vocab_size,  # type: ignore[attr-defined]
+            chat,
+            model,
+        )
+        host = Host(lambda: engine)
+        host.start()
+        self._attach(host, wait(host.opened))
+
+    @classmethod
+    def attached(cls, host: Host, engine: Engine) -> Self:
+        """The session of a host that has opened."""
+        session = cls.__new__(cls)
+        session._attach(host, engine)
+        return session
+
+    def _attach(self, host: Host, engine: Engine) -> None:
+        self._host = host
+        self._engine = engine
+        self._pauses = 0
+        # The host knows nothing of the session, so that dropping the last reference to it and its handles closes it.
+        weakref.finalize(self, host.close).atexit = False
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it was opened with, with every default resolved."""
+        return self._engine.config
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._engine.tokenizer
+
+    @property
+    def model(self) -> str:
+        """The name or folder it was opened with."""
+        return self._engine.model
+
+    @property
+    def closed(self) -> bool:
+        return self._host.closing
+
+    # Requests.
+
+    def generate(self, prompt: Any, sampling: Sampling | None = None, /, **options: Any) -> Any:
+        """Await it for the completion of a prompt, or for a list of them if `prompt` is a list of prompts.
+
+        A prompt is a string or a list of token ids. With `n` above 1 each completion is a list of n. Waits for a place
+        while the queue is full. Returns a `Handle` (a `Batch` for a list): see there for partial text and `cancel`.
+        """
+        options_ = Sampling.of(sampling, options)
+        self._host.check()
+        given, many = parse(prompt)
+        handles = [Handle(self._host, self, one, options_) for one in given]
+        return Batch(handles) if many else handles[0]
+
+    def stream(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Handle:
+        """`async for` over it gives deltas whose text is final. Leaving the loop early aborts the request."""
+        return self._handle(prompt, sampling, options, scoped=True)
+
+    def submit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Handle:
+        """Queue a request at once, from any thread; raises `QueueFull` rather than wait. Keep the handle: see there."""
+        handle = self._handle(prompt, sampling, options)
+        handle.submit()
+        return handle
+
+    async def admit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Handle:
+        """As `submit`, but waits while the queue is full: backpressure for whoever makes requests."""
+        handle = self._handle(prompt, sampling, options)
+        await handle.admit()
+        return handle
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Handle:
+        """The model's answer to a conversation, through its chat template; await it or iterate over it."""
+        if self._engine.chat is None:
+            raise InvalidRequest(
+                "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
+            )
+        text = self._engine.chat.render(
+            messages,
+            tools=tools,
+            template=template,
+            continue_final_message=continue_final_message,
+            **(template_options or {}),
+        )
+        self._host.check()
+        # The template writes special tokens itself.
+        return Handle(self._host, self, Prompt(text, None, add_special_tokens=False), Sampling.of(sampling, options))
+
+    def fork(
+        self,
+        source: Completion | Handle,
+        *,
+        at: int,
+        edit: str | Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Go on from token `at` of a finished or running completion; the pages of what came before are shared.
+
+        `edit` is put in place of the tokens from `at` on. The source's sampling is kept except for what is given, its
+        seed included: since a token's random numbers depend on seed and position alone, an unchanged fork repeats the
+        source. `max_tokens` becomes what the source had left. Returns a submitted handle.
+        """
+        prompt_ids, made, base = source.prompt_token_ids, source.token_ids, source.sampling
+        if not prompt_ids:
+            raise InvalidRequest("source", source.id, "has not started", "Wait for its first token")
+        if not 0 <= at <= len(made):
+            raise InvalidRequest("at", at, f"is outside of the {len(made)} tokens so far", f"Use 0 to {len(made)}")
+        edited = self.tokenizer.encode(edit, add_special_tokens=False) if isinstance(edit, str) else list(edit or ())
+        if sampling is None:
+            left = max(1, base.max_tokens - at - len(edited))
+            sampling = dataclasses.replace(
+                base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
+            )
+        return self.submit([*prompt_ids, *made[:at], *edited], sampling, **options)
+
+    def _handle(
+        self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
+    ) -> Handle:
+        options_ = Sampling.of(sampling, options)
+        self._host.check()
+        return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped)
+
+    def generate_sync(self, prompt: Any, sampling: Sampling | None = None, /, **options: Any) -> Any:
+        """`generate` for code without an event loop."""
+        return self.generate(prompt, sampling, **options).result_sync()
+
+    def stream_sync(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any
+    ) -> Iterator[TextDelta]:
+        """`stream` for code without an event loop."""
+        return self.stream(prompt, sampling, **options).stream_sync()
+
+    # Looking inside.
+
+    def stats(self) -> SessionStats:
+        """A snapshot of its numbers: queue, running requests, pages, hit rates, compilations, times."""
+        gate, engine = self._host.gate, self._engine
+
+        def snapshot(dispatch: Any) -> SessionStats:
+            return SessionStats(
+                model=engine.model,
+                live=gate.inside,
+                places=gate.places,
+                waiting_for_a_place=gate.waiting,
+                paused=self._pauses > 0,
+                scheduler=engine.scheduler.statistics(),
+                runner=engine.runner.statistics(),
+            )
+
+        self._host.check()
+        return wait(self._host.call(snapshot))
+
+    def explain(self, request: Handle | Completion | str) -> Any:
+        """Why a request waits, was preempted, hit or missed the cache, in words and numbers."""
+        request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
+        self._host.check()
+        return wait(self._host.call(lambda dispatch: dispatch.engine.scheduler.explain(request_id)))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if pages or requests are unaccounted for; for tests, between requests."""
+        gate = self._host.gate
+
+        def check(dispatch: Any) -> None:
+            dispatch.engine.scheduler.check_integrity()
+            alive = sum(len(mailbox.results) for mailbox in dispatch.mailboxes)
+            assert len(dispatch.tickets) <= alive <= gate.inside, "requests and places disagree"
+
+        self._host.check()
+        wait(self._host.call(check))
+
+    # One step at a time.
+
+    def paused(self) -> Paused:
+        """`async with session.paused():` (or `with`) no step runs but those that `step()` asks for."""
+        return Paused(self)
+
+    def step(self) -> Call[StepReport | None]:
+        """Await it to run exactly one step of a paused session; None if there was nothing to do."""
+        return Once(self._step)
+
+    def step_sync(self) -> StepReport | None:
+        return self.step().result_sync()
+
+    async def _step(self) -> StepReport | None:
+        self._host.check()
+        slot: Slot[Stepped] = Slot()
+        stepped = await self._host.send(StepOnce(slot), slot).get()
+        if stepped.result is None:
+            return None
+        return StepReport.of(stepped.result, stepped.events, self._engine.tokenizer.decode)
+
+    async def _exclusive(self, job: Callable[[], Any], after: Callable[[Any], object]) -> Any:
+        self._host.check()
+        slot: Slot[Any] = Slot()
+        return await self._host.send(Exclusive(job, after, slot), slot).get()
+
+    # Its end.
+
+    async def aclose(self, *, drain: float = 0.0) -> None:
+        """End it: requests may go on for `drain` seconds, then they end with `SessionClosed`. Harmless when repeated.
+
+        Returns when the device memory has been given back and the threads are gone, or after a few seconds if the
+        device hangs.
+        """
+        self._host.close(drain)
+        await self._host.ended.get()
+        self._host.join(1.0)  # it has nothing left to do but return
+
+    def close(self, *, drain: float = 0.0) -> None:
+        """`aclose` for code without an event loop."""
+        run_sync(self.aclose(drain=drain))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<rekindle.Session {self.model or 'over given parts'}{', closed' if self.closed else ''}>"
+
+
+class Paused:
+    """No step runs inside the block but those that `step()` asks for; entering waits for the steps in flight."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def __aenter__(self) -> Session:
+        session = self._session
+        session._host.check()
+        slot: Slot[None] = Slot()
+        session._host.send(Pause(slot), slot)
+        session._pauses += 1
+        try:
+            await slot.get()
+        except BaseException:
+            self._resume()
+            raise
+        return session
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resume()
+
+    def _resume(self) -> None:
+        self._session._pauses -= 1
+        self._session._host.send(Resume(), Slot())
+
+    def __enter__(self) -> Session:
+        return run_sync(self.__aenter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resume()
+
+
+def real_detokenizer(tokenizer: Any) -> Callable[[Sampling], DetokenizerLike]:
+    """How a request's text is made unless a test says otherwise."""
+    return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+
+
+def parse(prompt: Any) -> tuple[list[Prompt], bool]:
+    """The prompts in what a caller gave, and whether that was a list of them."""
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return [parse_one(prompt)], False
+    if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+        return [parse_one(one) for one in prompt], True
+    raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str, a list of ints, or a list")
+
+
+def parse_one(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(prompt, None)
+    if not _is_ids(prompt):
+        raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str or a list of ints")
+    ids = np.asarray(prompt)
+    if ids.min() < 0 or ids.max() >= 2**31:
+        raise InvalidRequest("prompt", prompt, "holds numbers that are no token ids", "Use whole numbers from 0")
+    return Prompt(None, ids.astype(np.int32))
+
+
+def _is_ids(prompt: Any) -> bool:
+    if isinstance(prompt, str | bytes | Mapping) or not (hasattr(prompt, "__len__") and len(prompt)):
+        return False
+    array = prompt if hasattr(prompt, "dtype") else None
+    if array is None:
+        return isinstance(prompt, Sequence) and all(
+            hasattr(token, "__index__") and not isinstance(token, bool) for token in prompt
+        )
+    return array.ndim == 1 and np.issubdtype(array.dtype, np.integer)

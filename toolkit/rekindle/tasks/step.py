@@ -1,0 +1,56 @@
+"""Step: dispatches each plan and waits for the step before it, so that the device never waits for the host."""
+
+from __future__ import annotations
+
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from rekindle.engine.base import InFlight, RunnerLike
+from rekindle.records import StepPlan
+from rekindle.tasks.device import DeviceThread
+from rekindle.tasks.messages import Outcome, ScheduleMessage, Turn
+
+
+async def run(
+    inbox: MemoryObjectReceiveStream[Turn],
+    outbox: MemoryObjectSendStream[ScheduleMessage],
+    runner: RunnerLike,
+    device: DeviceThread,
+) -> None:
+    """Answers every turn with one outcome; ends with the inbox."""
+    last: InFlight | None = None
+    async with inbox, outbox:
+        async for turn in inbox:
+            outcome, last = await wait_for_device(device, runner, turn, last)
+            await outbox.send(outcome)
+
+
+async def wait_for_device(
+    device: DeviceThread, runner: RunnerLike, turn: Turn, last: InFlight | None
+) -> tuple[Outcome, InFlight | None]:
+    """The only place that waits for the device. Dispatching is part of it because it may compile a program."""
+    if turn.job is not None:
+        assert last is None, "a job runs while no step is in flight"
+        try:
+            return Outcome(returned=await device.run(turn.job)), None
+        except Exception as error:
+            return Outcome(error=error), None
+    return await device.run(lambda: advance(runner, turn.plan, last))
+
+
+def advance(runner: RunnerLike, plan: StepPlan | None, last: InFlight | None) -> tuple[Outcome, InFlight | None]:
+    """loop(last) -> current, on the device thread: the next step is on its way before the last one is read."""
+    current, result, failed = None, None, []
+    dispatch_error: Exception | None = None
+    if plan is not None:
+        try:
+            current = runner.dispatch(plan)
+        except Exception as error:
+            dispatch_error = error
+    if last is not None:
+        try:
+            result = runner.fetch(last)
+        except Exception as error:
+            failed.append((last.plan, error))
+    if plan is not None and dispatch_error is not None:
+        failed.append((plan, dispatch_error))
+    return Outcome(result, tuple(failed)), current
