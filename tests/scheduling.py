@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from fakes import FakeInFlight, FakeModel, FakeRunner
-from rekindle.cache.pool import PagePool
+import itertools
+from collections.abc import Callable
+
+from fakes import DictTier, FakeInFlight, FakeModel, FakeRunner
+from rekindle.cache import PagePool, PrefixCache, root_digest
 from rekindle.engine.scheduler import Limits, Scheduler
-from rekindle.records import FinishReason, Request, TokenEvent
+from rekindle.records import FinishReason, Request, StepPlan, TokenEvent
 
 
 class Loop:
@@ -22,11 +25,30 @@ class Loop:
         max_model_len: int = 1024,
         overlap: bool = True,
         model: FakeModel | None = None,
+        prefix_cache: bool = True,
+        host_tier: DictTier | None = None,
+        policy: str = "fcfs",
+        max_queue: int = 1024,
+        seed: int | None = None,
+        max_overtakes: int = 64,
+        fail: Callable[[StepPlan], BaseException | None] | None = None,
     ) -> None:
         self.model = model if model is not None else FakeModel()
         self.overlap = overlap
-        limits = Limits(max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows)
-        self.scheduler = Scheduler(limits, PagePool(pages + 1))
+        limits = Limits(max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue)
+        self.pool = PagePool(pages + 1)
+        self.ticks = itertools.count(1)
+        self.cache = PrefixCache(
+            self.pool, page_size, root_digest("fake"), host_tier=host_tier, clock=lambda: float(next(self.ticks))
+        )
+        self.scheduler = Scheduler(
+            limits,
+            self.pool,
+            cache=self.cache if prefix_cache else None,
+            policy=policy,
+            seed=seed,
+            max_overtakes=max_overtakes,
+        )
         self.runner = FakeRunner(
             num_pages=pages + 1,
             page_size=page_size,
@@ -34,6 +56,8 @@ class Loop:
             max_tokens_per_step=max_tokens_per_step,
             max_prefill_rows=max_prefill_rows,
             model=self.model,
+            host_tier=host_tier,
+            fail=fail,
         )
         self.events: dict[str, list[TokenEvent]] = {}
         self.in_flight: list[FakeInFlight] = []
@@ -53,7 +77,11 @@ class Loop:
         """One turn; False when there is nothing to do."""
         plan = self.scheduler.plan()
         if plan is not None:
-            self.in_flight.append(self.runner.dispatch(plan))
+            try:
+                self.in_flight.append(self.runner.dispatch(plan))
+            except RuntimeError as error:
+                self.take(*self.scheduler.fail(plan, error))
+                return True
         if self.in_flight and (plan is None or len(self.in_flight) > self.overlap):
             self.commit()
             return True

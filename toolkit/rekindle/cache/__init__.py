@@ -1,1 +1,21 @@
 """The prefix cache: page pool, radix tree, and the tiers that pages move through."""
+
+from rekindle.cache.absent import HostTier
+from rekindle.cache.digest import page_digest, page_keys, root_digest
+from rekindle.cache.node import Node
+from rekindle.cache.pool import PagePool, pages_for
+from rekindle.cache.tree import CacheStatistics, PrefixCache, PrefixMatch, Published
+
+__all__ = [
+    "CacheStatistics",
+    "HostTier",
+    "Node",
+    "PagePool",
+    "PrefixCache",
+    "PrefixMatch",
+    "Published",
+    "page_digest",
+    "page_keys",
+    "pages_for",
+    "root_digest",
+]

@@ -31,6 +31,7 @@ class PagePool:
         self._kept: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
         self._free = list(range(num_pages - 1, 0, -1))  # a stack, lowest page on top
         self._cached = 0
+        self.kept = 0  # pages that the prefix cache references, held or not
 
     @property
     def total(self) -> int:
@@ -93,7 +94,7 @@ class PagePool:
         refs = self._refs[index] - 1
         kept = self._kept[index]
         # The cache gives its own reference up through `drop` only: a kept page must keep one here.
-        assert refs.min() >= 0 and not (kept & (refs == 0)).any(), f"released too often: {index[refs < kept].tolist()}"
+        assert (refs >= kept).all(), f"released too often: {index[refs < kept].tolist()}"
         self._refs[index] = refs
         self._cached += int(np.count_nonzero(kept & (refs == 1)))
         self._free.extend(index[refs == 0].tolist())
@@ -103,29 +104,34 @@ class PagePool:
         if not len(pages):
             return
         index = np.asarray(pages, np.int32)
-        assert not self._kept[index].any() and self._refs[index].min() > 0, "kept pages must be in use, and kept once"
+        assert not self._kept[index].any(), "a page is kept twice"
+        assert self._refs[index].min() > 0, "a free page is kept"
         self._kept[index] = True
         self._refs[index] += 1
+        self.kept += len(index)
 
     def drop(self, page: int) -> None:
         """The prefix cache gives its reference to `page` up."""
         assert self._kept[page], f"page {page} is not in the cache"
         self._kept[page] = False
         self._refs[page] -= 1
+        self.kept -= 1
         if self._refs[page] == 0:
             self._cached -= 1
             self._free.append(page)
 
     def check_integrity(self, expected: NDArray[np.int32] | None = None) -> None:
-        """Raise AssertionError unless every page is free, held or cached exactly once, and as referenced as `expected`."""
+        """Raise AssertionError unless each page is free, held or cached, and referenced as `expected`."""
         free = np.zeros(self.num_pages, np.bool_)
         free[self._free] = True
         assert len(self._free) == int(free.sum()), "a page is free twice"
-        assert not free[0] and self._refs[0] == 0, "the scratch page was handed out"
+        assert not free[0], "the scratch page is on the free list"
+        assert self._refs[0] == 0, "the scratch page was handed out"
         assert (self._refs[1:] >= 0).all(), "a page has a negative count"
         assert ((self._refs[1:] == 0) == free[1:]).all(), "a page is both free and referenced, or neither"
         assert not (self._kept & free).any(), "a cached page is free"
         assert self._cached == int(np.count_nonzero(self._kept & (self._refs == 1))), "the cached count drifted"
+        assert self.kept == int(np.count_nonzero(self._kept)), "the kept count drifted"
         if expected is not None:
             wrong = np.flatnonzero(self._refs != expected)
             assert not len(wrong), (

@@ -3,7 +3,7 @@
 It is pure host state with one owner. A step N+1 is planned before the result of step N is known: every count that a
 plan needs (tokens sampled, positions computed, slots, pages) is known without token values. Only an end by token value
 (eos, stop) is discovered late; the row that was planned meanwhile is dropped when its step is committed, and slots and
-pages go back then, never while a step in flight may still use them.
+pages go back then, never while a step in flight may still write to them.
 """
 
 from __future__ import annotations
@@ -11,40 +11,20 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, deque
 
-import numpy as np
-
 from rekindle.cache.pool import PagePool, pages_for
-from rekindle.config import EngineConfig
+from rekindle.cache.tree import PrefixCache
+from rekindle.engine.admission import Admission
+from rekindle.engine.ledger import PageLedger
+from rekindle.engine.limits import Limits
+from rekindle.engine.policies import seniority
+from rekindle.engine.report import Explanation, SchedulerStatistics, explanation
+from rekindle.engine.residents import Residents
 from rekindle.engine.sequence import Sequence
-from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong, QueueFull, StepFailed
-from rekindle.records import FinishReason, Request, Row, RowResult, Status, StepPlan, StepResult, TokenEvent
+from rekindle.engine.waiting import WaitingQueue
+from rekindle.errors import InvalidRequest, OutOfPages, QueueFull, StepFailed
+from rekindle.records import FinishReason, IntArray, Request, Row, RowResult, Status, StepPlan, StepResult, TokenEvent
 
-_REMEMBERED = 1024  # ended requests whose status can still be asked for
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """The numbers that bound a step and the queue."""
-
-    max_requests: int
-    max_tokens_per_step: int
-    max_model_len: int
-    page_size: int
-    max_prefill_rows: int = 1 << 30
-    max_queue: int = 1024
-
-    @classmethod
-    def of(cls, config: EngineConfig, *, max_prefill_rows: int) -> Limits:
-        """From a resolved config."""
-        assert config.max_model_len is not None and config.page_size is not None, "the config is not resolved"
-        return cls(
-            max_requests=config.max_requests,
-            max_tokens_per_step=config.max_tokens_per_step,
-            max_model_len=config.max_model_len,
-            page_size=config.page_size,
-            max_prefill_rows=max_prefill_rows,
-            max_queue=config.max_queue,
-        )
+_REMEMBERED = 1024  # ended requests that can still be asked about
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,105 +34,108 @@ class _Flight:
 
 
 class Scheduler:
-    """Satisfies `SchedulerLike`."""
+    """Satisfies `SchedulerLike`. Without a `cache` nothing is shared between requests."""
 
-    def __init__(self, limits: Limits, pool: PagePool) -> None:
-        self.limits, self.pool = limits, pool
+    def __init__(
+        self,
+        limits: Limits,
+        pool: PagePool,
+        *,
+        cache: PrefixCache | None = None,
+        policy: str = "fcfs",
+        seed: int | None = None,
+        max_overtakes: int = 64,
+    ) -> None:
+        self.limits, self.pool, self.cache = limits, pool, cache
+        self._ledger = PageLedger(pool, cache, limits.page_size)
+        self._residents = Residents(limits.max_requests, self._ledger, seniority(policy))
+        queue = WaitingQueue(policy, path=self._ledger.cached_path, seed=seed, max_overtakes=max_overtakes)
+        self._admission = Admission(limits, self._ledger, self._residents, queue)
         self._alive: dict[str, Sequence] = {}
-        self._ended: OrderedDict[str, Status] = OrderedDict()
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._leaving: set[Sequence] = set()  # ended or preempted, but a step in flight still contains them
-        self._free_slots = list(range(limits.max_requests - 1, -1, -1))
+        self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._flights: deque[_Flight] = deque()
         self._step = 0
-        self._arrivals = 0
+        self._counts = dict.fromkeys(_COUNTS, 0)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._flights)
+        return bool(self._alive or self._flights)
 
     def submit(self, request: Request) -> None:
         """Queue it. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
-        limits, length = self.limits, request.prompt_length
         if request.id in self._alive:
             raise InvalidRequest("id", request.id, "is the id of a request that is still alive", "Use a new id")
-        if length >= limits.max_model_len:
-            raise PromptTooLong(
-                "prompt",
-                f"{length} tokens",
-                f"max_model_len is {limits.max_model_len}",
-                "Shorten it, or open with more",
-            )
-        if pages_for(length, limits.page_size) > self.pool.total:
-            raise OutOfPages(
-                f"the prompt's {length} tokens need {pages_for(length, limits.page_size)} pages of {limits.page_size}, "
-                f"the pool has {self.pool.total}. Raise device_memory or device_pages"
-            )
-        if len(self._waiting) >= limits.max_queue:
-            raise QueueFull(f"{len(self._waiting)} requests wait, max_queue is {limits.max_queue}. Submit later")
-        # The last token is sampled but its keys are never needed, hence one more than the pool holds.
-        room = min(limits.max_model_len, self.pool.total * limits.page_size + 1) - length
-        if request.sampling.max_tokens <= room:
-            limit, reason = request.sampling.max_tokens, FinishReason.LENGTH
-        else:
-            limit, reason = room, FinishReason.CONTEXT
-        sequence = Sequence(request, self._arrivals, limit, reason)
-        self._arrivals += 1
+        limit, reason = self.limits.room(request, self._ledger.usable(request))
+        waiting = self._admission.waiting
+        if waiting >= self.limits.max_queue:
+            raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
+        sequence = Sequence(request, self._counts["submitted"], limit, reason, self.limits.page_size)
+        self._counts["submitted"] += 1
         self._alive[request.id] = sequence
-        self._waiting.append(sequence)
+        self._admission.submit(sequence)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End it wherever it is. Pages that a step in flight still writes return when that step is committed."""
-        return self._end_by_id(request_id, FinishReason.ABORTED)
+        return self.finish(request_id, FinishReason.ABORTED)
 
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         """End a running request from outside: the detokenizer found a stop string."""
-        return self._end_by_id(request_id, reason)
+        sequence = self._alive.get(request_id)
+        if sequence is None:
+            return None
+        self._end(sequence, reason)
+        return TokenEvent(request_id, cached_tokens=sequence.cached_tokens, finish_reason=reason)
+
+    # -- one step
 
     def plan(self) -> StepPlan | None:
         """The next step, assuming that every step planned before succeeds."""
         budget = self.limits.max_tokens_per_step
-        decode: list[tuple[Sequence, Row]] = []
-        prefill: list[tuple[Sequence, Row]] = []
-        prefilling = any(sequence.prefilling for sequence in self._running)
-        for sequence in tuple(self._running):
-            if sequence.prefilling or not sequence.remaining or sequence not in self._running:
-                continue
-            if budget <= prefilling:
+        preemptions = self._admission.preemptions
+        decode: list[Sequence] = []
+        kept = 0
+        for sequence in tuple(self._residents.running):
+            if len(decode) + kept >= budget:
                 break
-            if self._grow(sequence):
-                decode.append((sequence, self._row(sequence, 1)))
-                budget -= 1
-        for sequence in self._running:
-            if sequence.prefilling and budget and len(prefill) < self.limits.max_prefill_rows:
-                length = min(budget, sequence.target - sequence.planned)
-                prefill.append((sequence, self._row(sequence, length)))
-                budget -= length
-        while self._waiting and self._free_slots and budget and len(prefill) < self.limits.max_prefill_rows:
-            sequence = self._waiting[0]
-            pages = pages_for(sequence.known, self.limits.page_size)
-            if sequence.in_flight or not self.pool.can_take(pages):
-                break
-            self._waiting.popleft()
-            sequence.pages = self.pool.take(pages)
-            sequence.begin(self._free_slots.pop(), 0)
-            self._running.append(sequence)
-            self._running.sort(key=_seniority)
-            length = min(budget, sequence.target)
-            prefill.append((sequence, self._row(sequence, length)))
-            budget -= length
+            if sequence.status is Status.PREEMPTED:
+                continue  # by a more senior one, just now
+            if sequence.prefilling:
+                kept = 1  # juniors that decode must not starve it, however small the budget
+            elif sequence.remaining and self._admission.ensure_page(sequence):
+                decode.append(sequence)
+        decode_rows = tuple([sequence.row(1) for sequence in decode])
+        budget -= len(decode)
+        prefill: list[Sequence] = []
+        prefill_rows: list[Row] = []
+        for sequence in self._residents.running:
+            if budget and len(prefill) < self.limits.max_prefill_rows and sequence.prefilling:
+                prefill.append(sequence)
+                prefill_rows.append(sequence.row(min(budget, sequence.target - sequence.planned)))
+                budget -= prefill_rows[-1].length
+        # A request that was just preempted would only take the pages back.
+        if budget and self._admission.possible and preemptions == self._admission.preemptions:
+            self._admission.refresh()
+            while budget and len(prefill) < self.limits.max_prefill_rows:
+                admitted = self._admission.admit()
+                if admitted is None:
+                    break
+                self._count_admission(admitted)
+                prefill.append(admitted)
+                prefill_rows.append(admitted.row(min(budget, admitted.target - admitted.planned)))
+                budget -= prefill_rows[-1].length
         if not decode and not prefill:
             return None
-        plan = StepPlan(self._step, tuple(row for _, row in decode), tuple(row for _, row in prefill))
+        plan = StepPlan(self._step, decode_rows, tuple(prefill_rows), *self._ledger.moves())
+        self._flights.append(_Flight(plan, (*decode, *prefill)))
         self._step += 1
-        self._flights.append(_Flight(plan, tuple(sequence for sequence, _ in decode + prefill)))
         return plan
 
     def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
         """Take a step's tokens over, in the order in which the steps were planned."""
         flight = self._flights.popleft()
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
+        if self.cache is not None:
+            self.cache.landed(result.plan.offload)
         events = []
         for sequence, row, output in zip(flight.sequences, flight.plan.rows, result.rows, strict=True):
             sequence.in_flight -= 1
@@ -160,147 +143,188 @@ class Scheduler:
                 event = self._take_over(sequence, row, output)
                 if event is not None:
                     events.append(event)
-            self._drain(sequence)
+            self._residents.drain(sequence)
+        self._landed()
         return tuple(events)
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
         """A planned step raised: its requests end with `StepFailed`, everything else goes on."""
         flight = next(flight for flight in self._flights if flight.plan is plan)
         self._flights.remove(flight)
-        events = []
+        affected = dict.fromkeys(flight.sequences)
         for sequence in flight.sequences:
             sequence.in_flight -= 1
+        if self.cache is not None:
+            self.cache.landed(plan.offload)
+            if plan.restore:
+                # Later steps may have been planned on pages that were never filled.
+                broken = {move.page for move in plan.restore}
+                affected |= dict.fromkeys(
+                    s for s in self._residents.everybody if not broken.isdisjoint(s.pages.tolist())
+                )
+                self.cache.detach(plan.restore)
+        events = []
+        for sequence in affected:
             if not sequence.ended:
-                error = StepFailed(f"step {plan.step}, which carried this request, raised {cause!r}. Submit it again")
+                error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}. Submit it again.")
                 error.__cause__ = cause
-                events.append(self._end(sequence, FinishReason.FAILED, error=error))
-            self._drain(sequence)
+                self._end(sequence, FinishReason.FAILED, str(error))
+                events.append(
+                    TokenEvent(
+                        sequence.id,
+                        cached_tokens=sequence.cached_tokens,
+                        finish_reason=FinishReason.FAILED,
+                        error=error,
+                    )
+                )
+            self._residents.drain(sequence)
+        self._landed()
         return tuple(events)
+
+    # -- the cache, from outside
+
+    def pin(self, tokens: IntArray) -> int:
+        """Keep the cached pages of `tokens` until `unpin`; how many tokens that covers.
+
+        Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
+        """
+        if self.cache is None:
+            return 0
+        covered = self.cache.pin(tokens)
+        for sequence in self._alive.values():
+            length = sequence.request.prompt_length + sequence.limit - 1
+            needed = pages_for(length, self.limits.page_size)
+            if needed > self.pool.total - self.cache.pinned_pages and needed > self._ledger.usable(sequence.request):
+                usable = self._ledger.usable(sequence.request)
+                self.cache.unpin(tokens)
+                raise OutOfPages(
+                    f"Pinning {covered} tokens would leave {usable} pages to request {sequence.id}, which may need "
+                    f"{needed}. Pin later or less, or raise device_memory."
+                )
+        return covered
+
+    def unpin(self, tokens: IntArray) -> int:
+        """Undo one `pin`; how many tokens are no longer pinned."""
+        return self.cache.unpin(tokens) if self.cache is not None else 0
+
+    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
+        """Forget every cached page; under new weights give the new `root_key`, and `recompute` what is running."""
+        if self.cache is None and not recompute:
+            return
+        if self.cache is not None:
+            self.cache.reset(root_key)
+        for sequence in tuple(self._residents.running):
+            self._admission.abandon(sequence)
+            if recompute:
+                self._admission.preempt(sequence, "has to be computed again under new weights")
+
+    # -- looking at it
 
     def status(self, request_id: str) -> Status | None:
         sequence = self._alive.get(request_id)
-        return sequence.status if sequence is not None else self._ended.get(request_id)
+        if sequence is not None:
+            return sequence.status
+        ended = self._ended.get(request_id)
+        return None if ended is None else ended.status
 
-    def explain(self, request_id: str) -> str:
-        return str(self.status(request_id))
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why it waits, was preempted, hit or missed the cache; the latest ended requests are remembered."""
+        sequence = self._alive.get(request_id)
+        if sequence is None:
+            return self._ended.get(request_id)
+        return explanation(sequence, self._admission.older(sequence))
 
-    def statistics(self) -> dict[str, int]:
-        return {"waiting": len(self._waiting), "running": len(self._running)}
+    def statistics(self) -> SchedulerStatistics:
+        pool = self.pool
+        return SchedulerStatistics(
+            waiting=self._admission.waiting,
+            parked=self._admission.parked,
+            running=len(self._residents.running),
+            leaving=len(self._residents.leaving),
+            steps_in_flight=len(self._flights),
+            pages_total=pool.total,
+            pages_free=pool.free,
+            pages_held=pool.held,
+            pages_cached=pool.cached,
+            reserve_fraction=self._admission.reserve.fraction,
+            preemptions=self._admission.preemptions,
+            steps=self._step,
+            cache=self.cache.statistics() if self.cache is not None else None,
+            **self._counts,
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free + held + cached pages are all pages, each with its right count."""
-        expected = np.zeros(self.pool.num_pages, np.int32)
-        owners = [*self._running, *self._leaving]
-        for sequence in owners:
-            np.add.at(expected, sequence.pages, 1)
-        self.pool.check_integrity(expected)
-        slots = sorted([*self._free_slots, *(sequence.slot for sequence in owners)])
-        assert slots == list(range(self.limits.max_requests)), f"slots drifted: {slots}"
+        residents = self._residents
+        residents.check_integrity()
+        self._admission.check_integrity()
+        if self.cache is not None:
+            self.cache.check_integrity()
+        self.pool.check_integrity(self._ledger.references(residents.everybody))
+        alive = len(residents.running) + self._admission.waiting
+        assert len(self._alive) == alive, f"{len(self._alive)} requests live, {alive} wait or run"
 
-    def _row(self, sequence: Sequence, length: int) -> Row:
-        start = sequence.planned
-        end = start + length
-        decode = start >= sequence.target
-        samples = end >= sequence.target
-        row = Row(
-            request=sequence.request,
-            epoch=sequence.epoch,
-            slot=sequence.slot,
-            start=start,
-            length=length,
-            pages=np.array(sequence.pages[: pages_for(end, self.limits.page_size)], np.int32),
-            token_ids=None if decode else sequence.tokens(start, end),
-            samples=samples,
-            fresh=sequence.fresh,
-            generated=sequence.sampled,
-            outputs=sequence.outputs() if sequence.fresh and sequence.generated else None,
-        )
-        sequence.fresh = False
-        sequence.planned = end
-        sequence.sampled += samples
-        sequence.in_flight += 1
-        return row
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """Make sure that the next position has a page; False if it has to sit this step out."""
-        while sequence.planned >= len(sequence.pages) * self.limits.page_size:
-            if self.pool.can_take(1):
-                sequence.pages += self.pool.take(1)
-                return True
-            if self._leaving:
-                return False  # their pages come back with the steps in flight
-            self._preempt(self._running[-1])
-            if sequence.status is Status.PREEMPTED:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        sequence.status = Status.PREEMPTED
-        sequence.preemptions += 1
-        self._waiting.appendleft(sequence)
-        self._leaving.add(sequence)
-        self._drain(sequence)
+    # -- inside
 
     def _take_over(self, sequence: Sequence, row: Row, output: RowResult) -> TokenEvent | None:
         request = sequence.request
         sequence.computed = row.start + row.length
         # Positions that a preemption made the sequence compute again were scored before.
-        prompt_logprobs = output.prompt_logprobs[max(0, sequence.scored - row.start) :]
+        scores = output.prompt_logprobs[max(0, sequence.scored - row.start) :]
         sequence.scored = max(sequence.scored, min(sequence.computed, request.prompt_length))
-        if not row.samples:
-            if not prompt_logprobs:
-                return None
-            return TokenEvent(request.id, prompt_logprobs=prompt_logprobs, cached_tokens=sequence.cached_tokens)
         token = output.token_id
-        assert token is not None, f"{request.id}: step {self._step} sampled no token"
-        sequence.append(token)
-        if sequence.status is Status.PREFILL:
-            sequence.status = Status.DECODE
-        tokens, logprobs = (token,), () if output.logprobs is None else (output.logprobs,)
-        reason = None
-        if sequence.generated > request.sampling.min_tokens:
-            if token in request.eos_ids:
-                reason = FinishReason.EOS
-            elif token in request.stop_ids:
-                reason = FinishReason.STOP
-        if reason is None and sequence.generated >= sequence.limit:
-            reason = sequence.limit_reason
-        if reason is None:
-            return TokenEvent(request.id, tokens, logprobs, prompt_logprobs, sequence.cached_tokens)
-        self._end(sequence, reason)
-        return TokenEvent(request.id, tokens, logprobs, prompt_logprobs, sequence.cached_tokens, reason)
+        if row.samples:
+            assert token is not None, f"{request.id} sampled no token"
+            sequence.append(token)
+            self._counts["generated_tokens"] += 1
+            if sequence.status is Status.PREFILL:
+                sequence.status = Status.DECODE
+        self._admission.published(sequence, *self._ledger.publish(sequence, self._step - 1))
+        if not row.samples or token is None:
+            if not scores:
+                return None
+            return TokenEvent(request.id, prompt_logprobs=scores, cached_tokens=sequence.cached_tokens)
+        reason = _reason(sequence, token)
+        if reason is not None:
+            self._end(sequence, reason)
+        logprobs = () if output.logprobs is None else (output.logprobs,)
+        return TokenEvent(request.id, (token,), logprobs, scores, sequence.cached_tokens, reason)
 
-    def _end_by_id(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
-        sequence = self._alive.get(request_id)
-        return None if sequence is None else self._end(sequence, reason)
-
-    def _end(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> TokenEvent:
-        if sequence.status in (Status.QUEUED, Status.PREEMPTED):
-            self._waiting.remove(sequence)
-        else:
-            self._running.remove(sequence)
-            self._leaving.add(sequence)
-        sequence.status = {FinishReason.ABORTED: Status.ABORTED, FinishReason.FAILED: Status.FAILED}.get(
-            reason, Status.FINISHED
-        )
+    def _end(self, sequence: Sequence, reason: FinishReason, words: str = "") -> None:
+        self._admission.remove(sequence)
+        sequence.status = _END.get(reason, Status.FINISHED)
+        sequence.reason = words or reason.value
+        self._counts[sequence.status.value] += 1
         del self._alive[sequence.id]
-        self._ended[sequence.id] = sequence.status
+        self._ended[sequence.id] = explanation(sequence, 0)
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
-        self._drain(sequence)
-        return TokenEvent(sequence.id, cached_tokens=sequence.cached_tokens, finish_reason=reason, error=error)
 
-    def _drain(self, sequence: Sequence) -> None:
-        """Give slot and pages of an ended or preempted sequence back once no step in flight contains it."""
-        if sequence in self._leaving and not sequence.in_flight:
-            self._leaving.remove(sequence)
-            self.pool.release(sequence.pages)
-            sequence.pages = []
-            self._free_slots.append(sequence.slot)
-            sequence.slot = -1
-            sequence.sampled = sequence.generated
+    def _count_admission(self, sequence: Sequence) -> None:
+        start = sequence.planned
+        if sequence.epoch == 1:
+            self._counts["prompt_tokens"] += sequence.request.prompt_length
+            self._counts["cached_tokens"] += start
+        self._counts["prefill_tokens"] += sequence.target - start
+
+    def _landed(self) -> None:
+        self._ledger.collect(self._flights[0].plan.step if self._flights else None)
 
 
-def _seniority(sequence: Sequence) -> int:
-    return sequence.arrived
+def _reason(sequence: Sequence, token: int | None) -> FinishReason | None:
+    """How the sequence ends with `token`, its latest; None if it goes on."""
+    request = sequence.request
+    # The first min_tokens tokens end nothing; the device masks these ids among them.
+    if sequence.generated > request.sampling.min_tokens:
+        if token in request.eos_ids:
+            return FinishReason.EOS
+        if token in request.stop_ids:
+            return FinishReason.STOP
+    return sequence.limit_reason if sequence.generated >= sequence.limit else None
+
+
+_COUNTS = (
+    "submitted", "finished", "aborted", "failed", "prompt_tokens", "cached_tokens", "prefill_tokens",
+    "generated_tokens",
+)  # fmt: skip
+_END = {FinishReason.ABORTED: Status.ABORTED, FinishReason.FAILED: Status.FAILED}

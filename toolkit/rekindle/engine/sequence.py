@@ -1,60 +1,71 @@
 """What the scheduler knows about one request while it lives: its tokens, its pages, and how far each of them is.
 
-Three counts follow a sequence, each ahead of the one before: `computed` positions were committed, `planned` positions
-are in the cache once every step in flight has run, and `length` tokens exist once they have. A decode step is planned
-while the token it reads is still on the device, so `length` counts tokens whose values the host does not know yet.
+Three counts follow a sequence, each at most the next: `computed` positions were committed, `planned` positions are in
+the pages once every step in flight has run, `length` tokens exist once they have. A decode step is planned while the
+token it reads is still on the device, so `length` counts tokens whose values the host does not know yet.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from rekindle.records import FinishReason, IntArray, Request, Status
+from rekindle.cache.digest import page_keys
+from rekindle.cache.node import Node
+from rekindle.cache.pool import pages_for
+from rekindle.records import FinishReason, IntArray, Request, Row, Status
 
-_ROOM = 64  # tokens by which a sequence's buffer grows at least
+_ROOM = 64  # tokens or pages by which a buffer grows at least
 
 
 class Sequence:
     """Mutable state of one request; the scheduler is its only owner."""
 
     __slots__ = (
-        "_tokens", "arrived", "cached_tokens", "computed", "epoch", "error", "fresh", "generated", "in_flight", "known",
-        "limit", "limit_reason", "overtaken", "pages", "planned", "preemptions", "reason", "request", "sampled",
-        "scored", "slot", "status", "target",
+        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "epoch", "fresh",
+        "generated", "generation", "in_flight", "known", "limit", "limit_reason", "node", "num_pages", "overtaken",
+        "page_size", "planned", "preemptions", "published", "reason", "request", "sampled", "scored", "slot", "status",
+        "target", "waits_for",
     )  # fmt: skip
 
-    def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason) -> None:
+    def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason, page_size: int) -> None:
         self.request = request
         self.arrived = arrived  # order of submission
         self.limit = limit  # tokens it may generate, known before the first one is
         self.limit_reason = limit_reason
+        self.page_size = page_size
         self.status = Status.QUEUED
-        self.reason = ""  # why it has this status, for explain()
-        self.error: BaseException | None = None
+        self.reason = "has just arrived"  # why it waits, for explain()
+        self.waits_for: Sequence | None = None  # computes the prefix that this one needs
+        self.overtaken = 0
+        self.preemptions = 0
+        # In this epoch:
         self.epoch = 0
         self.slot = -1
-        self.pages: list[int] = []
-        self.fresh = True  # no row of this epoch was planned yet
+        self.fresh = True  # no row was planned yet
         self.in_flight = 0  # steps that contain it and were neither committed nor failed
+        self.target = 0  # positions to prefill: the prompt, and what was generated before a preemption
+        self.planned = 0
+        self.computed = 0
+        # Its tokens:
         self.known = request.prompt_length  # tokens whose values the host has
         self.generated = 0  # of them, not the prompt's
         self.sampled = 0  # generated, plus those that steps in flight will add
-        self.computed = 0
-        self.planned = 0
-        self.target = 0  # positions to prefill in this epoch: the prompt, and what was generated before a preemption
-        self.scored = 0  # prompt positions whose log-probabilities have been delivered
-        self.cached_tokens = 0  # of the prompt, found in the cache when it was first admitted
-        self.preemptions = 0
-        self.overtaken = 0
+        self.scored = 0  # prompt positions whose log-probabilities were delivered
+        self.cached_tokens = 0  # of the prompt, found in the cache at the first admission
         self._tokens = request.token_ids
+        self._keys: list[int] = []
+        # Its pages:
+        self.num_pages = 0
+        self._pages: IntArray = np.empty(0, np.int32)
+        self._table: IntArray | None = None
+        self.node: Node | None = None  # the deepest one of the prefix tree that it holds
+        self.generation = 0  # of the prefix cache that `node` belongs to
+        self.published = 0  # leading pages that are in the tree
+        self.claimed = 0  # leading pages that it has announced to compute
 
     @property
     def id(self) -> str:
         return self.request.id
-
-    @property
-    def length(self) -> int:
-        return self.request.prompt_length + self.sampled
 
     @property
     def prefilling(self) -> bool:
@@ -66,36 +77,112 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
+        """Tokens that it may still sample."""
         return self.limit - self.sampled
+
+    @property
+    def outputs(self) -> IntArray:
+        """The generated tokens that the host knows."""
+        return self._tokens[self.request.prompt_length : self.known]
+
+    @property
+    def pages(self) -> IntArray:
+        return self._pages[: self.num_pages]
 
     def tokens(self, start: int, stop: int) -> IntArray:
         """Values of the tokens [start, stop), all of which must be known."""
         assert stop <= self.known, f"{self.id}: token {stop - 1} is not known yet, {self.known} are"
         return self._tokens[start:stop]
 
-    def outputs(self) -> IntArray:
-        """The generated tokens that the host knows."""
-        return self._tokens[self.request.prompt_length : self.known]
+    def keys(self, count: int) -> list[int]:
+        """Lookup keys of its first `count` pages, computed once."""
+        keys = self._keys
+        if len(keys) < count:
+            first, size = len(keys), self.page_size
+            keys += page_keys(
+                self.tokens(first * size, count * size), size, first=first, previous=keys[-1] if keys else 0
+            )
+        return keys if len(keys) == count else keys[:count]
 
     def append(self, token: int) -> None:
         if self.known == len(self._tokens):
-            # The old buffer may still be read through rows of steps in flight, so it is left as it is.
-            grown = np.empty(self.known + max(_ROOM, self.known // 4), np.int32)
-            grown[: self.known] = self._tokens
-            self._tokens = grown
+            # Rows of steps in flight may still read the old buffer, so it is left as it is.
+            self._tokens = _grown(self._tokens, self.known + 1)
         self._tokens[self.known] = token
         self.known += 1
         self.generated += 1
 
+    def add_pages(self, pages: list[int]) -> None:
+        end = self.num_pages + len(pages)
+        if end > len(self._pages):
+            self._pages = _grown(self._pages[: self.num_pages], end)
+        self._pages[self.num_pages : end] = pages
+        self.num_pages = end
+        self._table = None
+
+    def replace_pages(self, first: int, pages: list[int]) -> None:
+        """Go on with other pages of the same content; tables of steps in flight are copies and stay."""
+        self._pages[first : first + len(pages)] = pages
+        self._table = None
+
     def begin(self, slot: int, start: int) -> None:
-        """A new epoch in `slot`, with the positions [0, start) already in its pages."""
-        assert self.in_flight == 0 and self.sampled == self.generated, f"{self.id} is admitted with steps in flight"
+        """A new epoch in `slot`, with the positions [0, start) in its pages already."""
+        assert not self.in_flight, f"{self.id} is admitted with steps in flight"
+        assert self.sampled == self.generated, f"{self.id} is admitted with tokens in flight"
         self.epoch += 1
         self.slot = slot
         self.fresh = True
         self.computed = self.planned = start
         self.target = self.known
         self.status = Status.PREFILL
+        if self.epoch == 1:
+            self.cached_tokens = start
+
+    def leave(self) -> None:
+        """Forget slot and pages, which have been given back."""
+        self.slot = -1
+        self.num_pages = self.published = self.claimed = 0
+        self._table = None
+        self.node = None
+        self.sampled = self.generated
+
+    def row(self, length: int) -> Row:
+        """Its part of the next step; from here on the step is in flight."""
+        start = self.planned
+        end = start + length
+        assert end <= self.num_pages * self.page_size, f"{self.id}: no page for position {end - 1}"
+        samples = end >= self.target
+        if self._table is None:
+            self._table = self._pages[: self.num_pages].copy()
+        row = Row(
+            self.request,
+            self.epoch,
+            self.slot,
+            start,
+            length,
+            self._table,
+            None if start >= self.target else self.tokens(start, end),
+            samples,
+            self.fresh,
+            self.sampled,
+            self.outputs if self.fresh and self.generated else None,
+        )
+        self.fresh = False
+        self.planned = end
+        self.sampled += samples
+        self.in_flight += 1
+        return row
+
+    def growth(self, fraction: float) -> int:
+        """Pages that it is going to need if it samples `fraction` of the tokens it may still sample."""
+        length = self.request.prompt_length + self.sampled + int(fraction * self.remaining)
+        return max(0, pages_for(length, self.page_size) - max(self.num_pages, pages_for(self.known, self.page_size)))
+
+
+def _grown(array: IntArray, size: int) -> IntArray:
+    grown = np.empty(size + max(_ROOM, size // 4), np.int32)
+    grown[: len(array)] = array
+    return grown
 
 
 _ENDED = frozenset({Status.FINISHED, Status.FAILED, Status.ABORTED})
