@@ -40,7 +40,10 @@ def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | 
         )
     if fingerprint is None:
         fingerprint = weights.fingerprint if isinstance(weights, LoadedModel) else f"state-{uuid.uuid4().hex}"
-    placed = tuple(jax.device_put(leaves[path], old.sharding) for path, old in wanted.items())
+    # An array that is committed to its device where the old one was not would be another program to jax.jit.
+    placed = tuple(
+        jax.device_put(leaves[path], old.sharding if old.committed else None) for path, old in wanted.items()
+    )
     folder = weights.folder if isinstance(weights, LoadedModel) else model.folder
     return dataclasses.replace(model, leaves=placed, fingerprint=fingerprint, folder=folder or model.folder)
 

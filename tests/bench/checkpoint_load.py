@@ -1,0 +1,152 @@
+"""How fast a large checkpoint opens, first and second start, and how much memory that takes at its peak.
+
+    python tests/bench/checkpoint_load.py [--gigabytes 1.4] [--folder DIR] [--cold]
+
+Writes random Llama-shaped checkpoints in float32 and bfloat16, opens each in fresh processes and removes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
+
+
+def write(folder: Path, dtype: str, gigabytes: float, shards: int = 3) -> None:
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from rekindle.models import ModelConfig, abstract_model, manifest
+
+    raw = {
+        "model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 1, "max_position_embeddings": 2048,
+        "tie_word_embeddings": False, "torch_dtype": dtype, **SHAPE,
+    }  # fmt: skip
+    width = 4 if dtype == "float32" else 2
+
+    def parts(layers: int) -> dict[str, tuple[int, ...]]:
+        config = ModelConfig.from_hf({**raw, "num_hidden_layers": layers})
+        graph, leaves = abstract_model(config)
+        shapes = dict(zip(graph.paths, leaves, strict=True))
+        sources = manifest(config).sources
+        return {part.name: part.shape for path in sources for part in sources[path].parts(shapes[path].shape)}
+
+    one, two = (sum(int(np.prod(s)) for s in parts(n).values()) * width for n in (1, 2))
+    raw["num_hidden_layers"] = max(1, round((gigabytes * 1e9 - one) / (two - one)) + 1)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal(1 << 24, np.float32) * 0.02
+    stored = noise.astype(np.float32 if width == 4 else ml_dtypes.bfloat16)
+    names = list(parts(raw["num_hidden_layers"]).items())
+    index = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        state = {}
+        for name, shape in names[shard::shards]:
+            state[name] = np.resize(np.roll(stored, int(rng.integers(1 << 20))), shape)
+        save_file(state, folder / file)
+        index |= dict.fromkeys(state, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def forget(folder: Path) -> None:
+    """Drops the files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def peak() -> int:
+    """The largest resident size since the process was executed; ru_maxrss would begin with its parent's."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def open_one(folder: str, cache: str, dtype: str, quantize: str | None) -> None:
+    """In a process of its own: prints one line of JSON."""
+    import jax
+
+    from rekindle.models import checkpoint, prepared
+
+    jax.devices()
+    before = peak()
+    start = time.perf_counter()
+    found = checkpoint.inspect(folder)
+    named = time.perf_counter() - start
+    start, used = time.perf_counter(), time.process_time()
+    model = checkpoint.load(folder, dtype=dtype, quantize=quantize, cache_dir=cache)
+    jax.block_until_ready(model.leaves)
+    seconds, used = time.perf_counter() - start, time.process_time() - used
+    loaded = peak()
+    start = time.perf_counter()
+    prepared.wait()
+    print(
+        json.dumps(
+            {
+                "seconds": seconds, "cpu": used, "inspect": named, "kept": time.perf_counter() - start,
+                "source": found.nbytes,
+                "weights": model.nbytes, "imports": before, "peak": loaded, "peak_kept": peak(),
+            }
+        )
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=1.4)
+    parser.add_argument("--folder", type=Path, default=None, help="where to write; the default is a temporary folder")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each start")
+    parser.add_argument("--only", nargs="*", default=["float32", "bfloat16"])
+    options = parser.parse_args()
+    base = Path(tempfile.mkdtemp(dir=options.folder, prefix="rekindle-bench-"))
+    print("| source | as | start | s | cpu s | MB/s read | weights MB | peak MB (imports) | allowed MB | kept in s |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    try:
+        for source in options.only:
+            folder = base / source
+            write(folder, source, options.gigabytes)
+            for dtype, quantize in (("float32", None), ("bfloat16", None), ("bfloat16", "int8")):
+                if source == "bfloat16" and dtype == "float32":
+                    continue
+                cache = base / f"cache-{source}-{dtype}-{quantize}"
+                for start in ("first", "second"):
+                    if options.cold:
+                        forget(base)
+                    command = [sys.executable, __file__, "open", str(folder), str(cache), dtype, str(quantize)]
+                    answer = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+                    mb = {key: value / 1e6 for key, value in answer.items()}
+                    read = mb["source"] if start == "first" or not (cache / "weights").exists() else mb["weights"]
+                    print(
+                        f"| {source} | {quantize or dtype} | {start} | {answer['seconds']:.2f} | {answer['cpu']:.2f} "
+                        f"| {read / answer['seconds']:.0f} | {mb['weights']:.0f} "
+                        f"| {mb['peak_kept']:.0f} ({mb['imports']:.0f}) | {1.25 * mb['weights'] + 300:.0f} "
+                        f"| {answer['kept']:.2f} |",
+                        flush=True,
+                    )
+            shutil.rmtree(folder)
+    finally:
+        shutil.rmtree(base)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["open"]:
+        open_one(*sys.argv[2:5], None if sys.argv[5] == "None" else sys.argv[5])
+    else:
+        main()

@@ -1,0 +1,217 @@
+"""Weights in their final form survive a restart, and never stand in the way of the checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import checkpoints
+from rekindle.models import LoadedModel, checkpoint, prepared
+
+RAW = checkpoints.CASES["llama"]
+
+
+@pytest.fixture(autouse=True)
+def _keep_tiny_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "MIN_BYTES", 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return checkpoints.write(tmp_path / "model", RAW)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def load(folder: Path, cache: Path, quantize: str | None = "int8", **options: object) -> LoadedModel:
+    loaded = checkpoint.load(folder, quantize=quantize, cache_dir=cache, **options)
+    assert prepared.wait(60)
+    return loaded
+
+
+def kept(cache: Path) -> list[Path]:
+    return sorted((cache / "weights").iterdir()) if (cache / "weights").exists() else []
+
+
+def assert_same(a: LoadedModel, b: LoadedModel) -> None:
+    assert (a.fingerprint, a.graph, a.config, a.folder) == (b.fingerprint, b.graph, b.config, b.folder)
+    for path, left, right in zip(a.graph.paths, a.leaves, b.leaves, strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right), err_msg=path)
+
+
+def break_the_checkpoint(folder: Path) -> None:
+    """Its header stays, its content goes, its times are restored: only what was kept can still be right."""
+    file = folder / "model.safetensors"
+    times = file.stat()
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.seek(size - 4096 * 8)
+        opened.write(b"\xff" * 64)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("quantize", ["int8", None])
+def test_the_second_start_reads_what_the_first_kept(
+    folder: Path, cache: Path, quantize: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load(folder, cache, quantize)
+    assert len(kept(cache)) == 1
+    found = checkpoint.inspect(folder)
+    break_the_checkpoint(folder)
+    monkeypatch.setattr(checkpoint, "inspect", lambda _: found)
+    reports: list[object] = []
+    assert_same(load(folder, cache, quantize, progress=reports.append), first)
+    assert reports[-1].done == reports[-1].total == first.nbytes
+
+
+def test_other_precisions_and_other_weights_have_their_own(folder: Path, cache: Path) -> None:
+    for options in (
+        {},
+        {"quantize": "int8-weight"},
+        {"quantize": None},
+        {"quantize": None, "dtype": "float16"},
+        {"quantize_embeddings": False},
+    ):
+        before = len(kept(cache))
+        load(folder, cache, **options)
+        assert len(kept(cache)) == min(prepared.MAX_ENTRIES, before + 1), options
+    first = {path.name for path in kept(cache)}
+    load(checkpoints.write(folder, RAW, seed=1), cache)
+    assert {path.name for path in kept(cache)} - first
+
+
+def test_a_plain_copy_and_a_small_checkpoint_are_not_kept(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(folder, cache, None, dtype="float32")
+    assert kept(cache) == []
+    monkeypatch.setattr(prepared, "MIN_BYTES", 1 << 20)
+    load(folder, cache)
+    assert kept(cache) == []
+
+
+def only_file(cache: Path, name: str) -> Path:
+    (found,) = kept(cache)[0].rglob(name)
+    return found
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "truncated": lambda cache: os.truncate(only_file(cache, "weights.safetensors"), 5000),
+    "a flipped bit": lambda cache: flip(only_file(cache, "weights.safetensors"), -100),
+    "a header of another": lambda cache: flip(only_file(cache, "weights.safetensors"), 20),
+    "no checksums": lambda cache: only_file(cache, "checksums.json").unlink(),
+    "no weights": lambda cache: only_file(cache, "weights.safetensors").unlink(),
+    "an empty folder": lambda cache: [path.unlink() for path in kept(cache)[0].rglob("*") if path.is_file()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_means_one_warning_and_the_checkpoint_again(folder: Path, cache: Path, damage: str) -> None:
+    first = load(folder, cache)
+    DAMAGE[damage](cache)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert_same(load(folder, cache), first)
+    texts = [str(w.message) for w in said]
+    assert len(texts) == 1 and "damaged" in texts[0], texts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(load(folder, cache), first)  # and it was kept again
+
+
+def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path, cache: Path) -> None:
+    program = """if True:
+        import os, sys
+        from rekindle.models import checkpoint, prepared, tensor_files
+        prepared.MIN_BYTES = 0
+        write = tensor_files._write
+        def dies(file, data):
+            write(file, data[: len(data) // 2])
+            os._exit(7)
+        tensor_files._write = dies
+        checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
+        prepared.wait()
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(folder), str(cache)], env=environment, timeout=300, check=False
+    )
+    assert ended.returncode == 7
+    left = kept(cache)
+    assert left, "it had begun to write"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load(folder, cache)
+    assert_same(loaded, checkpoint.load(folder, quantize="int8"))
+    for path in left:  # an hour later the remains are swept
+        if path.exists():
+            os.utime(path, (0, 0))
+    load(folder, cache, "int8-weight")
+    assert not [path for path in kept(cache) if path in left and "tmp" in path.name]
+
+
+def test_the_least_recently_used_leaves_first(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "MAX_ENTRIES", 2)
+    load(folder, cache, "int8")
+    (int8,) = kept(cache)
+    load(folder, cache, "int8-weight")
+    (other,) = set(kept(cache)) - {int8}
+    os.utime(int8, (1, 1))
+    os.utime(other, (2, 2))
+    load(folder, cache, "int8")  # used again
+    load(folder, cache, None)
+    assert int8 in kept(cache) and other not in kept(cache)
+
+
+def test_a_full_or_unwritable_disk_only_costs_the_next_start(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write_text("a file where the folder should be")
+    load(folder, cache)
+    assert "not kept" in caplog.text
+    cache.unlink()
+    monkeypatch.setattr(prepared.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10))
+    load(folder, cache)
+    assert kept(cache) == []
+
+
+def test_works_inside_a_running_event_loop(folder: Path, cache: Path) -> None:
+    async def start() -> LoadedModel:
+        return load(folder, cache)
+
+    first = asyncio.run(start())
+    assert len(kept(cache)) == 1
+    assert_same(asyncio.run(start()), first)
+
+
+def test_checksums_tell_flipped_zeroed_and_exchanged_content() -> None:
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (1 << 20) + 5, np.uint8)
+    good = prepared.checksum(data)
+    assert good == prepared.checksum(data.copy().reshape(1, -1))
+    for at in (0, 300_000, data.size - 1):
+        flipped = data.copy()
+        flipped[at] ^= 1
+        assert prepared.checksum(flipped) != good
+    zeroed = data.copy()
+    zeroed[4096:8192] = 0
+    exchanged = np.concatenate([data[1 << 19 : 1 << 20], data[: 1 << 19], data[1 << 20 :]])
+    assert len({good, prepared.checksum(zeroed), prepared.checksum(exchanged), prepared.checksum(data[:-1])}) == 4
