@@ -1,0 +1,224 @@
+"""The executable store: loads without tracing, survives every kind of damage, stays within its bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rekindle.config import EngineConfig
+from rekindle.engine import identity
+from rekindle.engine.store import ExecutableStore
+from rekindle.errors import StoreError
+
+TRACES = 0
+
+
+def function(weights: list[Any], x: Any) -> tuple[Any, dict[str, Any]]:
+    global TRACES
+    TRACES += 1
+    return weights[0] @ x, {"more": x + 1}
+
+
+def compiled() -> Any:
+    return jax.jit(function, donate_argnums=1).lower([jnp.ones((4, 4))], jnp.ones(4)).compile()
+
+
+def save(store: ExecutableStore, key: str = "a" * 32) -> str:
+    assert store.save(key, compiled(), name="r2t0", model="llama", compile_seconds=1.5)
+    return key
+
+
+def call(program: Any) -> float:
+    out, more = program([jnp.ones((4, 4))], jnp.arange(4.0))
+    assert more["more"][3] == 4.0
+    return float(out[0])
+
+
+def test_a_stored_program_loads_without_tracing(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path)
+    key = save(store)
+    before = TRACES
+    assert call(ExecutableStore(tmp_path).load(key)) == 6.0
+    assert before == TRACES
+    (entry,) = store.entries()
+    assert (entry.key, entry.name, entry.model, entry.compile_seconds) == (key, "r2t0", "llama", 1.5)
+
+
+def test_another_process_loads_it(tmp_path: Path) -> None:
+    key = save(ExecutableStore(tmp_path))
+    code = (
+        "import sys, pathlib, jax.numpy as jnp; from rekindle.engine.store import ExecutableStore\n"
+        f"program = ExecutableStore(pathlib.Path({str(tmp_path)!r})).load({key!r})\n"
+        "print(float(program([jnp.ones((4, 4))], jnp.arange(4.0))[0][0]))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    assert done.stdout.split() == ["6.0"], done.stderr
+
+
+def payload_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def replace(path: Path) -> None:
+    path.write_bytes(b"something else entirely" * 50)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, replace, Path.unlink], ids=lambda f: f.__name__)
+def test_a_damaged_program_is_said_once_dropped_and_saved_again(
+    tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ExecutableStore(tmp_path)
+    key = save(store)
+    largest = max(payload_files(tmp_path), key=lambda path: path.stat().st_size)
+    damage(largest)
+    with caplog.at_level(logging.WARNING, "rekindle.store"), pytest.raises(StoreError):
+        store.load(key)
+    assert len(caplog.records) == 1
+    with pytest.raises(StoreError, match="not stored yet"):
+        store.load(key)
+    save(store)
+    assert call(store.load(key)) == 6.0
+
+
+def test_any_single_flipped_byte_is_found_or_harmless(tmp_path: Path) -> None:
+    """Whatever is hit, the program either loads and computes the right thing or is refused."""
+    store = ExecutableStore(tmp_path / "store")
+    key = save(store)
+    originals = {path: path.read_bytes() for path in payload_files(tmp_path)}
+    logging.getLogger("rekindle.store").setLevel(logging.ERROR)
+    try:
+        for path in originals:
+            for other, content in originals.items():
+                other.parent.mkdir(parents=True, exist_ok=True)
+                other.write_bytes(content)
+            flip(path)
+            try:
+                program = store.load(key)
+            except StoreError:
+                continue
+            assert call(program) == 6.0
+    finally:
+        logging.getLogger("rekindle.store").setLevel(logging.NOTSET)
+
+
+def test_a_foreign_format_is_refused(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path)
+    key = save(store)
+    meta = tmp_path / key / "meta.json"
+    meta.write_text(meta.read_text().replace('"format": 1', '"format": 99'))
+    with pytest.raises(StoreError, match="99"):
+        store.load(key)
+
+
+def test_a_folder_that_can_not_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = ExecutableStore(tmp_path / "file" / "store")
+    with caplog.at_level(logging.WARNING, "rekindle.store"):
+        for _ in range(3):
+            assert not store.save("k", compiled(), name="r2t0", model="m", compile_seconds=0.0)
+    assert len(caplog.records) == 1
+    assert str(tmp_path / "file") in caplog.text
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *_: Any) -> None:
+        path.mkdir(parents=True)
+        (path / "half").write_bytes(b"x")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rekindle.engine.store._write", full)
+    store = ExecutableStore(tmp_path)
+    assert not store.save("k", compiled(), name="r2t0", model="m", compile_seconds=0.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_least_recently_used_program_leaves_first(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path, capacity=2)
+    for age, key in enumerate(("old", "new")):
+        save(store, key)
+        os.utime(tmp_path / key, (1e9 + age, 1e9 + age))
+    store.load("old")
+    save(store, "newest")
+    assert {entry.key for entry in store.entries()} == {"old", "newest"}
+    store.max_bytes = 1
+    store.prune()
+    assert store.entries() == []
+
+
+def test_many_writers_of_one_program(tmp_path: Path) -> None:
+    stores = [ExecutableStore(tmp_path) for _ in range(6)]
+    program = compiled()
+    threads = [
+        threading.Thread(
+            target=store.save, args=("k", program), kwargs={"name": "r2t0", "model": "m", "compile_seconds": 0.0}
+        )
+        for store in stores
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["k"]
+    assert call(stores[0].load("k")) == 6.0
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "dtype": "float16", "kv_dtype": "int8", "quantize": "int8", "policy": "lpm", "precompile": "all",
+    "cache_dir": "elsewhere", "restore": "name", "kernels": "reference", "prefix_cache": False, "quiet": True,
+    "page_size": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EngineConfig)])
+def test_every_option_changes_the_key_unless_it_is_known_not_to_matter(field: str) -> None:
+    config = EngineConfig()
+    value = OTHER_VALUES.get(field)
+    if value is None:
+        value = (getattr(config, field) or 1000) + 7
+    changed = dataclasses.replace(config, **{field: value})
+    same = identity.digest(identity.config_fields(config)) == identity.digest(identity.config_fields(changed))
+    assert same == (field in identity.NOT_IN_PROGRAMS)
+
+
+def test_options_that_do_not_matter_exist() -> None:
+    assert {field.name for field in dataclasses.fields(EngineConfig)} >= identity.NOT_IN_PROGRAMS
+
+
+def test_the_environment_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identity.environment()
+    assert before == identity.environment()
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=true")
+    monkeypatch.setattr(identity, "cpu_features", lambda: "other")
+    monkeypatch.setattr(identity.jax, "__version__", "9.9.9")
+    changed = identity.environment()
+    assert {name for name in before if before[name] != changed[name]} == {"xla_flags", "cpu", "jax"}
+
+
+def test_a_changed_source_changes_the_digest(tmp_path: Path) -> None:
+    path = tmp_path / "step.py"
+    path.write_text("x = 1")
+    before = identity.files_digest([path])
+    path.write_text("x = 2")
+    assert identity.files_digest([path]) != before
+    assert len(identity.source_digest()) == 32
