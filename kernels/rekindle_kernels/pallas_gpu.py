@@ -54,7 +54,7 @@ def attention(
         # Pallas counts elements in 32 signed bits up to 4 GiB.
         raise ValueError(f"{pages.nbytes / 2**30:.1f} GiB of one-byte pages in one layer; make it at most 2 GiB or over 4")
     paged = Paged(pages, kv.scales, page_table)
-    scoring = Scoring(float(scale), soft_cap, sliding_window)
+    scoring = Scoring(float(scale), soft_cap, sliding_window, emulated=bool(interpret))
     out = None
     if decode_rows:
         config = decode_config or tuning.gpu_decode(kv.dtype, head_dim, kv.page_size)

@@ -31,6 +31,7 @@ class Scoring:
     scale: float
     soft_cap: float | None
     sliding_window: int | None
+    emulated: bool  # interpret mode, on devices that may lack TF32
 
     @property
     def exponent(self) -> float:
@@ -39,6 +40,14 @@ class Scoring:
 
     def score(self, raw: jax.Array) -> jax.Array:
         return raw if self.soft_cap is None else jnp.tanh(raw * (self.scale / self.soft_cap))
+
+    def dot(self, left: jax.Array, right: jax.Array, *, contract_right: int) -> jax.Array:
+        """float32 [M, N]. Three TF32 products stand for one of float32: exact ones run without tensor cores and spill."""
+        precision: lax.Precision | lax.DotAlgorithmPreset | None = None
+        if left.dtype == jnp.float32:
+            precision = lax.Precision.HIGHEST if self.emulated else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        dims = (((1,), (contract_right,)), ((), ()))
+        return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 class Softmax(NamedTuple):
@@ -49,12 +58,12 @@ class Softmax(NamedTuple):
     values: jax.Array  # float32 [M, D], not yet divided by `total`
 
 
-def start(rows: int, columns: int) -> Softmax:
-    return Softmax(
-        jnp.full((rows,), LOWEST, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((rows, columns), jnp.float32),
-    )
+def start(rows: int, columns: int, sinks: jax.Array | None) -> Softmax:
+    """No keys yet; a row's sink, a logit without a value, is a term of the total from the start."""
+    values = jnp.zeros((rows, columns), jnp.float32)
+    if sinks is None:
+        return Softmax(jnp.full((rows,), LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32), values)
+    return Softmax(jnp.maximum(sinks.astype(jnp.float32) * LOG2E, LOWEST), jnp.ones((rows,), jnp.float32), values)
 
 
 def padded(head_dim: int) -> int:
@@ -71,13 +80,6 @@ def both(left: jax.Array | None, right: jax.Array | None) -> jax.Array | None:
     if left is None or right is None:
         return left if right is None else right
     return left & right
-
-
-def dot(left: jax.Array, right: jax.Array, *, contract_right: int) -> jax.Array:
-    """float32 [M, N]; float32 operands are multiplied exactly, not as TF32."""
-    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    dims = (((1,), (contract_right,)), ((), ()))
-    return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def load_rows(ref: jax.Ref, rows: tuple[jax.Array | np.int32, ...], mask: jax.Array | None) -> jax.Array:
@@ -129,7 +131,7 @@ def attend(
 
     pages = load(paged.table, sequence, index)
     k = load_rows(paged.pages, (pages, K, head, slots), readable).astype(q.dtype)
-    raw = dot(q, k, contract_right=1)
+    raw = scoring.dot(q, k, contract_right=1)
     if paged.scales is not None:
         raw = raw * load(paged.scales, pages, K, head, slots)[None, :]
     scores = scoring.score(raw)
@@ -142,16 +144,8 @@ def attend(
     if paged.scales is not None:
         weights = weights * load(paged.scales, pages, V, head, slots)[None, :]
     v = load_rows(paged.pages, (pages, V, head, slots), readable).astype(q.dtype)
-    values = state.values * shrink[:, None] + dot(weights.astype(q.dtype), v, contract_right=0)
+    values = state.values * shrink[:, None] + scoring.dot(weights.astype(q.dtype), v, contract_right=0)
     return Softmax(top, total, values)
-
-
-def add_sink(state: Softmax, sink: jax.Array) -> Softmax:
-    """Let each row's sink (a logit without a value) take its share of the total."""
-    exponent = sink.astype(jnp.float32) * LOG2E
-    top = jnp.maximum(state.top, exponent)
-    shrink = jnp.exp2(state.top - top)
-    return Softmax(top, state.total * shrink + jnp.exp2(exponent - top), state.values * shrink[:, None])
 
 
 def normalised(state: Softmax) -> jax.Array:

@@ -66,12 +66,17 @@ def _decode_kernel(
         )  # fmt: skip
 
     q = block.load_rows(q_ref, (row, heads), real)
-    state = lax.fori_loop(begin, end, step, block.start(members.shape[0], block.padded(head_dim)))
+    sinks = None
+    if sinks_ref is not None:
+        # Every split may start from the sink's exponent; only the first one counts it.
+        sinks = plgpu.load(sinks_ref.at[heads], mask=real, other=0.0)
+    state = block.start(members.shape[0], block.padded(head_dim), sinks)
+    if sinks is not None:
+        state = state._replace(total=jnp.where(split == 0, state.total, 0.0))
+    state = lax.fori_loop(begin, end, step, state)
     columns = jnp.arange(block.padded(head_dim))[None, :]
     mask = real[:, None] & (columns < head_dim)
     if top_ref is None or total_ref is None:
-        if sinks_ref is not None:
-            state = block.add_sink(state, plgpu.load(sinks_ref.at[heads], mask=real, other=0.0))
         out = block.normalised(state).astype(o_ref.dtype)
         plgpu.store(o_ref.at[row, heads[:, None], columns], out, mask=mask)
         return
@@ -89,7 +94,6 @@ def _merge_kernel(
     top_ref: jax.Ref,  # float32 [Z, R, H]
     total_ref: jax.Ref,
     lens_ref: jax.Ref,
-    sinks_ref: jax.Ref | None,
     o_ref: jax.Ref,  # [T, H, D]
     *,
     scoring: block.Scoring,
@@ -108,11 +112,6 @@ def _merge_kernel(
     shrink = jnp.exp2(tops - top)
     total = jnp.sum(totals * shrink, axis=0)
     values = jnp.sum(parts * shrink[:, None], axis=0)
-    if sinks_ref is not None:
-        sink = sinks_ref[head].astype(jnp.float32) * block.LOG2E
-        highest = jnp.maximum(top, sink)
-        values = values * jnp.exp2(top - highest)
-        total = total * jnp.exp2(top - highest) + jnp.exp2(sink - highest)
     out = values / jnp.where(total == 0.0, 1.0, total)
     columns = jnp.arange(block.padded(head_dim))
     plgpu.store(o_ref.at[row, head, columns], out.astype(o_ref.dtype), mask=columns < head_dim)
@@ -155,4 +154,4 @@ def decode(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_decode_merge",
-    )(*results, kv_lens, sinks)
+    )(*results, kv_lens)

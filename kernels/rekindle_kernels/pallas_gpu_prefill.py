@@ -50,13 +50,12 @@ def _prefill_kernel(
     farthest = jnp.minimum(nearest + (config.block_m - 1) // group + 1, context - 1)
     empty = (first >= queries * group) | (context <= 0)
     high = jnp.where(empty, 0, lax.div(farthest + size, size))
-    shut = jnp.minimum(lax.div(nearest + 1, size), high)
     low = clear = jnp.int32(0)
     if scoring.sliding_window is not None:
         low = jnp.minimum(lax.div(jnp.maximum(nearest - scoring.sliding_window + 1, 0), size), high)
         clear = lax.div(jnp.maximum(farthest - scoring.sliding_window + size, 0), size)
         clear = jnp.minimum(jnp.maximum(clear, low), high)
-        shut = jnp.maximum(shut, clear)
+    shut = jnp.maximum(jnp.minimum(lax.div(nearest + 1, size), high), clear)
 
     def step(index: jax.Array, state: block.Softmax, *, masked: bool) -> block.Softmax:
         columns = index * config.block_k + jnp.arange(config.block_k)
@@ -65,6 +64,7 @@ def _prefill_kernel(
             readable = columns < context
             visible = columns[None, :] <= positions[:, None]
             if scoring.sliding_window is not None:
+                readable &= columns > nearest - scoring.sliding_window
                 visible &= columns[None, :] > positions[:, None] - scoring.sliding_window
         return block.attend(
             paged, q, state, scoring,
@@ -72,13 +72,11 @@ def _prefill_kernel(
         )  # fmt: skip
 
     q = block.load_rows(q_ref, (query + token, heads), real)
-    state = block.start(config.block_m, block.padded(head_dim))
+    state = block.start(config.block_m, block.padded(head_dim), None if sinks_ref is None else sinks_ref[heads])
     if scoring.sliding_window is not None:
         state = lax.fori_loop(low, clear, functools.partial(step, masked=True), state)
     state = lax.fori_loop(clear, shut, functools.partial(step, masked=False), state)
     state = lax.fori_loop(shut, high, functools.partial(step, masked=True), state)
-    if sinks_ref is not None:
-        state = block.add_sink(state, sinks_ref[heads])
     out = block.normalised(state).astype(o_ref.dtype)
     columns = jnp.arange(block.padded(head_dim))[None, :]
     mask = real[:, None] & (columns < head_dim)

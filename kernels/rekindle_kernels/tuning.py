@@ -103,9 +103,9 @@ def gpu_prefill_rule(q_dtype: DTypeLike, head_dim: int, rows: int) -> GpuPrefill
     if jnp.dtype(q_dtype).itemsize == 4:
         tile = GpuPrefill(block_m=32 if head_dim > 128 else 64, block_k=32, num_warps=4, num_stages=2)
     elif head_dim > 128:
-        tile = GpuPrefill(block_m=64, block_k=32, num_warps=4, num_stages=2)
+        tile = GpuPrefill(block_m=64, block_k=32, num_warps=8, num_stages=2)
     else:
-        tile = GpuPrefill(block_m=128, block_k=64, num_warps=8 if head_dim > 64 else 4, num_stages=3)
+        tile = GpuPrefill(block_m=128, block_k=64, num_warps=8, num_stages=3)
     return replace(tile, block_m=_power_of_two(2 * rows - 1, 16, tile.block_m))
 
 
@@ -118,6 +118,17 @@ def gpu_prefill(q_dtype: DTypeLike, kv_dtype: DTypeLike, head_dim: int, page_siz
     """`rows`: all rows of the call, tokens × group."""
     found = lookup(GPU_PREFILL, device_kind("gpu"), kv_dtype, head_dim, page_size)
     return found or gpu_prefill_rule(q_dtype, head_dim, rows)
+
+
+def tpu_rule(kv_dtype: DTypeLike, head_dim: int, page_size: int, kv_heads: int) -> Tpu:
+    """Two buffers of about 1 MiB each leave most of 16 MiB of VMEM to the tile."""
+    row = 2 * kv_heads * max(128, head_dim) * jnp.dtype(kv_dtype).itemsize
+    return Tpu(tokens=64, keys=max(page_size, _power_of_two(2**20 // row, 128, 512)))
+
+
+def tpu(kv_dtype: DTypeLike, head_dim: int, page_size: int, kv_heads: int) -> Tpu:
+    found = lookup(TPU, device_kind("tpu"), kv_dtype, head_dim, page_size)
+    return found or tpu_rule(kv_dtype, head_dim, page_size, kv_heads)
 
 
 def gpu_splits(config: GpuDecode, programs: int, longest: int) -> int:
