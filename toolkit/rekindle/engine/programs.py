@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from rekindle.engine.batch import Bucket, lattice
 from rekindle.engine.packing import Layout
 from rekindle.engine.processors import LogitsProcessor, check_processors
 from rekindle.engine.step import make_step
-from rekindle.errors import CompileError
+from rekindle.errors import CompileError, StoreError
 from rekindle.models.base import Graph
 from rekindle.models.config import ModelConfig
 
@@ -45,9 +46,20 @@ Compiled = Any  # jax.stages.Compiled, or what a store gives back for one
 class Store(Protocol):
     """Where executables outlive the process."""
 
-    def load(self, key: str) -> Compiled | None: ...
+    def load(self, name: str) -> Compiled:
+        """Raises `StoreError` with the reason why there is none."""
 
-    def save(self, key: str, compiled: Compiled) -> None: ...
+    def save(self, name: str, compiled: Compiled, compile_seconds: float) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramRecord:
+    """Where a program that is ready came from."""
+
+    name: str
+    origin: Literal["loaded", "compiled"]
+    seconds: float  # to load, or to trace, lower and compile
+    why: str = ""  # it was compiled rather than loaded
 
 
 class Programs:
@@ -79,6 +91,7 @@ class Programs:
         self._lock = threading.Lock()
         self._building: dict[Key, threading.Lock] = {}
         self._ready: dict[Key, Compiled] = {}
+        self._records: dict[Key, ProgramRecord] = {}
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -92,6 +105,10 @@ class Programs:
     def ready(self, key: Key) -> bool:
         """Whether `get` returns at once."""
         return key in self._ready
+
+    def manifest(self) -> tuple[ProgramRecord, ...]:
+        """Every program that is ready, in the order of `keys`."""
+        return tuple(self._records[key] for key in self.keys if key in self._records)
 
     def get(self, key: Key) -> Compiled:
         """The executable, compiled now unless it is there. Raises `CompileError`, and KeyError beyond the lattice."""
@@ -138,13 +155,21 @@ class Programs:
         return compiled
 
     def _load_or_compile(self, key: Key) -> Compiled:
+        start, why = time.perf_counter(), "no store"
         if self._store is not None:
-            stored = self._store.load(key.name)
-            if stored is not None:
+            try:
+                stored = self._store.load(key.name)
+            except StoreError as error:
+                why = str(error)
+            else:
+                self._records[key] = ProgramRecord(key.name, "loaded", time.perf_counter() - start)
                 return stored
+        start = time.perf_counter()
         compiled = self.compile(key)
+        seconds = time.perf_counter() - start
+        self._records[key] = ProgramRecord(key.name, "compiled", seconds, why)
         if self._store is not None:
-            self._store.save(key.name, compiled)
+            self._store.save(key.name, compiled, seconds)
         return compiled
 
     def _function(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
