@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from rekindle.errors import CheckpointError, ConfigError, MissingExtra, UnsupportedModel
-from rekindle.models import LoadedModel, checkpoint, hub, reading
+from rekindle.models import LoadedModel, checkpoint, hub, progress, reading
 from rekindle.models.progress import Progress
 from rekindle.models.tensor_files import read_header
 
@@ -138,6 +145,46 @@ def test_progress_reports_bytes_rate_and_what_remains(tmp_path: Path) -> None:
     assert (half.rate, half.eta) == (25.0, 2.0)
 
 
+def test_the_console_bar_shows_slow_loads_only() -> None:
+    out = io.StringIO()
+    report = progress.console("model", out)
+    report(Progress(10, 100, 0.1))
+    assert out.getvalue() == ""
+    report(Progress(50_000_000, 100_000_000, 1.0))
+    assert "model [██████████··········] 50 of 100 MB at 50 MB/s, 1.0 s left" in out.getvalue()
+    report(Progress(100_000_000, 100_000_000, 2.0))
+    assert out.getvalue().endswith("\n")
+
+
+@pytest.fixture(scope="module")
+def heavier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "vocab_size": 8000}
+    return checkpoints.write(tmp_path_factory.mktemp("heavier"), {**RAW, **sizes})
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
+def test_peak_memory_is_the_weights(heavier: Path, dtype: str, quantize: str | None) -> None:
+    program = """if True:
+        import sys
+        import jax
+        from rekindle.models import checkpoint
+        def peak():
+            line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+            return int(line.split()[1]) * 1024
+        jax.devices()
+        before = peak()
+        model = checkpoint.load(sys.argv[1], dtype=sys.argv[2], quantize=sys.argv[3] or None)
+        print(model.nbytes, peak() - before)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, str(heavier), dtype, quantize or ""]
+    ended = subprocess.run(command, env=environment, timeout=300, check=True, capture_output=True, text=True)
+    weights, grown = map(int, ended.stdout.split())
+    assert weights > 15_000_000
+    assert grown < 1.05 * weights + reading.workers() * (reading.CHUNK + (4 << 20)) + (16 << 20)
+
+
 def test_an_error_in_the_callback_ends_the_load(tmp_path: Path) -> None:
     def report(_: Progress) -> None:
         raise KeyboardInterrupt
@@ -197,6 +244,32 @@ def test_foreign_bytes_are_named(folder: Path, data: bytes) -> None:
     (folder / SHARD).write_bytes(data)
     with pytest.raises(CheckpointError, match=SHARD):
         checkpoint.load(folder)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_damage_to_a_header_is_a_checkpoint_error(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    save_file({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(5, np.int8)}, file)
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(
+            st.sampled_from(b'0123456789[]{}",:-e\x00\xff ABF')
+        )
+    file.write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        header = read_header(file)
+        for entry in header.entries:
+            assert entry.offset >= 0 and entry.offset + entry.nbytes <= header.size
+
+
+def test_a_deeply_nested_header_is_a_checkpoint_error(tmp_path: Path) -> None:
+    raw = b'{"a":' + b"[" * 200_000
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
+    with pytest.raises(CheckpointError, match="makes no sense"):
+        read_header(tmp_path / "x.safetensors")
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +201,15 @@ def test_works_inside_a_running_event_loop(folder: Path, cache: Path) -> None:
     first = asyncio.run(start())
     assert len(kept(cache)) == 1
     assert_same(asyncio.run(start()), first)
+
+
+def test_two_at_once_keep_one_and_both_are_right(folder: Path, cache: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        a, b = pool.map(lambda _: checkpoint.load(folder, quantize="int8", cache_dir=cache), range(2))
+    assert prepared.wait(60)
+    assert_same(a, b)
+    assert_same(load(folder, cache), a)
+    assert len([path for path in kept(cache) if "tmp" not in path.name]) == 1
 
 
 def test_checksums_tell_flipped_zeroed_and_exchanged_content() -> None:

@@ -17,6 +17,7 @@ import os
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,10 +105,18 @@ def _save(kept: Slot, paths: Sequence[str], leaves: Sequence[jax.Array]) -> None
         if free < 2 * size:
             _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
             return
-        _orbax().save(kept.path, dict(zip(paths, leaves, strict=True)))
+        # Of two writers of one path, Orbax lets the second remove what the first is writing, and the first commit
+        # the rest; hence a name of one's own and a rename, which only one of them wins.
+        own = kept.path.with_name(f"{kept.key}.{uuid.uuid4().hex}.tmp")
+        _orbax().save(own, dict(zip(paths, leaves, strict=True)))
+        try:
+            own.rename(kept.path)
+        except OSError:
+            shutil.rmtree(own, ignore_errors=True)
+            if not kept.path.is_dir():
+                raise
     except Exception as error:
-        if not kept.path.is_dir():  # another process may have kept the same ones meanwhile
-            _log.warning("laid-out weights not kept in %s: %s", kept.path, error)
+        _log.warning("laid-out weights not kept in %s: %s", kept.path, error)
     finally:
         _saving.discard(threading.current_thread())
 
@@ -220,9 +229,9 @@ class _Orbax:
         self._registry.add(_Handler, checkpointable_name=_ITEM)
 
     def _context(self) -> Any:
-        return self._v1.Context(
-            checkpointables_options=self._v1.options.CheckpointablesOptions(registry=self._registry)
-        )
+        context = self._v1.Context()
+        context.checkpointables.registry = self._registry
+        return context
 
     def save(self, path: Path, leaves: Mapping[str, jax.Array]) -> None:
         with self._context():

