@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,13 +12,16 @@ import jax
 
 from rekindle.cache.pool import PagePool
 from rekindle.config import EngineConfig, Sampling, cache_folder
+from rekindle.engine import identity
 from rekindle.engine.batch import prefill_rows
 from rekindle.engine.processors import LogitsProcessor
 from rekindle.engine.programs import Programs
 from rekindle.engine.resolve import resolve
 from rekindle.engine.runner import Runner
 from rekindle.engine.scheduler import Limits, Scheduler
-from rekindle.errors import CompileError, OutOfMemory, RekindleError
+from rekindle.engine.store import ExecutableStore, ProgramStore
+from rekindle.engine.warming import Background
+from rekindle.errors import OutOfMemory, RekindleError
 from rekindle.models.base import LoadedModel
 from rekindle.models.checkpoint import load
 from rekindle.models.progress import Report
@@ -59,14 +61,21 @@ def _build(order: Order) -> Engine:
     config = order.config
     loaded = order.model if isinstance(order.model, LoadedModel) else _load(order.model, order)
     config = resolve(config, loaded.config)
-    programs = Programs(loaded.config, loaded.graph, loaded.leaves, config, processors=order.processors)
+    programs = Programs(
+        loaded.config,
+        loaded.graph,
+        loaded.leaves,
+        config,
+        processors=order.processors,
+        store=_store(loaded, config, order.processors),
+    )
     precompile = _precompile(config.precompile)
     runner = Runner(loaded, config, programs=programs, prefer_ready=precompile == "background")
     stop: Callable[[], None] = lambda: None  # noqa: E731
     if precompile == "all":
         runner.warm()
     elif precompile == "background":
-        stop = _warm_in_background(programs, order.contexts)
+        stop = Background(programs, contexts=order.contexts).stop
     assert config.device_pages is not None, "resolved"
     limits = Limits.of(config, max_prefill_rows=prefill_rows(config.max_tokens_per_step, config.max_requests))
     # The session's gate bounds the queue; a burst may be queued whole before the first of it runs.
@@ -110,6 +119,21 @@ def _detokenizer(tokenizer: Tokenizer) -> Callable[[Sampling], DetokenizerLike]:
     return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
 
 
+def _store(loaded: LoadedModel, config: EngineConfig, processors: Sequence[LogitsProcessor]) -> ProgramStore:
+    """Programs of earlier sessions; weights don't matter to them, only what the model looks like."""
+    fields = {
+        "environment": identity.environment(),
+        "model": loaded.config.digest(),
+        "leaves": [
+            (path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(loaded.graph.paths, loaded.leaves, strict=True)
+        ],
+        "config": identity.config_fields(config),
+        "processors": [(processor.name, processor.version) for processor in processors],
+    }
+    folder = cache_folder(config.cache_dir) / "programs"
+    return ProgramStore(ExecutableStore(folder), loaded.config.model_type, identity.digest(fields))
+
+
 def _precompile(asked: str) -> str:
     if asked != "auto":
         return asked
@@ -120,28 +144,6 @@ def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
-
-
-def _warm_in_background(programs: Programs, contexts: Contexts) -> Callable[[], None]:
-    """Compile what is missing, one program at a time, until stopped. One that fails is tried again when needed."""
-    stopped = threading.Event()
-
-    def work() -> None:
-        with contexts():
-            for key in programs.keys:
-                if stopped.is_set():
-                    return
-                with contextlib.suppress(CompileError):
-                    programs.get(key)
-
-    thread = threading.Thread(target=work, name="rekindle compile", daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        stopped.set()
-        thread.join(0.5)  # a compilation can't be interrupted; it is left to end by itself
-
-    return stop
 
 
 def _shortage(order: Order, error: BaseException) -> str:

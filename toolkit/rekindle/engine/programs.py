@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -110,6 +110,10 @@ class Programs:
         """Every program that is ready, in the order of `keys`."""
         return tuple(self._records[key] for key in self.keys if key in self._records)
 
+    def record(self, key: Key) -> ProgramRecord:
+        """Of a program that is ready."""
+        return self._records[key]
+
     def get(self, key: Key) -> Compiled:
         """The executable, compiled now unless it is there. Raises `CompileError`, and KeyError beyond the lattice."""
         found = self._ready.get(key)
@@ -123,13 +127,6 @@ class Programs:
             if key not in self._ready:
                 self._ready[key] = self._load_or_compile(key)
             return self._ready[key]
-
-    def warm(self, keys: Iterable[Key] | None = None, progress: Callable[[Key], None] | None = None) -> None:
-        """Get every program, or those of `keys`."""
-        for key in self.keys if keys is None else keys:
-            self.get(key)
-            if progress is not None:
-                progress(key)
 
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""

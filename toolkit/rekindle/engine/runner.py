@@ -25,6 +25,7 @@ from rekindle.engine.programs import ADMIT, GATHER, MOVED_PAGES, SCATTER, Progra
 from rekindle.engine.results import needs_prompt, row_results
 from rekindle.engine.state import pack_admission
 from rekindle.engine.step import StepOutput
+from rekindle.engine.warming import warm
 from rekindle.errors import ConfigError, SessionClosed, StoreError
 from rekindle.models.base import LoadedModel
 from rekindle.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
@@ -138,8 +139,8 @@ class Runner:
         return StepResult(plan, rows, bucket.name if bucket else "", in_flight.host_seconds, seconds)
 
     def warm(self) -> None:
-        """Compile everything that a step may ask for."""
-        self.programs.warm()
+        """Load or compile everything that a step may ask for."""
+        warm(self.programs)
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
         """Use other weights from the next step on; steps in flight end with the old ones. Nothing is compiled."""
