@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from fakes import DictTier, FakeInFlight, FakeModel, FakeRunner
 from rekindle.cache import PagePool, PrefixCache, root_digest
+from rekindle.engine.reserve import Reserve
 from rekindle.engine.scheduler import Limits, Scheduler
+from rekindle.engine.sequence import Sequence
 from rekindle.records import FinishReason, Request, StepPlan, TokenEvent
+
+
+class NoReserve(Reserve):
+    """Admits whoever fits right now, so that pages run out and requests are preempted."""
+
+    def pages(self, sequences: Iterable[Sequence]) -> int:
+        return 0
 
 
 class Loop:
@@ -31,12 +40,14 @@ class Loop:
         max_queue: int = 1024,
         seed: int | None = None,
         max_overtakes: int = 64,
+        reserve: Reserve | None = None,
         fail: Callable[[StepPlan], BaseException | None] | None = None,
     ) -> None:
         self.model = model if model is not None else FakeModel()
         self.overlap = overlap
         limits = Limits(max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue)
         self.pool = PagePool(pages + 1)
+        self.pool_page_size = page_size
         self.ticks = itertools.count(1)
         self.cache = PrefixCache(
             self.pool, page_size, root_digest("fake"), host_tier=host_tier, clock=lambda: float(next(self.ticks))
@@ -48,6 +59,7 @@ class Loop:
             policy=policy,
             seed=seed,
             max_overtakes=max_overtakes,
+            reserve=reserve,
         )
         self.runner = FakeRunner(
             num_pages=pages + 1,

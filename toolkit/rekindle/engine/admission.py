@@ -24,10 +24,12 @@ class Admission:
     was checked when it was submitted, and a parked one waits for a running one or is woken when that loses its pages.
     """
 
-    def __init__(self, limits: Limits, ledger: PageLedger, residents: Residents, queue: WaitingQueue) -> None:
+    def __init__(
+        self, limits: Limits, ledger: PageLedger, residents: Residents, queue: WaitingQueue, reserve: Reserve
+    ) -> None:
         self._limits, self._ledger, self._residents, self._queue = limits, ledger, residents, queue
         self._claims = Claims(limits.page_size)
-        self.reserve = Reserve()
+        self.reserve = reserve
         self.preemptions = 0
 
     @property

@@ -18,6 +18,7 @@ from rekindle.engine.ledger import PageLedger
 from rekindle.engine.limits import Limits
 from rekindle.engine.policies import seniority
 from rekindle.engine.report import Explanation, SchedulerStatistics, explanation
+from rekindle.engine.reserve import Reserve
 from rekindle.engine.residents import Residents
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.waiting import WaitingQueue
@@ -45,12 +46,13 @@ class Scheduler:
         policy: str = "fcfs",
         seed: int | None = None,
         max_overtakes: int = 64,
+        reserve: Reserve | None = None,
     ) -> None:
         self.limits, self.pool, self.cache = limits, pool, cache
         self._ledger = PageLedger(pool, cache, limits.page_size)
         self._residents = Residents(limits.max_requests, self._ledger, seniority(policy))
         queue = WaitingQueue(policy, path=self._ledger.cached_path, seed=seed, max_overtakes=max_overtakes)
-        self._admission = Admission(limits, self._ledger, self._residents, queue)
+        self._admission = Admission(limits, self._ledger, self._residents, queue, reserve or Reserve())
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._flights: deque[_Flight] = deque()
