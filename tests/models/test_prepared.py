@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -201,6 +202,19 @@ def test_works_inside_a_running_event_loop(folder: Path, cache: Path) -> None:
     first = asyncio.run(start())
     assert len(kept(cache)) == 1
     assert_same(asyncio.run(start()), first)
+
+
+def test_the_model_may_be_deleted_while_it_is_kept(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, written = threading.Event(), prepared._save
+    monkeypatch.setattr(prepared, "_save", lambda *args: (begin.wait(60), written(*args)))
+    loaded = checkpoint.load(folder, quantize="int8", cache_dir=cache)
+    for leaf in loaded.leaves:
+        leaf.delete()
+    assert not prepared.wait(0.01)
+    begin.set()
+    assert prepared.wait(60)
+    assert len(kept(cache)) == 1
+    assert_same(load(folder, cache), checkpoint.load(folder, quantize="int8"))
 
 
 def test_two_at_once_keep_one_and_both_are_right(folder: Path, cache: Path) -> None:

@@ -11,7 +11,7 @@ from flax import nnx
 import checkpoints
 from rekindle import reference
 from rekindle.errors import CheckpointError
-from rekindle.models import merge
+from rekindle.models import merge, reading
 from rekindle.models.replace import replace_weights
 
 RAW = checkpoints.CASES["llama"]
@@ -49,6 +49,18 @@ def test_modules_states_and_arrays_by_path_are_weights_too() -> None:
         np.testing.assert_array_equal(logits(swapped), logits(NEW))
         fingerprints.add(swapped.fingerprint)
     assert len(fingerprints | {OLD.fingerprint}) == len(forms) + 1, "nothing cached may match unnamed weights"
+
+
+def test_arrays_are_copied() -> None:
+    arrays = {
+        path: reading.aligned(leaf.shape, leaf.dtype) for path, leaf in zip(NEW.graph.paths, NEW.leaves, strict=True)
+    }
+    for path, leaf in zip(NEW.graph.paths, NEW.leaves, strict=True):
+        arrays[path][...] = np.asarray(leaf)
+    swapped = replace_weights(OLD, arrays)
+    for array in arrays.values():
+        array[...] = 0
+    np.testing.assert_array_equal(logits(swapped), logits(NEW))
 
 
 def test_a_loaded_model_brings_its_fingerprint() -> None:

@@ -38,6 +38,8 @@ _FILE = "weights.safetensors"
 _SUMS = "checksums.json"
 _ITEM = "weights"
 _saving: set[threading.Thread] = set()
+_registered = False
+Leaf = jax.Array | np.ndarray[Any, Any]
 _log = logging.getLogger(__name__)
 
 
@@ -81,11 +83,19 @@ def save(kept: Slot, graph: Graph, leaves: Sequence[jax.Array]) -> None:
 
     Failing to keep them costs the next start some time and nothing else, so it is only logged.
     """
-    if not _saving:
+    global _registered
+    if not _registered:
         atexit.register(wait, 2.0)
-    thread = threading.Thread(target=_save, args=(kept, graph.paths, leaves), name="rekindle-keep", daemon=True)
+        _registered = True
+    # On CPU a view holds the memory: the session may delete its leaves while they are being written.
+    held = [np.asarray(leaf) if leaf.is_fully_addressable and _on_host(leaf) else leaf for leaf in leaves]
+    thread = threading.Thread(target=_save, args=(kept, graph.paths, held), name="rekindle-keep", daemon=True)
     _saving.add(thread)
     thread.start()
+
+
+def _on_host(leaf: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in leaf.devices())
 
 
 def wait(timeout: float | None = None) -> bool:
@@ -96,7 +106,7 @@ def wait(timeout: float | None = None) -> bool:
     return not _saving
 
 
-def _save(kept: Slot, paths: Sequence[str], leaves: Sequence[jax.Array]) -> None:
+def _save(kept: Slot, paths: Sequence[str], leaves: Sequence[Leaf]) -> None:
     try:
         size = sum(leaf.nbytes for leaf in leaves)
         kept.path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +162,7 @@ class _Abstract(NamedTuple):
 
 
 class _Leaves(NamedTuple):
-    leaves: Mapping[str, jax.Array]
+    leaves: Mapping[str, Leaf]
 
 
 class _Handler:
@@ -233,7 +243,7 @@ class _Orbax:
         context.checkpointables.registry = self._registry
         return context
 
-    def save(self, path: Path, leaves: Mapping[str, jax.Array]) -> None:
+    def save(self, path: Path, leaves: Mapping[str, Leaf]) -> None:
         with self._context():
             self._v1.save_checkpointables(path, {_ITEM: _Leaves(leaves)})
 

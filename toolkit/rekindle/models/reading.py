@@ -38,7 +38,8 @@ def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
 
 
 def place_on_default_device(path: str, array: NDArray[Any]) -> jax.Array:
-    return jax.device_put(array)
+    """Without a copy where the host's memory is the device's: `array` must not be written any more."""
+    return jax.device_put(array, may_alias=True)
 
 
 class Leaf(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from rekindle.errors import CheckpointError
@@ -41,11 +42,15 @@ def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | 
     if fingerprint is None:
         fingerprint = weights.fingerprint if isinstance(weights, LoadedModel) else f"state-{uuid.uuid4().hex}"
     # An array that is committed to its device where the old one was not would be another program to jax.jit.
-    placed = tuple(
-        jax.device_put(leaves[path], old.sharding if old.committed else None) for path, old in wanted.items()
-    )
+    placed = tuple(_put(leaves[path], old) for path, old in wanted.items())
     folder = weights.folder if isinstance(weights, LoadedModel) else model.folder
     return dataclasses.replace(model, leaves=placed, fingerprint=fingerprint, folder=folder or model.folder)
+
+
+def _put(new: Any, old: jax.Array) -> jax.Array:
+    if not isinstance(new, jax.Array):
+        new = np.array(new)  # a copy: on CPU, jax may adopt the caller's memory, which the caller may write again
+    return jax.device_put(new, old.sharding if old.committed else None)
 
 
 def _by_path(weights: Weights) -> dict[str, Any]:
