@@ -1,4 +1,4 @@
-"""Any interleaving of submits, aborts, stops, plans, commits and failures keeps the pool whole and the outputs exact."""
+"""Any interleaving of submits, aborts, plans, commits and failures keeps the pool whole and the outputs exact."""
 
 from __future__ import annotations
 

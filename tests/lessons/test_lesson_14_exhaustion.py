@@ -1,0 +1,57 @@
+"""A request that needs more pages than there are ends by itself; the rest goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from fakes import make_request
+from rekindle.errors import OutOfPages
+from rekindle.records import FinishReason
+from scheduling import Loop, NoReserve
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_lesson_14_a_single_request_uses_every_page_and_then_ends(overlap: bool) -> None:
+    loop = Loop(pages=3, page_size=8, overlap=overlap)
+    greedy = make_request("x" * 10, max_tokens=500)
+    loop.submit(greedy)
+    loop.run()
+    # 24 positions have keys, and the token sampled from the last of them needs none.
+    assert (loop.reason(greedy), len(loop.output(greedy))) == (FinishReason.CONTEXT, 15)
+    assert loop.output(greedy) == loop.model.generate(greedy, 15)
+
+
+def test_lesson_14_a_prompt_larger_than_the_pool_is_a_typed_error() -> None:
+    loop = Loop(pages=3, page_size=8)
+    small = make_request("small", max_tokens=3)
+    loop.submit(small)
+    with pytest.raises(OutOfPages, match="25 tokens need 4 KV pages of 8, 3 can be used"):
+        loop.scheduler.submit(make_request("x" * 25))
+    loop.run()
+    assert loop.output(small) == loop.model.generate(small)
+
+
+def test_lesson_14_many_that_each_need_the_whole_pool_all_finish() -> None:
+    loop = Loop(pages=4, page_size=8, max_requests=4, reserve=NoReserve())
+    requests = [make_request(f"request {index}", max_tokens=500, temperature=1.0, seed=index) for index in range(6)]
+    for request in requests:
+        loop.submit(request)
+    loop.run()
+    for request in requests:
+        assert (loop.reason(request), len(loop.output(request))) == (FinishReason.CONTEXT, 33 - 9)
+        assert loop.output(request) == loop.model.generate(request, 24)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_lesson_04_the_context_ends_exactly_at_its_limit(overlap: bool) -> None:
+    loop = Loop(max_model_len=20, overlap=overlap)
+    requests = [make_request("x" * length, max_tokens=30) for length in (1, 18, 19)]
+    exactly = make_request("y" * 10, max_tokens=10)
+    for request in (*requests, exactly):
+        loop.submit(request)
+    loop.run()
+    for request in requests:
+        count = 20 - request.prompt_length
+        assert (loop.reason(request), len(loop.output(request))) == (FinishReason.CONTEXT, count)
+        assert loop.output(request) == loop.model.generate(request, count)
+    assert loop.reason(exactly) is FinishReason.LENGTH

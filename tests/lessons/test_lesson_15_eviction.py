@@ -1,0 +1,35 @@
+"""Eviction is by recency: a prefix that is hit again and again survives whatever its ids are."""
+
+from __future__ import annotations
+
+from fakes import make_request
+from scheduling import Loop
+
+
+def hits(loop: Loop, prompt: str) -> int:
+    request = make_request(prompt, max_tokens=1)
+    loop.submit(request)
+    loop.run()
+    return loop.events[request.id][-1].cached_tokens
+
+
+def test_lesson_15_hot_prefixes_survive_and_cold_ones_go_in_order() -> None:
+    loop = Loop(pages=12, page_size=8, max_requests=1)
+    hot = "h" * 25
+    assert hits(loop, hot) == 0
+    for turn in range(20):  # each of these needs four pages of the twelve
+        assert hits(loop, f"{turn:02} is cold and is never seen again"[:32]) == 0
+        assert hits(loop, hot) == 24, f"the hot prefix was evicted in turn {turn}"
+
+
+def test_lesson_15_the_order_of_eviction_is_the_order_of_use() -> None:
+    loop = Loop(pages=8, page_size=8, max_requests=1)
+    prompts = [letter * 17 for letter in "abcd"]
+    for prompt in prompts:
+        hits(loop, prompt)
+    cached = {prompt[0] for prompt in prompts if loop.cache.probe(loop.cache.keys(make_request(prompt).token_ids)) == 2}
+    assert cached == {"b", "c", "d"}
+    hits(loop, prompts[1])
+    hits(loop, "e" * 17)
+    cached = {prompt[0] for prompt in prompts if loop.cache.probe(loop.cache.keys(make_request(prompt).token_ids)) == 2}
+    assert cached == {"b", "d"}
