@@ -64,7 +64,9 @@ class Driver:
         self.free_slots = list(range(runner.config.max_requests))
         self.steps = 0
 
-    def add(self, prompt: Sequence[int], sampling: Sampling, *, ends: Sequence[int] = (), slot: int | None = None) -> Live:
+    def add(
+        self, prompt: Sequence[int], sampling: Sampling, *, ends: Sequence[int] = (), slot: int | None = None
+    ) -> Live:
         """A slot and all its pages at once, in an order that is not the order of their ids."""
         count = -(-(len(prompt) + sampling.max_tokens) // self.page_size)
         pages = np.array([self.free_pages.pop(3 if len(self.free_pages) > 3 else 0) for _ in range(count)], np.int32)

@@ -11,14 +11,24 @@ from scipy import stats
 import plain_sampling
 from rekindle.config import Sampling
 from rekindle.engine import sampling as device
+from rekindle.engine.flags import SMALL_TOP_K, Flag
 from rekindle.engine.logprobs import WIDTH, logprobs_of, prompt_logprobs
+from rekindle.engine.random import uniforms
 
 VOCAB = 300  # more than one block, and no multiple of one
-choose = jax.jit(device.choose)
+_choose = jax.jit(device.choose)
 
 
 def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB, spread: float = 2.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((rows, vocab)) * spread).astype(np.float32)
+
+
+def choose(logits: np.ndarray, choice: device.Choice) -> jax.Array:
+    """With the flags that the host would send."""
+    top_k = choice.top_k.max()
+    wanted = Flag.DRAWS * bool((choice.temperature > 0).any()) | Flag.TOP_P * bool((choice.top_p < 1).any())
+    wanted |= Flag.TOP_K * bool(top_k > 0) | Flag.LARGE_K * bool(top_k > SMALL_TOP_K)
+    return _choose(logits, choice, jnp.int32(wanted))
 
 
 def choice(samplings: list[Sampling], positions: list[int] | np.ndarray) -> device.Choice:
@@ -152,8 +162,28 @@ def test_the_kth_largest_is_exact(k: int) -> None:
     values = -np.abs(logits_of(30 + k, rows=4))
     values[2, :200] = -1.5
     values[3, :200] = -np.inf
-    found = jax.jit(device._kth_largest)(values, jnp.full((4,), k, jnp.int32))
-    assert np.asarray(found).tolist() == np.sort(values, axis=-1)[:, -k].tolist()
+    found = jax.jit(device._kth_largest)(values, jnp.full((4,), k, jnp.int32), jnp.int32(Flag.LARGE_K))
+    exact = np.sort(values, axis=-1)[:, -k] if k < VOCAB else np.full(4, -np.inf)
+    assert np.asarray(found).tolist() == exact.tolist()
+
+
+def test_draws_use_the_words_that_jax_random_derives_from_seed_and_position() -> None:
+    seeds, positions = [5, 2**40 + 3], [0, 99]
+    halves = jnp.array([[s >> 32, s & 0xFFFFFFFF] for s in seeds], jnp.uint32)
+    found = jax.jit(uniforms)(halves, jnp.array(positions, jnp.int32), jnp.int32(3))
+    for row, position in enumerate(positions):
+        key = jax.random.fold_in(jax.random.wrap_key_data(halves[row], impl="threefry2x32"), position)
+        words = jax.random.key_data(jax.random.fold_in(key, 3))
+        assert [float(part[row]) for part in found] == [int(word >> 8) / 2**24 for word in words]
+
+
+def test_a_row_of_nan_ends_and_leaves_the_others_alone() -> None:
+    logits = logits_of(6, rows=2)
+    logits[0] = np.nan
+    rows = [Sampling(seed=1, temperature=1.0, top_p=0.5)] * 2
+    tokens = choose(logits, choice(rows, [3, 3]))
+    assert 0 <= int(tokens[0]) < VOCAB
+    assert int(tokens[1]) == int(choose(logits[[1, 1]], choice(rows, [3, 3]))[0])
 
 
 def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -185,7 +215,9 @@ def test_prompt_logprobs_of_every_chunk_size(length: int) -> None:
     weight = logits_of(51, rows=12, vocab=VOCAB)
     targets = np.arange(length, dtype=np.int32) % VOCAB
     targets[1] = -1
-    packed = jax.jit(lambda h, t: prompt_logprobs(h, t, lambda x: x @ weight))(hidden, targets)
+    packed = jax.jit(lambda h, t: prompt_logprobs(jnp.int32(Flag.PROMPT_LOGPROBS), h, t, lambda x: x @ weight))(
+        hidden, targets
+    )
     expected = logprobs_of(jnp.asarray(hidden @ weight), jnp.maximum(targets, 0))
     np.testing.assert_allclose(unpack(packed)[0], unpack(expected)[0], atol=1e-4)
     assert (unpack(packed)[1] == unpack(expected)[1]).mean() > 0.99

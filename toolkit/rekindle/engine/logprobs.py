@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rekindle.config import MAX_LOGPROBS
+from rekindle.engine.flags import Flag
 
 WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, the most likely ids, their log-probabilities
 CHUNK = 32  # positions whose logits exist at once: [32, V] where a whole chunk's would be 100 MB at 512 x 49152
@@ -36,13 +37,13 @@ def row_logprobs(wanted: Array, logits: Array, tokens: Array) -> Array:
     """`logprobs_of`, or zeros when no row of the step asked."""
     with jax.named_scope("logprobs"):
         return lax.cond(
-            jnp.any(wanted),
+            wanted & Flag.LOGPROBS != 0,
             lambda: logprobs_of(logits, tokens),
             lambda: jnp.zeros((logits.shape[0], WIDTH), jnp.int32),
         )
 
 
-def prompt_logprobs(hidden: Array, targets: Array, to_logits: Callable[[Array], Array]) -> Array:
+def prompt_logprobs(wanted: Array, hidden: Array, targets: Array, to_logits: Callable[[Array], Array]) -> Array:
     """Packed [T, WIDTH]: how likely each target was after its position; a target below 0 was not asked for.
 
     The token at position p is predicted by the hidden state at p - 1, so the first token of a chunk is the target of
@@ -54,14 +55,14 @@ def prompt_logprobs(hidden: Array, targets: Array, to_logits: Callable[[Array], 
 
     def one(index: Array, packed: Array) -> Array:
         start = jnp.minimum(index * size, T - size)  # the last chunk may overlap the one before
-        wanted = lax.dynamic_slice_in_dim(targets, start, size)
+        tokens = lax.dynamic_slice_in_dim(targets, start, size)
 
         def compute() -> Array:
             logits = to_logits(lax.dynamic_slice_in_dim(hidden, start, size))
-            return lax.dynamic_update_slice_in_dim(packed, logprobs_of(logits, jnp.maximum(wanted, 0)), start, 0)
+            return lax.dynamic_update_slice_in_dim(packed, logprobs_of(logits, jnp.maximum(tokens, 0)), start, 0)
 
-        return lax.cond(jnp.any(wanted >= 0), compute, lambda: packed)
+        return lax.cond(jnp.any(tokens >= 0), compute, lambda: packed)
 
     with jax.named_scope("prompt_logprobs"):
         empty = jnp.zeros((T, WIDTH), jnp.int32)
-        return lax.cond(jnp.any(targets >= 0), lambda: lax.fori_loop(0, chunks, one, empty), lambda: empty)
+        return lax.cond(wanted & Flag.PROMPT_LOGPROBS != 0, lambda: lax.fori_loop(0, chunks, one, empty), lambda: empty)

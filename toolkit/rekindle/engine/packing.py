@@ -10,7 +10,8 @@ compute goes to the scratch page and the scratch slot.
 from __future__ import annotations
 
 import dataclasses
-import enum
+import functools
+import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,23 +19,14 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle.engine.batch import Bucket, prefill_rows
+from rekindle.engine.flags import Flag, flags_of
 from rekindle.engine.sampling import Choice
 from rekindle.engine.shaping import Shaping
 from rekindle.records import IntArray, Row, StepPlan
 
-
-class Flag(enum.IntFlag):
-    """What a row wants of the step; the bits above are the logits processors it asked for."""
-
-    SAMPLES = 1
-    BIASED = 2
-    BARRED = 4  # min_tokens is not reached
-    LOGPROBS = 8
-
-
-FIRST_PROCESSOR_BIT = 4
-MOST_PROCESSORS = 16
 _VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
+# As plain integers: operations on an enum.IntFlag take a microsecond each.
+_PROMPT, _SAMPLES, _SAMPLES_BARRED = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.SAMPLES | Flag.BARRED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,9 +49,17 @@ class Layout:
 
     @property
     def sections(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the integer upload's parts: varying and constant columns, page table, offsets, tokens, targets."""
+        """Shapes of the integer upload's parts: wanted, columns, page table, prefill offsets, tokens, targets."""
         N = self.sequences
-        return ((N, _VARYING), (N, _CONSTANT), (N, self.width), (self.prefills + 1,), (self.tokens,), (self.tokens,))
+        return (
+            (1,),
+            (N, _VARYING),
+            (N, _CONSTANT),
+            (N, self.width),
+            (self.prefills + 1,),
+            (self.tokens,),
+            (self.tokens,),
+        )
 
     @property
     def ints(self) -> int:
@@ -77,7 +77,7 @@ class Constants:
         self.ints = np.zeros((slots + 1, _CONSTANT), np.int32)
         self.floats = np.tile(np.array([0, 1, 0, 1, 0, 0], np.float32), (slots + 1, 1))
         self.flags = [0] * (slots + 1)
-        self._bits = {name: 1 << (FIRST_PROCESSOR_BIT + index) for index, name in enumerate(processors)}
+        self._processors = {name: index for index, name in enumerate(processors)}
 
     def put(self, row: Row) -> None:
         sampling, seed = row.request.sampling, row.request.sampling.seed
@@ -92,8 +92,7 @@ class Constants:
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
-        flags = Flag.BIASED * bool(sampling.logit_bias) | Flag.LOGPROBS * (sampling.logprobs is not None)
-        self.flags[row.slot] = int(flags) | sum(self._bits[name] for name in sampling.processors)
+        self.flags[row.slot] = flags_of(sampling, self._processors)
 
 
 class Upload:
@@ -107,7 +106,7 @@ class Upload:
             size = int(np.prod(shape))
             views.append(self.ints[at : at + size].reshape(shape))
             at += size
-        self._varying, self._constant, self._table, self._offsets, self._tokens, self._targets = views
+        self._wanted, self._varying, self._constant, self._table, self._offsets, self._tokens, self._targets = views
         self._floats = self.floats.reshape(layout.sequences, _FLOATS)
 
     def pack(self, plan: StepPlan, constants: Constants) -> None:
@@ -119,6 +118,7 @@ class Upload:
         varying = decode + [empty] * (layout.rows - len(decode))
         varying += prefill + [empty] * (layout.prefills - len(prefill))
         self._varying[:] = varying
+        self._wanted[0] = functools.reduce(operator.or_, (columns[3] for columns in varying))
         slots = self._varying[:, 0]
         constants.ints.take(slots, axis=0, out=self._constant, mode="clip")
         constants.floats.take(slots, axis=0, out=self._floats, mode="clip")
@@ -143,10 +143,12 @@ class Upload:
 
     def _columns(self, row: Row, constants: Constants) -> tuple[int, int, int, int]:
         flags = constants.flags[row.slot]
-        if row.samples:
-            flags |= 1
-        if row.generated < row.request.sampling.min_tokens:
-            flags |= 4
+        if not row.samples:
+            flags &= _PROMPT  # nothing is chosen, so no option needs to be computed
+        elif row.generated < row.request.sampling.min_tokens:
+            flags |= _SAMPLES_BARRED
+        else:
+            flags |= _SAMPLES
         token = -1 if row.token_ids is None else int(row.token_ids[0])
         return row.slot, row.start + row.length, token, flags
 
@@ -170,7 +172,8 @@ class StepInputs(NamedTuple):
     num_prefills: Array  # []
     last: Array  # [N]: index of each sequence's last token
     targets: Array  # [T]: the prompt's next token where prompt_logprobs wants it, else -1
-    flags: Array  # [N]
+    flags: Array  # [N]: flags.Flag of each row
+    wanted: Array  # []: their union
     choice: Choice
     shaping: Shaping
 
@@ -186,7 +189,7 @@ def unpack(layout: Layout, page_size: int, ints: Array, floats: Array, last_toke
         size = int(np.prod(shape))
         parts.append(ints[at : at + size].reshape(shape))
         at += size
-    varying, constant, table, cu, tokens, targets = parts
+    wanted, varying, constant, table, cu, tokens, targets = parts
     slots, lengths, given, flags = (varying[:, column] for column in range(_VARYING))
     prompt_lengths, top_k = constant[:, 0], constant[:, 1]
     temperature, top_p, min_p, repetition, presence, frequency = (
@@ -225,10 +228,9 @@ def unpack(layout: Layout, page_size: int, ints: Array, floats: Array, last_toke
         last=last,
         targets=targets,
         flags=flags,
+        wanted=wanted[0],
         choice=Choice(
             temperature, top_k, top_p, min_p, lax.bitcast_convert_type(constant[:, 2:4], jnp.uint32), lengths
         ),
-        shaping=Shaping(
-            repetition, presence, frequency, (flags & Flag.BIASED) != 0, ((flags & Flag.BARRED) != 0) & (lengths > 0)
-        ),
+        shaping=Shaping(repetition, presence, frequency, (flags & Flag.BIASED) != 0, (flags & Flag.BARRED) != 0),
     )

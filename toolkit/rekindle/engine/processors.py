@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from rekindle.engine.packing import FIRST_PROCESSOR_BIT, MOST_PROCESSORS
+from rekindle.engine.flags import FIRST_PROCESSOR, MOST_PROCESSORS
 from rekindle.errors import ConfigError
 
 
@@ -64,6 +64,6 @@ def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, 
             raise ConfigError(
                 "processors", processor.name, f"gave {changed.shape} for logits {logits.shape}", "Keep the shape"
             )
-        wanted = (flags >> (FIRST_PROCESSOR_BIT + index)) & 1 == 1
+        wanted = (flags >> (FIRST_PROCESSOR + index)) & 1 == 1
         logits = jnp.where(wanted[:, None], changed.astype(jnp.float32), logits)
     return logits

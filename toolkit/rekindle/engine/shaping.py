@@ -27,11 +27,6 @@ class Shaping(NamedTuple):
     biased: Array  # bool: the slot's bias belongs to this request
     barred: Array  # bool: may not end yet
 
-    @property
-    def any(self) -> Array:
-        penalised = (self.repetition != 1.0) | (self.presence != 0.0) | (self.frequency != 0.0)
-        return jnp.any(penalised | self.biased | self.barred)
-
 
 def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array) -> Array:
     """Shaped logits [N, V]; `slots` [N] says whose history, bias and ends a row reads."""

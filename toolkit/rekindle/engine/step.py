@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rekindle.engine import kv as paged
+from rekindle.engine.flags import PROCESSORS, SHAPES, Flag
 from rekindle.engine.logprobs import WIDTH, prompt_logprobs, row_logprobs
-from rekindle.engine.packing import FIRST_PROCESSOR_BIT, Flag, Layout, StepInputs, unpack
+from rekindle.engine.packing import Layout, StepInputs, unpack
 from rekindle.engine.processors import LogitsContext, LogitsProcessor, process
 from rekindle.engine.sampling import choose, greedy
 from rekindle.engine.shaping import shape
@@ -63,7 +64,7 @@ def make_step(
         logits = model.logits(hidden[inputs.last])
         with jax.named_scope("sample"):
             tokens = _sample(logits, inputs, state, processors)
-        logprobs = row_logprobs(inputs.flag(Flag.LOGPROBS) & inputs.flag(Flag.SAMPLES), logits, tokens)
+        logprobs = row_logprobs(inputs.wanted, logits, tokens)
         slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
         output = StepOutput(
             jnp.concatenate([tokens[:, None], logprobs], axis=1), _prompt(model, hidden[layout.rows :], inputs)
@@ -74,7 +75,7 @@ def make_step(
 
 
 def _sample(logits: Array, inputs: StepInputs, state: RequestState, processors: Sequence[LogitsProcessor]) -> Array:
-    shaped, processed = inputs.shaping.any, jnp.any(inputs.flags >> FIRST_PROCESSOR_BIT != 0)
+    changes, processed = inputs.wanted & (SHAPES | PROCESSORS) != 0, inputs.wanted & PROCESSORS != 0
 
     def change() -> Array:
         changed = logits
@@ -84,9 +85,9 @@ def _sample(logits: Array, inputs: StepInputs, state: RequestState, processors: 
         return shape(changed, inputs.shaping, state, inputs.slots)
 
     def options() -> Array:
-        return choose(lax.cond(shaped | processed, change, lambda: logits), inputs.choice)
+        return choose(lax.cond(changes, change, lambda: logits), inputs.choice, inputs.wanted)
 
-    plain = ~(shaped | processed | jnp.any(inputs.choice.temperature > 0.0))
+    plain = inputs.wanted & (SHAPES | PROCESSORS | Flag.DRAWS) == 0
     return lax.cond(plain, lambda: greedy(logits), options)
 
 
@@ -104,4 +105,4 @@ def _context(inputs: StepInputs, state: RequestState) -> LogitsContext:
 def _prompt(model: Model, hidden: Array, inputs: StepInputs) -> Array:
     if not hidden.shape[0]:
         return jnp.zeros((0, WIDTH), jnp.int32)
-    return prompt_logprobs(hidden, inputs.targets, model.logits)
+    return prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits)
