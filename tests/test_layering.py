@@ -27,6 +27,7 @@ LAYERS = {
     "rekindle.report": 6,
     "rekindle.session": 6,
     "rekindle.tiny": 7,
+    "rekindle.bench": 7,
     "rekindle.notebook": 7,
     "rekindle.cli": 7,
     "rekindle.__main__": 7,
