@@ -14,6 +14,7 @@ LAYERS = {
     "rekindle.errors": 1,
     "rekindle.config": 1,
     "rekindle.records": 1,
+    "rekindle.html": 1,
     "rekindle.models": 2,
     "rekindle.cache": 3,
     "rekindle.engine": 4,

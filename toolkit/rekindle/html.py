@@ -1,0 +1,130 @@
+"""HTML for rich reprs: static, without script or style sheets, readable on light and dark backgrounds.
+
+Everything is inline and inherits the theme's own colours; shades are translucent. So an output saved in a notebook
+reads the same in JupyterLab, VS Code, Colab and on a web page that strips scripts.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+_CELL = "padding:2px 10px;text-align:{align};vertical-align:top;border:none"
+_HEAD = "padding:2px 10px;text-align:{align};border:none;border-bottom:1px solid rgba(128,128,128,.5);font-weight:600"
+_SHADES = ("214,69,65", "230,145,56", "120,170,80")  # unlikely, likely, certain
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+class Token(NamedTuple):
+    """A token as `tokens` shows it."""
+
+    text: str
+    logprob: float | None = None
+    alternatives: tuple[tuple[str, float], ...] = ()  # text and log-probability, most likely first
+
+
+def escape(value: object) -> str:
+    return value if isinstance(value, Markup) else html.escape(str(value))
+
+
+def line(*parts: object) -> Markup:
+    """One line of small text, its parts separated by dots."""
+    shown = " · ".join(escape(part) for part in parts if part != "")
+    return Markup(f'<div style="font-size:90%;opacity:.75;margin:2px 0">{shown}</div>')
+
+
+def block(*parts: str, title: str = "") -> Markup:
+    """Parts below each other, with a title."""
+    head = f'<div style="font-weight:600;margin:2px 0">{escape(title)}</div>' if title else ""
+    return Markup(f'<div style="margin:4px 0">{head}{"".join(parts)}</div>')
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: int = 50) -> Markup:
+    """Numbers are aligned right; rows beyond `limit` are counted, not shown."""
+    rows = list(rows)
+    numeric = [
+        bool(rows) and all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(headers))
+    ]
+    align = ["right" if number else "left" for number in numeric]
+    head = "".join(
+        f'<th style="{_HEAD.format(align=where)}">{escape(name)}</th>'
+        for name, where in zip(headers, align, strict=True)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td style="{_CELL.format(align=where)}">{escape(number(value))}</td>'
+            for value, where in zip(row, align, strict=True)
+        )
+        + "</tr>"
+        for row in rows[:limit]
+    )
+    more = line(f"and {len(rows) - limit:,} more") if len(rows) > limit else ""
+    grid = f'<table style="border-collapse:collapse;font-size:90%"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return Markup(grid + more)
+
+
+def pairs(values: Mapping[str, object]) -> Markup:
+    """Names and values as a table of two columns."""
+    cell = _CELL.format(align="left")
+    rows = "".join(
+        f'<tr><td style="{cell};opacity:.75">{escape(name)}</td><td style="{cell}">{escape(number(value))}</td></tr>'
+        for name, value in values.items()
+    )
+    return Markup(f'<table style="border-collapse:collapse;font-size:90%"><tbody>{rows}</tbody></table>')
+
+
+def number(value: object) -> object:
+    """Short, with thousands separated."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def bar(parts: Mapping[str, float], *, width: int = 320) -> Markup:
+    """Shares of a whole as one bar with a legend; names are in the titles too."""
+    total = sum(parts.values()) or 1.0
+    hues = (210, 140, 35, 280, 0, 60)
+    cells = "".join(
+        f'<span title="{escape(name)}: {escape(number(value))}" style="display:inline-block;height:12px;'
+        f'width:{width * value / total:.1f}px;background:hsla({hues[index % len(hues)]},60%,50%,.7)"></span>'
+        for index, (name, value) in enumerate(parts.items())
+    )
+    legend = " ".join(
+        f'<span style="color:hsl({hues[index % len(hues)]},60%,50%)">■</span> {escape(name)} {escape(number(value))}'
+        for index, (name, value) in enumerate(parts.items())
+    )
+    outer = f'<div style="width:{width}px;line-height:0;background:rgba(128,128,128,.2)">{cells}</div>'
+    return Markup(f'{outer}<div style="font-size:85%">{legend}</div>')
+
+
+def text(value: str) -> Markup:
+    """Running text with its line breaks."""
+    return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{escape(value)}</div>')
+
+
+def tokens(shown: Iterable[Token]) -> Markup:
+    """Text whose background tells how likely each token was; hovering shows the alternatives."""
+    return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, shown))}</div>')
+
+
+def _token(token: Token) -> str:
+    if token.logprob is None:
+        return escape(token.text)
+    probability = math.exp(token.logprob)
+    shade = _SHADES[0 if probability < 0.2 else 1 if probability < 0.7 else 2]
+    title = [f"{token.text!r} {probability:.1%}"]
+    title += [f"{other!r} {math.exp(logprob):.1%}" for other, logprob in token.alternatives]
+    style = f"background:rgba({shade},{0.45 - 0.3 * probability:.2f});border-radius:2px"
+    return f'<span title="{escape(chr(10).join(title))}" style="{style}">{escape(token.text)}</span>'
