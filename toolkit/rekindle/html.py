@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+_TABLE = '<table style="border-collapse:collapse;font-size:90%">'
 _CELL = "padding:2px 10px;text-align:{align};vertical-align:top;border:none"
 _HEAD = "padding:2px 10px;text-align:{align};border:none;border-bottom:1px solid rgba(128,128,128,.5);font-weight:600"
 _SHADES = ("214,69,65", "230,145,56", "120,170,80")  # unlikely, likely, certain
@@ -67,8 +68,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: in
         for row in rows[:limit]
     )
     more = line(f"and {len(rows) - limit:,} more") if len(rows) > limit else ""
-    grid = f'<table style="border-collapse:collapse;font-size:90%"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return Markup(grid + more)
+    return Markup(f"{_TABLE}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}")
 
 
 def pairs(values: Mapping[str, object]) -> Markup:
@@ -78,7 +78,7 @@ def pairs(values: Mapping[str, object]) -> Markup:
         f'<tr><td style="{cell};opacity:.75">{escape(name)}</td><td style="{cell}">{escape(number(value))}</td></tr>'
         for name, value in values.items()
     )
-    return Markup(f'<table style="border-collapse:collapse;font-size:90%"><tbody>{rows}</tbody></table>')
+    return Markup(f"{_TABLE}<tbody>{rows}</tbody></table>")
 
 
 def number(value: object) -> object:
