@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
@@ -13,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from fakes import EOS, FakeModel, FakeRunner
-from rekindle.cache.pool import PagePool
+from rekindle.cache import PagePool, PrefixCache
 from rekindle.config import EngineConfig
 from rekindle.engine.scheduler import Limits, Scheduler
 from rekindle.session import Session
@@ -39,6 +40,7 @@ def parts(config: EngineConfig = CONFIG, *, num_pages: int = 512, **runner: Any)
     """A scheduler and a fake runner that agree with each other."""
     assert config.page_size is not None
     limits = Limits.of(config, max_prefill_rows=8)
+    limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
     pool = PagePool(num_pages)
     fake = FakeRunner(
         num_pages=num_pages,
@@ -48,7 +50,8 @@ def parts(config: EngineConfig = CONFIG, *, num_pages: int = 512, **runner: Any)
         max_prefill_rows=8,
         **runner,
     )
-    return Scheduler(limits, pool), fake
+    cache = PrefixCache(pool, config.page_size, b"root") if config.prefix_cache else None
+    return Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed), fake
 
 
 def fake_session(config: EngineConfig = CONFIG, **options: Any) -> Session:
@@ -60,14 +63,19 @@ def fake_session(config: EngineConfig = CONFIG, **options: Any) -> Session:
 @contextmanager
 def opened(config: EngineConfig = CONFIG, **options: Any) -> Iterator[Session]:
     """A session that has to be whole again afterwards: no live request, every page back, no thread left."""
-    before = set(threading.enumerate())
+    before = threads()
     session = fake_session(config, **options)
     try:
         yield session
         settled(session)
     finally:
         session.close()
-    eventually(lambda: set(threading.enumerate()) <= before)
+    eventually(lambda: threads() <= before)
+
+
+def threads() -> set[threading.Thread]:
+    """Those that a session may have started; trio keeps threads of its own for ten seconds."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("rekindle", "AnyIO"))}
 
 
 def settled(session: Session) -> None:

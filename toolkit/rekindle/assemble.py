@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from rekindle.cache.pool import PagePool
+from rekindle.cache import PagePool, PrefixCache, root_digest
 from rekindle.config import EngineConfig, Sampling, cache_folder
 from rekindle.engine import identity
 from rekindle.engine.batch import prefill_rows
@@ -21,16 +23,18 @@ from rekindle.engine.runner import Runner
 from rekindle.engine.scheduler import Limits, Scheduler
 from rekindle.engine.store import ExecutableStore, ProgramStore
 from rekindle.engine.warming import Background
-from rekindle.errors import OutOfMemory, RekindleError
+from rekindle.errors import ConfigError, OutOfMemory, RekindleError
 from rekindle.models.base import LoadedModel
 from rekindle.models.checkpoint import load
 from rekindle.models.progress import Report
+from rekindle.models.replace import replace_weights
 from rekindle.tasks.device import Contexts
 from rekindle.tasks.messages import DetokenizerLike, Engine
 from rekindle.text.chat import ChatTemplate
 from rekindle.text.detokenizer import Detokenizer
 from rekindle.text.tokenizer import Tokenizer
 
+log = logging.getLogger("rekindle.session")
 TINY = Path(__file__).parent / "tiny" / "model"
 
 
@@ -59,6 +63,8 @@ def build(order: Order) -> Engine:
 
 def _build(order: Order) -> Engine:
     config = order.config
+    if config.restore is not None:
+        raise ConfigError("restore", config.restore, "snapshots can't be restored yet", "Leave it out")
     loaded = order.model if isinstance(order.model, LoadedModel) else _load(order.model, order)
     config = resolve(config, loaded.config)
     programs = Programs(
@@ -80,16 +86,17 @@ def _build(order: Order) -> Engine:
     limits = Limits.of(config, max_prefill_rows=prefill_rows(config.max_tokens_per_step, config.max_requests))
     # The session's gate bounds the queue; a burst may be queued whole before the first of it runs.
     limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
-    scheduler = Scheduler(limits, PagePool(config.device_pages))
+    assert config.page_size is not None, "resolved"
+    pool = PagePool(config.device_pages)
+    cache = PrefixCache(pool, config.page_size, root_key(loaded, config)) if config.prefix_cache else None
+    scheduler = Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed)
     folder = loaded.folder
     tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None)
-    owned = loaded is not order.model
+    weights = _Weights(loaded, runner, config, owned=loaded is not order.model)
 
     def release() -> None:
         stop()
-        if owned:
-            for leaf in loaded.leaves:
-                leaf.delete()
+        weights.release()
 
     return Engine(
         scheduler=scheduler,
@@ -99,7 +106,9 @@ def _build(order: Order) -> Engine:
         config=config,
         vocab_size=loaded.config.vocab_size,
         chat=ChatTemplate.load(folder) if folder is not None else None,
-        model=str(order.model) if owned else loaded.config.model_type,
+        model=loaded.config.model_type if loaded is order.model else str(order.model),
+        swap=weights.swap,
+        recover=lambda: recover(runner),
         release=release,
     )
 
@@ -132,6 +141,50 @@ def _store(loaded: LoadedModel, config: EngineConfig, processors: Sequence[Logit
     }
     folder = cache_folder(config.cache_dir) / "programs"
     return ProgramStore(ExecutableStore(folder), loaded.config.model_type, identity.digest(fields))
+
+
+def root_key(model: LoadedModel, config: EngineConfig) -> bytes:
+    """Pages are only equal if all of this is."""
+    return root_digest(model.fingerprint, str(config.kv_dtype), str(config.page_size))
+
+
+class _Weights:
+    """The weights in use; those that were loaded here are freed when they are replaced or the session ends."""
+
+    def __init__(self, model: LoadedModel, runner: Runner, config: EngineConfig, *, owned: bool) -> None:
+        self._model, self._runner, self._config, self._owned = model, runner, config, owned
+
+    def swap(self, weights: Any) -> bytes:
+        """Put other weights in place; returns the root key of the cache for them."""
+        owned = isinstance(weights, str | Path)
+        if owned:
+            weights = load(weights, dtype=self._config.dtype, quantize=self._config.quantize)
+        model = replace_weights(self._model, weights)
+        self._runner.swap_weights(model.leaves)
+        self.release()
+        self._model, self._owned = model, owned
+        return root_key(model, self._config)
+
+    def release(self) -> None:
+        if self._owned:
+            for leaf in self._model.leaves:
+                leaf.delete()
+
+
+def recover(runner: Runner) -> bool:
+    """After a failed step: true if pages and state were lost with it and had to be made anew.
+
+    Errors of the host leave them as they were. An error on the device does not, since they were donated to that step.
+    """
+    memory = jax.tree.leaves((runner._kv, runner._state))
+    try:
+        if not any(leaf.is_deleted() for leaf in memory):
+            jax.block_until_ready(memory)
+            return False
+    except Exception as error:
+        log.warning("the KV pages were lost with a failed step (%r); running requests are computed again", error)
+    runner.reset()
+    return True
 
 
 def _precompile(asked: str) -> str:

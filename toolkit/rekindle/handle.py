@@ -14,7 +14,7 @@ from rekindle.config import Sampling
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, SessionClosed
 from rekindle.records import IntArray, Status, TextDelta, TokenLogprobs
 from rekindle.tasks.host import Host, wait
-from rekindle.tasks.mailbox import Mailbox, fresh
+from rekindle.tasks.mailbox import Mailbox, Slot, fresh
 from rekindle.tasks.messages import Submission
 from rekindle.tasks.ports import run_sync
 
@@ -271,10 +271,16 @@ class Batch(Call[list[Any]]):
         self.handles = list(handles)
 
     async def _result(self) -> list[Any]:
+        failure: Slot[BaseException] = Slot()
         try:
             for handle in self.handles:
+                handle._mailbox.failure = failure
                 await handle.admit()
-            return [await handle._result() for handle in self.handles]
+            for handle in self.handles:
+                await handle._mailbox.done()
+                if failure.filled:
+                    raise fresh(await failure.get())
+            return [handle.completion() for handle in self.handles]
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None

@@ -15,7 +15,7 @@ from rekindle.config import EngineConfig, Sampling
 from rekindle.engine.base import RunnerLike, SchedulerLike
 from rekindle.errors import InvalidRequest
 from rekindle.handle import Batch, Handle, Prompt
-from rekindle.records import Completion, TextDelta
+from rekindle.records import Completion, IntArray, TextDelta
 from rekindle.report import SessionStats, StepReport
 from rekindle.tasks.host import Host, wait
 from rekindle.tasks.mailbox import Slot
@@ -242,6 +242,46 @@ class Session:
         self._host.check()
         wait(self._host.call(check))
 
+    # The cache and the weights.
+
+    def pin(self, prompt: PromptLike) -> int:
+        """Keep the cached pages of a prompt until `unpin`; how many of its tokens that covers.
+
+        Only what was computed can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
+        """
+        return self._with_tokens(prompt, lambda scheduler, tokens: scheduler.pin(tokens))
+
+    def unpin(self, prompt: PromptLike) -> int:
+        """Undo one `pin`; how many tokens are no longer kept."""
+        return self._with_tokens(prompt, lambda scheduler, tokens: scheduler.unpin(tokens))
+
+    def _with_tokens(self, prompt: PromptLike, use: Callable[[SchedulerLike, IntArray], int]) -> int:
+        self._host.check()
+        given = parse_one(prompt)
+        tokens = given.token_ids
+        if tokens is None:
+            tokens = np.asarray(self.tokenizer.encode(prompt), np.int32)
+        return wait(self._host.call(lambda dispatch: use(dispatch.engine.scheduler, tokens)))
+
+    def flush_cache(self) -> Call[None]:
+        """Await it to forget every cached page; requests that run keep theirs."""
+        return Once(self._exclusive, lambda: None, lambda _: self._engine.scheduler.flush_cache())
+
+    def swap_weights(self, weights: Any) -> Call[None]:
+        """Await it to go on with other weights of the same shapes; nothing is compiled.
+
+        `weights` is a folder, a loaded model, an nnx module or state, or arrays by path. Requests that run keep the
+        tokens they have and go on with the new weights; their pages are computed again, and the cache starts anew.
+        """
+        return Once(self._swap, weights)
+
+    async def _swap(self, weights: Any) -> None:
+        swap = self._engine.swap
+        if swap is None:
+            raise InvalidRequest("weights", weights, "can't be swapped in this session", "Make it with rekindle.open")
+        scheduler = self._engine.scheduler
+        await self._exclusive(lambda: swap(weights), lambda key: scheduler.flush_cache(key, recompute=True))
+
     # One step at a time.
 
     def paused(self) -> Paused:
@@ -276,6 +316,8 @@ class Session:
         Returns when the device memory has been given back and the threads are gone, or after a few seconds if the
         device hangs.
         """
+        if self._host.forked:
+            return  # its threads are the parent's
         self._host.close(drain)
         await self._host.ended.get()
         self._host.join(1.0)  # it has nothing left to do but return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from rekindle.records import FinishReason, Request, Status, StepPlan, StepResult, TokenEvent
+from rekindle.records import FinishReason, IntArray, Request, Status, StepPlan, StepResult, TokenEvent
 
 
 class InFlight(Protocol):
@@ -46,6 +46,15 @@ class SchedulerLike(Protocol):
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
         """A planned step raised: its requests end with `StepFailed`, everything else goes on."""
+
+    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
+        """Forget every cached page, and with `recompute` what running requests have computed. No step is in flight."""
+
+    def pin(self, tokens: IntArray) -> int:
+        """Keep the cached pages of `tokens`; how many tokens that covers."""
+
+    def unpin(self, tokens: IntArray) -> int:
+        """Undo one `pin`; how many tokens are no longer pinned."""
 
     def status(self, request_id: str) -> Status | None: ...
 

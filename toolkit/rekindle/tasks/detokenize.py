@@ -126,8 +126,8 @@ async def run(
                     ticket.started = ticket.started or batch.at
             for event in batch.events:
                 deliver(event, feedback, tickets, now)
-            if batch.then is not None:
-                batch.then()
+            for call in batch.then:
+                call()
 
 
 def deliver(

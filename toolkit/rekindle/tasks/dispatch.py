@@ -22,7 +22,7 @@ from rekindle.tasks import detokenize, intake, schedule, step
 from rekindle.tasks.detokenize import Ticket
 from rekindle.tasks.device import DeviceThread
 from rekindle.tasks.mailbox import Mailbox
-from rekindle.tasks.messages import Abort, Engine, Events, ScheduleMessage, Submission, Turn
+from rekindle.tasks.messages import Abort, Control, Engine, Events, ScheduleMessage, Submission, Turn
 
 
 class Dispatch:
@@ -36,7 +36,7 @@ class Dispatch:
         self.engine = engine
         self.tickets: dict[str, Ticket] = {}  # live sequences: intake adds, detokenize removes
         self.mailboxes: set[Mailbox] = set()  # live submissions, in the streams or behind
-        self._submissions, submitted = anyio.create_memory_object_stream[Submission](places)
+        self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * places + 64)
         self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
         turns, turned = anyio.create_memory_object_stream[Turn](1)
         events, happened = anyio.create_memory_object_stream[Events](1)
@@ -44,7 +44,7 @@ class Dispatch:
         self._streams = (submitted, inbox, turns, turned, events, happened, from_intake, from_step, from_detokenize)
         self._tasks: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (
             partial(intake.run, submitted, from_intake, engine, self.tickets),
-            partial(schedule.run, inbox, turns, events, engine.scheduler),
+            partial(schedule.run, inbox, turns, events, engine.scheduler, engine.recover),
             partial(step.run, turned, from_step, engine.runner, device),
             partial(detokenize.run, happened, from_detokenize, self.tickets),
         )
@@ -66,8 +66,8 @@ class Dispatch:
         submission.mailbox.on_complete = self.mailboxes.discard
         self._submissions.send_nowait(submission)
 
-    def send(self, message: ScheduleMessage) -> None:
-        self._messages.send_nowait(message)
+    def send(self, message: Control) -> None:
+        self._submissions.send_nowait(message)
 
     def abort(self, mailbox: Mailbox) -> None:
         """End the sequences of one submission wherever they are."""

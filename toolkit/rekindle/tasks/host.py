@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
-from rekindle.errors import SessionClosed, SessionForked
+from rekindle.errors import QueueFull, SessionClosed, SessionForked
 from rekindle.tasks.device import Contexts, DeviceThread
 from rekindle.tasks.dispatch import Dispatch, root_cause
 from rekindle.tasks.gate import Gate
 from rekindle.tasks.mailbox import Mailbox, Slot
-from rekindle.tasks.messages import Engine, ScheduleMessage, Submission
+from rekindle.tasks.messages import Control, Engine, Submission
 from rekindle.tasks.ports import Port, current_port, run_sync
 
 T = TypeVar("T")
@@ -72,12 +72,17 @@ class Host:
 
     def check(self) -> None:
         """Raise if the session can't be used: closed, crashed, or in a forked child."""
-        if os.getpid() != self._pid:
+        if self.forked:
             raise SessionForked(
                 f"the session belongs to process {self._pid}, this is its forked child {os.getpid()}. Open one here"
             )
         if self.closing:
             raise self.refusal()
+
+    @property
+    def forked(self) -> bool:
+        """This is a child process of the one that the session's threads run in."""
+        return os.getpid() != self._pid
 
     @property
     def closing(self) -> bool:
@@ -96,12 +101,19 @@ class Host:
 
     def abort(self, mailbox: Mailbox) -> None:
         """Safe in finalisers, forked children and after the end: takes no lock and never raises."""
-        if not mailbox.settled and os.getpid() == self._pid:
+        if not mailbox.settled and not self.forked:
             self._post(lambda dispatch: dispatch.abort(mailbox), lambda error: None)
 
-    def send(self, message: ScheduleMessage, slot: Slot[T]) -> Slot[T]:
+    def send(self, message: Control, slot: Slot[T]) -> Slot[T]:
         """Hand schedule a message that fills `slot`."""
-        self._post(lambda dispatch: dispatch.send(message), slot.fail)
+
+        def send(dispatch: Dispatch) -> None:
+            try:
+                dispatch.send(message)
+            except anyio.WouldBlock:
+                slot.fail(QueueFull("too many steps, pauses or changes wait. Await them one after another"))
+
+        self._post(send, slot.fail)
         return slot
 
     def call(self, function: Callable[[Dispatch], T]) -> Slot[T]:
@@ -119,7 +131,7 @@ class Host:
 
     def close(self, drain: float = 0.0) -> None:
         """Ask for the end: requests may go on for `drain` seconds, then they are aborted. Returns at once."""
-        if os.getpid() != self._pid:
+        if self.forked:
             return
         first = self._drain_seconds is None
         self._drain_seconds = drain if first else min(drain, self._drain_seconds or 0.0)

@@ -13,30 +13,33 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from rekindle.errors import InvalidRequest, RekindleError, RequestAborted, RequestFailed
 from rekindle.records import IntArray, Request
 from rekindle.tasks.detokenize import Ticket
-from rekindle.tasks.messages import Drain, Engine, ScheduleMessage, Submission
+from rekindle.tasks.messages import Control, Drain, Engine, ScheduleMessage, Submission
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
 
 
 async def run(
-    inbox: MemoryObjectReceiveStream[Submission],
+    inbox: MemoryObjectReceiveStream[Submission | Control],
     outbox: MemoryObjectSendStream[ScheduleMessage],
     engine: Engine,
     tickets: dict[str, Ticket],
 ) -> None:
-    """Ends with the inbox; tells schedule to drain then."""
+    """Passes controls on as they are. Ends with the inbox; tells schedule to drain then."""
     seeds = random.Random(engine.config.seed)
     async with inbox, outbox:
         async for first in inbox:
-            submission: Submission | None = first
+            message: Submission | Control | None = first
             # Everything that waits is handed on before schedule runs again, so that it can land in one step.
-            while submission is not None:
-                await _hand_on(submission, outbox, engine, tickets, seeds)
-                submission = _next(inbox)
+            while message is not None:
+                if isinstance(message, Submission):
+                    await _hand_on(message, outbox, engine, tickets, seeds)
+                else:
+                    outbox.send_nowait(message)
+                message = _next(inbox)
         outbox.send_nowait(Drain())
 
 
-def _next(inbox: MemoryObjectReceiveStream[Submission]) -> Submission | None:
+def _next(inbox: MemoryObjectReceiveStream[Submission | Control]) -> Submission | Control | None:
     try:
         return inbox.receive_nowait()
     except (anyio.WouldBlock, anyio.EndOfStream):

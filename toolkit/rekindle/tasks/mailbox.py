@@ -12,18 +12,20 @@ from rekindle.tasks.ports import Bell, new_bell
 T = TypeVar("T")
 
 
-async def until(ready: Callable[[], bool], bells: list[Bell]) -> None:
-    """Wait until `ready()`, which may turn true in any thread; whoever makes it true rings `bells` afterwards."""
+async def until(ready: Callable[[], bool], *places: list[Bell]) -> None:
+    """Wait until `ready()`, which may turn true in any thread; whoever makes it true rings one of `places` then."""
     if ready():
         return
     bell = new_bell()
-    bells.append(bell)
+    for bells in places:
+        bells.append(bell)
     try:
         # Looked at again after the bell was hung up: a ring that came between is not missed.
         while not ready():
             await bell.wait()
     finally:
-        bells.remove(bell)
+        for bells in places:
+            bells.remove(bell)
 
 
 def ring(bells: list[Bell]) -> None:
@@ -48,23 +50,23 @@ class Slot(Generic[T]):
     def __init__(self) -> None:
         self._value: T
         self._error: BaseException | None = None
-        self._bells: list[Bell] = []
+        self.bells: list[Bell] = []
         self.filled = False
 
     def put(self, value: T) -> None:
         if not self.filled:
             self._value = value
             self.filled = True
-            ring(self._bells)
+            ring(self.bells)
 
     def fail(self, error: BaseException) -> None:
         if not self.filled:
             self._error = error
             self.filled = True
-            ring(self._bells)
+            ring(self.bells)
 
     async def get(self) -> T:
-        await until(lambda: self.filled, self._bells)
+        await until(lambda: self.filled, self.bells)
         if self._error is not None:
             raise fresh(self._error)
         return self._value
@@ -84,6 +86,7 @@ class Mailbox:
         self.prompt_ids: IntArray | None = None  # set by intake
         self.abandoned = False  # its caller cancelled; set on the host's loop
         self.settled = False
+        self.failure: Slot[BaseException] | None = None  # gets the first error, for whoever waits for several
         self.on_settled: Callable[[], object] | None = None  # after each sequence
         self.on_complete: Callable[[Mailbox], object] | None = None  # after all of them
         self._unsettled = count
@@ -103,6 +106,8 @@ class Mailbox:
         self._unsettled -= 1
         if self.on_settled is not None:
             self.on_settled()
+        if self.failure is not None and isinstance(result, BaseException):
+            self.failure.put(result)
         if self._unsettled == 0:
             self.settled = True
             if self.on_complete is not None:
@@ -119,8 +124,12 @@ class Mailbox:
         return next((result for result in self.results if isinstance(result, BaseException)), None)
 
     async def done(self) -> None:
-        """Wait until every sequence ended."""
-        await until(lambda: self.settled, self._bells)
+        """Wait until every sequence ended, or `failure` was filled."""
+        failure = self.failure
+        if failure is None:
+            await until(lambda: self.settled, self._bells)
+        else:
+            await until(lambda: self.settled or failure.filled, self._bells, failure.bells)
 
     async def more(self, seen: int) -> None:
         """Wait until the log is longer than `seen`, or complete."""

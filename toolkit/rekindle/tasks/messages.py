@@ -42,7 +42,8 @@ class Engine(NamedTuple):
     vocab_size: int
     chat: Any = None  # a ChatTemplate, where the model brings one
     model: str = ""
-    swap: Callable[[Any], Any] | None = None  # on the device thread: put other weights in place
+    swap: Callable[[Any], bytes] | None = None  # on the device thread: other weights in, the cache's new root key out
+    recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 
@@ -100,6 +101,7 @@ class Exclusive(NamedTuple):
     job: Callable[[], Any]
     after: Callable[[Any], object]
     done: Slot[Any]
+    vital: bool = False  # the session can't go on if it fails
 
 
 class Drain(NamedTuple):
@@ -128,7 +130,8 @@ class Events(NamedTuple):
     events: tuple[TokenEvent, ...]
     started: tuple[str, ...] = ()
     at: float = 0.0
-    then: Callable[[], object] | None = None  # called when callers have what came before
+    then: tuple[Callable[[], object], ...] = ()  # to call when callers have what came before
 
 
-ScheduleMessage = Request | Abort | Finish | Pause | Resume | StepOnce | Exclusive | Drain | Outcome
+Control = Pause | Resume | StepOnce | Exclusive  # take the way of submissions, so that they never overtake one
+ScheduleMessage = Request | Abort | Finish | Control | Drain | Outcome

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -35,9 +37,10 @@ async def run(
     turns: MemoryObjectSendStream[Turn],
     outbox: MemoryObjectSendStream[Events],
     scheduler: SchedulerLike,
+    recover: Callable[[], bool] | None = None,
 ) -> None:
-    """Ends when it was told to drain and no request is left."""
-    desk = Desk(scheduler)
+    """Ends when it was told to drain and no request is left. `recover` is called on the device after a failed step."""
+    desk = Desk(scheduler, recover)
     async with inbox, turns, outbox:
         while True:
             with anyio.move_on_after(desk.patience):
@@ -63,8 +66,9 @@ def _next(inbox: MemoryObjectReceiveStream[ScheduleMessage]) -> ScheduleMessage 
 class Desk:
     """The synchronous core of the task: messages in, turns and events out."""
 
-    def __init__(self, scheduler: SchedulerLike) -> None:
+    def __init__(self, scheduler: SchedulerLike, recover: Callable[[], bool] | None = None) -> None:
         self._scheduler = scheduler
+        self._recover = recover
         self._last: StepPlan | None = None  # dispatched, its result not asked for
         self._turning = False  # a turn is on its way
         self._pauses = 0
@@ -76,7 +80,7 @@ class Desk:
         self._draining = False
         self._events: list[TokenEvent] = []
         self._started: list[str] = []
-        self._then: list[tuple[Slot[Stepped], Stepped]] = []
+        self._then: list[Callable[[], object]] = []  # to call when callers have all events so far
         self._stalled_since: float | None = None
 
     @property
@@ -127,8 +131,7 @@ class Desk:
             return None
         plan = self._plan()
         if plan is None and self._last is None:
-            for slot in self._quiet:
-                slot.put(None)
+            self._then += [partial(slot.put, None) for slot in self._quiet]
             self._quiet.clear()
             if not self._exclusive:
                 return None
@@ -142,13 +145,7 @@ class Desk:
         """What became known since the last call."""
         if not (self._events or self._started or self._then):
             return None
-        reports = tuple(self._then)
-
-        def report() -> None:
-            for slot, stepped in reports:
-                slot.put(stepped)
-
-        batch = Events(tuple(self._events), tuple(self._started), time.perf_counter(), report if reports else None)
+        batch = Events(tuple(self._events), tuple(self._started), time.perf_counter(), tuple(self._then))
         self._events, self._started, self._then = [], [], []
         return batch
 
@@ -189,6 +186,8 @@ class Desk:
             events += self._scheduler.fail(plan, cause)
             if self._last is plan:
                 self._last = None
+        if outcome.failed and self._recover is not None:
+            self._exclusive.appendleft(Exclusive(self._recover, self._recovered, Slot(), vital=True))
         self._events += events
         if self._stepping is None:
             return
@@ -201,6 +200,8 @@ class Desk:
     def _end_job(self, job: Exclusive, outcome: Outcome) -> None:
         if outcome.error is not None:
             job.done.fail(outcome.error)
+            if job.vital:
+                raise outcome.error
             return
         try:
             job.after(outcome.returned)
@@ -209,9 +210,13 @@ class Desk:
         else:
             job.done.put(outcome.returned)
 
+    def _recovered(self, lost: bool) -> None:
+        if lost:
+            self._scheduler.flush_cache(recompute=True)
+
     def _report(self, stepped: Stepped) -> None:
         assert self._stepping is not None
-        self._then.append((self._stepping, stepped))
+        self._then.append(partial(self._stepping.put, stepped))
         self._stepping = None
 
     def _refuse_steps(self) -> None:

@@ -1,0 +1,189 @@
+"""Sessions in real ipykernels: what a notebook user does, including what goes wrong."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kernels_under_test import Kernel, kernel
+
+# jupyter_client leaves event loops and their sockets to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+SETUP = """
+import asyncio, gc, threading, time, anyio, rekindle
+from sessions import fake_session, settled, eventually, CONFIG
+session = fake_session(step_seconds=0.005, num_pages=2048)
+def live():
+    return session.stats().live
+"""
+LONG = "session.generate('a long story', max_tokens=400)"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Kernel]:
+    with kernel() as started:
+        started.ok(SETUP)
+        yield started
+
+
+@pytest.fixture
+def asyncio_kernel(running: Kernel) -> Kernel:
+    running.ok("%autoawait asyncio")
+    return running
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def notebook(running: Kernel, request: pytest.FixtureRequest) -> Kernel:
+    running.ok(f"%autoawait {request.param}")
+    return running
+
+
+def check_nothing_leaked(notebook: Kernel) -> None:
+    notebook.ok("settled(session)")
+
+
+def test_await(notebook: Kernel) -> None:
+    assert notebook.ok("print(len((await session.generate('hi', max_tokens=5)).token_ids))") == "5"
+
+
+def test_stream(notebook: Kernel) -> None:
+    code = "async for delta in session.stream('hi', max_tokens=5):\n    print(delta.text, end='')"
+    assert notebook.ok(code) == notebook.ok("print(session.generate_sync('hi', max_tokens=5).text)")
+
+
+def test_fifty_at_once(asyncio_kernel: Kernel) -> None:
+    code = "print(len(await asyncio.gather(*(session.generate(f'p{i}', max_tokens=9) for i in range(50)))))"
+    assert asyncio_kernel.ok(code) == "50"
+    check_nothing_leaked(asyncio_kernel)
+
+
+def test_fifty_at_once_in_a_task_group(notebook: Kernel) -> None:
+    code = """
+async with anyio.create_task_group() as group:
+    for i in range(50):
+        group.start_soon(session.generate, f'p{i}', rekindle.Sampling(max_tokens=9))
+print('ended')
+"""
+    assert notebook.ok(code) == "ended"
+    check_nothing_leaked(notebook)
+
+
+@pytest.mark.parametrize("consume", ["call = {}\nawait call", "call = {}\nasync for delta in call: pass"])
+def test_interrupt_frees_the_cell_and_aborts_that_request(notebook: Kernel, consume: str) -> None:
+    notebook.ok("other = session.submit('another', max_tokens=400)")
+    body = consume.format(LONG).replace("\n", "\n    ")
+    cell = notebook.run(f"try:\n    {body}\nfinally:\n    freed = time.time()", during=notebook.interrupt_after(0.5))
+    assert cell.error in ("KeyboardInterrupt", "CancelledError"), cell
+    # Up to here is the session's part; then IPython formats a traceback.
+    waited = float(notebook.ok("print(freed)")) - notebook.interrupted
+    assert waited < 0.3, f"the cell was freed after {waited:.2f} s"
+    assert cell.traceback.count("rekindle") <= 6, cell.traceback
+    assert notebook.ok("eventually(lambda: call.done); print(call.status, len(call.token_ids) > 5)") == "aborted True"
+    assert notebook.ok("print(other.status)") in ("decode", "finished")
+    assert notebook.ok("print(len(other.result_sync().token_ids))") == "400"
+    check_nothing_leaked(notebook)
+
+
+def test_repeated_interrupts_are_harmless(asyncio_kernel: Kernel) -> None:
+    for _ in range(3):
+        cell = asyncio_kernel.run(f"await {LONG}", during=asyncio_kernel.interrupt_after(0.15, times=3))
+        assert cell.status == "error"
+        time.sleep(0.4)
+    assert asyncio_kernel.ok("print((await session.generate('hi', max_tokens=2)).finish_reason)") == "length"
+    check_nothing_leaked(asyncio_kernel)
+
+
+def test_interrupt_of_a_blocking_call(asyncio_kernel: Kernel) -> None:
+    cell = asyncio_kernel.run("session.generate_sync('a', max_tokens=400)", during=asyncio_kernel.interrupt_after(0.3))
+    assert cell.error == "KeyboardInterrupt"
+    assert cell.seconds < 2.0
+    check_nothing_leaked(asyncio_kernel)
+
+
+def test_timeout(notebook: Kernel) -> None:
+    cell = notebook.run(f"call = {LONG}\nwith anyio.fail_after(0.2):\n    await call")
+    assert cell.error == "TimeoutError"
+    assert notebook.ok("eventually(lambda: call.done); print(call.status)") == "aborted"
+    check_nothing_leaked(notebook)
+
+
+def test_asyncio_timeout(asyncio_kernel: Kernel) -> None:
+    cell = asyncio_kernel.run(f"async with asyncio.timeout(0.2):\n    await {LONG}")
+    assert cell.error == "TimeoutError"
+    check_nothing_leaked(asyncio_kernel)
+
+
+def test_break_aborts(notebook: Kernel) -> None:
+    notebook.ok("async for delta in session.stream('a', max_tokens=400):\n    break")
+    check_nothing_leaked(notebook)
+    assert notebook.ok("print(session.stats().steps < 10**9)") == "True"
+
+
+def test_dropped_handle_aborts(notebook: Kernel) -> None:
+    notebook.ok("handle = session.submit('a', max_tokens=400)\ndel handle")
+    notebook.ok("start = time.perf_counter(); settled(session); assert time.perf_counter() - start < 1.5")
+
+
+def test_a_call_that_is_never_awaited_says_nothing(asyncio_kernel: Kernel) -> None:
+    assert asyncio_kernel.ok("call = session.generate('a'); call = None; gc.collect(); print('quiet')") == "quiet"
+    check_nothing_leaked(asyncio_kernel)
+
+
+def test_a_blocking_cell_does_not_stop_generation(asyncio_kernel: Kernel) -> None:
+    asyncio_kernel.ok("handle = session.submit('a', max_tokens=100)")
+    assert asyncio_kernel.ok("time.sleep(2.0); print(handle.done)") == "True"
+
+
+def test_sync_calls_in_a_cell(notebook: Kernel) -> None:
+    assert notebook.ok("print(len(session.generate_sync('a', max_tokens=4).token_ids))") == "4"
+    assert notebook.ok("print(sum(1 for _ in session.stream_sync('a', max_tokens=4)))") == "4"
+
+
+def test_a_session_outlives_its_cell_and_is_paused_in_another(notebook: Kernel) -> None:
+    notebook.ok("handle = session.submit('a', max_tokens=3)")
+    notebook.ok("await handle")
+    out = notebook.ok(
+        "async with session.paused():\n    h = session.submit('b', max_tokens=2)\n    print(await session.step())"
+    )
+    assert "prefill" in out
+    assert notebook.ok("print((await h).finish_reason)") == "length"
+
+
+def test_a_crash_tells_every_waiter_and_the_kernel_opens_another(asyncio_kernel: Kernel) -> None:
+    code = """
+crashing = fake_session(step_seconds=0.005)
+def broken(result):
+    raise ZeroDivisionError("a defect")
+waiting = [asyncio.create_task(crashing.generate('a', max_tokens=400)) for _ in range(3)]
+await asyncio.sleep(0.05)
+crashing._engine.scheduler.commit = broken
+answers = await asyncio.gather(*waiting, return_exceptions=True)
+print([type(answer).__name__ + '/' + type(answer.__cause__).__name__ for answer in answers])
+"""
+    assert asyncio_kernel.ok(code) == str(["SessionClosed/ZeroDivisionError"] * 3)
+    reopened = "again = fake_session(); print(len((await again.generate('a', max_tokens=2)).token_ids))"
+    assert asyncio_kernel.ok(reopened) == "2"
+    asyncio_kernel.ok("await again.aclose()")
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_restart(now: bool) -> None:
+    with kernel() as notebook:
+        notebook.ok(SETUP)
+        notebook.ok("handle = session.submit('a', max_tokens=400)")
+        start = time.perf_counter()
+        notebook.restart(now=now)
+        assert time.perf_counter() - start < 30
+        assert notebook.run("session").error == "NameError"
+        notebook.ok(SETUP)
+        assert notebook.ok("print(len((await session.generate('hi', max_tokens=5)).token_ids))") == "5"
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-q", *sys.argv[1:]]))
