@@ -161,6 +161,18 @@ def test_held_pages_and_their_ancestors_stay() -> None:
     tree.check()
 
 
+def test_a_page_was_used_until_it_was_let_go() -> None:
+    tree = Tree()
+    tree.insert(tokens(1))
+    match = tree.cache.match(tree.cache.keys(tokens(1)), tokens(1))
+    pages = tree.cache.lock(match)
+    tree.insert(tokens(2))
+    tree.pool.release(pages)
+    tree.cache.settle(match.nodes[-1])
+    tree.cache.evict(1)
+    assert tree.found(tokens(1)) == 1 and tree.found(tokens(2)) == 0
+
+
 def test_without_a_tier_an_evicted_page_is_forgotten() -> None:
     tree = Tree()
     tree.insert(tokens(1, 2))

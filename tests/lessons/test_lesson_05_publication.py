@@ -38,6 +38,23 @@ def test_lesson_05_nothing_is_in_the_tree_before_its_step_was_committed() -> Non
         loop.scheduler.commit(loop.runner.fetch(in_flight.pop(0)))
 
 
+def test_lesson_05_a_merged_page_stays_until_no_step_in_flight_reads_it() -> None:
+    loop = Loop(overlap=True, page_size=8, max_requests=2)
+    loop.scheduler._admission._park = lambda sequence: False  # type: ignore[method-assign]
+    for _ in range(2):
+        loop.submit(make_request("sixteen tokens !", max_tokens=8))
+    flights = []
+    for _ in range(2):
+        plan = loop.scheduler.plan()
+        assert plan is not None
+        flights.append(loop.runner.dispatch(plan))
+    loop.scheduler.commit(loop.runner.fetch(flights[0]))
+    assert loop.cache.statistics().merged_pages == 2
+    assert loop.pool.held == 4 + 2, "the step in flight still reads the duplicates"
+    loop.scheduler.commit(loop.runner.fetch(flights[1]))
+    assert loop.pool.held == 2 + 2
+
+
 def test_lesson_05_a_resumed_chunked_prefill_reads_what_it_wrote() -> None:
     loop = Loop(max_tokens_per_step=5, max_requests=2)
     one, two = (make_request("a prompt that is computed in many chunks", max_tokens=4) for _ in range(2))

@@ -50,10 +50,7 @@ class AbsentNodes:
 
     def restorable(self, node: Node) -> bool:
         """Its payload can be read now."""
-        if self._tier is None:
-            return False
-        digest = self._table.digest_of(node)
-        return digest not in self._departing and digest in self._tier
+        return self._tier is not None and self._table.digest_of(node) in self._tier
 
     def forget(self, node: Node) -> None:
         """Remove nodes whose payload is nowhere, from a leaf upwards."""

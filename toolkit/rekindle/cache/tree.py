@@ -209,6 +209,8 @@ class PrefixCache:
 
     def settle(self, node: Node) -> None:
         """A sequence whose deepest published node this is has released its pages."""
+        # It was in use until now. Its ancestors can keep an older time: they leave after it in any case.
+        node.last_use = self.clock()
         self._leaves.offer(node)
 
     def evict(self, count: int) -> list[PageMove]:
@@ -326,7 +328,6 @@ class PrefixCache:
         self.pool.drop(node.page)
         node.page = 0
         parent.device_children -= 1
-        parent.last_use = max(parent.last_use, node.last_use)  # who used the child used the parent
         self._leaves.offer(parent)
         self._absent.add(node)
 
