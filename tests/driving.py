@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
+from rekindle import reference
 from rekindle.config import EngineConfig, Sampling
 from rekindle.engine.runner import Runner
 from rekindle.models.base import LoadedModel, random_model
@@ -32,6 +34,39 @@ def tiny_config(**changes: object) -> EngineConfig:
         "page_size": 8, "device_pages": 40, **changes,
     }  # fmt: skip
     return EngineConfig(**values)  # type: ignore[arg-type]
+
+
+CONTEXT = 64
+
+
+def plain_logits(
+    model: LoadedModel, tokens: Sequence[int], cache: reference.Cache, start: int = 0
+) -> tuple[np.ndarray, reference.Cache]:
+    """Logits of each of `tokens`, one at a time over a cache of one size: a single compiled program for every test."""
+    rows = []
+    for position, token in enumerate(tokens, start=start):
+        arguments = jnp.asarray([token], jnp.int32), jnp.int32(position), jnp.int32(position + 1)
+        logits, cache = reference.forward(model.graph, model.leaves, cache, *arguments)
+        rows.append(np.asarray(logits[0]))
+    return np.stack(rows), cache
+
+
+def plain_tokens(
+    model: LoadedModel,
+    prompt: Sequence[int],
+    count: int,
+    choose: Callable[[np.ndarray, list[int]], int] = lambda logits, output: int(np.argmax(logits)),
+    *,
+    context: int = CONTEXT,
+) -> tuple[list[int], list[np.ndarray]]:
+    """The plain loop: tokens, and the logits that each was chosen from."""
+    logits, cache = plain_logits(model, prompt, reference.empty_cache(model, context))
+    output, seen = [choose(logits[-1], [])], [logits[-1]]
+    while len(output) < count:
+        logits, cache = plain_logits(model, output[-1:], cache, len(prompt) + len(output) - 1)
+        output.append(choose(logits[-1], output))
+        seen.append(logits[-1])
+    return output, seen
 
 
 @dataclasses.dataclass

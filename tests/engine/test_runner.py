@@ -13,7 +13,7 @@ import pytest
 
 import driving
 import plain_sampling
-from driving import Driver, tiny_config, tiny_model
+from driving import CONTEXT, Driver, plain_logits, plain_tokens, tiny_config, tiny_model
 from fakes import DictTier
 from rekindle import reference
 from rekindle.config import Sampling
@@ -48,7 +48,13 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def expected(prompt: list[int], count: int, model: LoadedModel = MODEL) -> list[int]:
-    return reference.generate(model, prompt, count)
+    return plain_tokens(model, prompt, count)[0]
+
+
+def plain_logprobs(tokens: list[int]) -> np.ndarray:
+    """Exact log-probabilities after each token."""
+    logits, _ = plain_logits(MODEL, tokens, reference.empty_cache(MODEL, CONTEXT))
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 32])
@@ -145,12 +151,11 @@ def test_the_same_seed_gives_the_same_tokens_alone_among_others_and_after_a_pree
 
 def plain(prompt: list[int], sampling: Sampling, ends: tuple[int, ...] = ()) -> list[int]:
     """Greedy with penalties, step by step in numpy."""
-    output: list[int] = []
-    for _ in range(sampling.max_tokens):
-        tokens = [*prompt, *output]
-        logits, _ = reference.prefill(MODEL, tokens, reference.empty_cache(MODEL, len(tokens)))
-        output.append(int(np.argmax(plain_sampling.shaped(np.asarray(logits[-1]), sampling, prompt, output, ends))))
-    return output
+
+    def choose(logits: np.ndarray, output: list[int]) -> int:
+        return int(np.argmax(plain_sampling.shaped(logits, sampling, prompt, output, ends)))
+
+    return plain_tokens(MODEL, prompt, sampling.max_tokens, choose)[0]
 
 
 @pytest.mark.parametrize("chunk", [3, 32])
@@ -180,8 +185,7 @@ def test_logprobs_and_prompt_logprobs_over_chunk_borders(driver: Driver) -> None
     prompt = prompt_of(62, 20)
     live = driver.solo(prompt, Sampling(max_tokens=4, logprobs=3, prompt_logprobs=2, repetition_penalty=1.5), chunk=6)
     tokens = [*prompt, *live.outputs]
-    logits, _ = reference.prefill(MODEL, tokens, reference.empty_cache(MODEL, len(tokens)))
-    exact = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    exact = plain_logprobs(tokens)
     assert [entry.token_id for entry in live.prompt_logprobs] == prompt[1:]
     for position, entry in enumerate(live.prompt_logprobs):
         assert entry.logprob == pytest.approx(exact[position, entry.token_id], abs=1e-4)
