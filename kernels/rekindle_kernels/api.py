@@ -29,6 +29,9 @@ REGISTRY = (
     Entry("pallas_tpu", "rekindle_kernels.pallas_tpu", ("tpu",)),
     Entry("xla", "rekindle_kernels.xla", ANYWHERE),
     Entry("reference", "rekindle_kernels.reference", ANYWHERE),
+    # Never chosen, only named: for tests.
+    Entry("pallas_gpu_interpret", "rekindle_kernels.pallas_gpu", ()),
+    Entry("pallas_tpu_interpret", "rekindle_kernels.pallas_tpu", ()),
 )
 
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from rekindle_kernels import tuning
 from rekindle_kernels.calls import Call, Implementation, LayerKV
+from rekindle_kernels.pages import as_values
 from rekindle_kernels.pallas_gpu_block import Paged, Scoring
 from rekindle_kernels.pallas_gpu_decode import decode
 from rekindle_kernels.pallas_gpu_prefill import prefill
-from rekindle_kernels.pages import as_values
+from rekindle_kernels.pallas_gpu_write import write_kv
 
 QUERY_TYPES = ("bfloat16", "float16", "float32")
 PAGE_TYPES = (*QUERY_TYPES, "int8", "float8_e4m3fn", "float8_e5m2")
@@ -25,7 +26,13 @@ def supports(call: Call) -> str | None:
     if call.kv_dtype.name not in PAGE_TYPES:
         return f"pages are {call.kv_dtype.name}, not one of {', '.join(PAGE_TYPES)}"
     if call.head_dim > 256:
-        return f"head_dim {call.head_dim} is more than 256, whose tiles fill the registers"
+        return f"head_dim {call.head_dim} is more than 256, whose tiles overflow the registers"
+    capability = tuning.compute_capability()
+    if capability is not None and capability < 8.0:
+        # Compiled for 7.5 the dots become scalar code: 27 KiB of spilled registers per thread, a minute of compiling.
+        return f"the GPU has compute capability {capability}; Triton's matrix products need 8.0"
+    if capability is not None and capability < 8.9 and call.kv_dtype.name == "float8_e4m3fn":
+        return f"the GPU has compute capability {capability}; float8_e4m3fn needs 8.9, use float8_e5m2 or int8"
     return None
 
 
@@ -52,7 +59,9 @@ def attention(
     pages = as_values(kv.pages, kv)
     if 2**31 < pages.nbytes <= 2**32 and pages.dtype.itemsize == 1:
         # Pallas counts elements in 32 signed bits up to 4 GiB.
-        raise ValueError(f"{pages.nbytes / 2**30:.1f} GiB of one-byte pages in one layer; make it at most 2 GiB or over 4")
+        raise ValueError(
+            f"{pages.nbytes / 2**30:.1f} GiB of one-byte pages in one layer; make it at most 2 GiB or over 4"
+        )
     paged = Paged(pages, kv.scales, page_table)
     scoring = Scoring(float(scale), soft_cap, sliding_window, emulated=bool(interpret))
     out = None
@@ -77,9 +86,12 @@ def attention(
 
 
 IMPLEMENTATIONS = {
-    "pallas_gpu": Implementation("pallas_gpu", attention, supports),
+    "pallas_gpu": Implementation("pallas_gpu", attention, supports, write_kv),
     # The same kernels as plain JAX operations, on any device: slow, for tests.
     "pallas_gpu_interpret": Implementation(
-        "pallas_gpu_interpret", functools.partial(attention, interpret=True), supports
+        "pallas_gpu_interpret",
+        functools.partial(attention, interpret=True),
+        supports,
+        functools.partial(write_kv, interpret=True),
     ),
 }

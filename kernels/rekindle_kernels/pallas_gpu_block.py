@@ -1,7 +1,7 @@
 """What the GPU attention kernels share: reading a block of paged keys, scoring it, and the online softmax.
 
-Axes: M tile rows, B keys of a block, D head_dim (padded to a power of two inside a tile), S page size. Triton wants every
-tile to be a power of two in size, dots to be at least 16 wide, and masks where a tile overhangs its array.
+Axes: M tile rows, B keys of a block, D head_dim (padded to a power of two inside a tile), S page size. Triton wants
+every tile to be a power of two in size, dots to be at least 16 wide, and masks where a tile overhangs its array.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scoring:
         return raw if self.soft_cap is None else jnp.tanh(raw * (self.scale / self.soft_cap))
 
     def dot(self, left: jax.Array, right: jax.Array, *, contract_right: int) -> jax.Array:
-        """float32 [M, N]. Three TF32 products stand for one of float32: exact ones run without tensor cores and spill."""
+        """float32 [M, N]. Three TF32 products stand for one of float32: exact ones miss the tensor cores and spill."""
         precision: lax.Precision | lax.DotAlgorithmPreset | None = None
         if left.dtype == jnp.float32:
             precision = lax.Precision.HIGHEST if self.emulated else lax.DotAlgorithmPreset.TF32_TF32_F32_X3

@@ -1,8 +1,8 @@
 """GPU decode: one query token per sequence, keys split over several programs (flash decoding), then merged.
 
-Axes: R decode rows, H heads, K kv heads, G heads per kv head, D head_dim, Z splits. The heads of a group share one tile,
-padded to the 16 rows that a dot needs. A program finds its share of the keys from the row's true length, so neither the
-width of the page table nor the static number of splits costs anything beyond an early exit.
+Axes: R decode rows, H heads, K kv heads, G heads per kv head, D head_dim, Z splits. The heads of a group share one
+tile, padded to the 16 rows that a dot needs. A program finds its share of the keys from the row's true length, so neither
+the width of the page table nor the static number of splits costs anything beyond an early exit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TPU attention over pages read in place: queries are laid out in tiles of one sequence each, then one kernel serves all."""
+"""TPU attention over pages read in place: queries are laid out in tiles of one sequence each; one kernel serves all."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def attention(
     tokens, heads, head_dim = q.shape
     group = heads // kv.kv_heads
     pages = as_values(kv.pages, kv)
-    config = config or tuning.tpu(kv.dtype, head_dim, kv.page_size, kv.kv_heads)
+    config = config or tuning.tpu(kv.dtype, head_dim, kv.page_size, heads, kv.kv_heads)
     block_pages = max(1, min(config.keys // kv.page_size, page_table.shape[1]))
 
     def run(tiled: jax.Array, table: jax.Array, span: int) -> jax.Array:

@@ -66,7 +66,9 @@ def span(table: jax.Ref | jax.Array, tile: jax.Array, shape: Shape) -> Span:
 class Fetch:
     """Starts and awaits the pages of a block in one of the two buffers."""
 
-    def __init__(self, pages: jax.Ref, page_table: jax.Ref, buffers: jax.Ref, semaphores: jax.Ref, shape: Shape) -> None:
+    def __init__(
+        self, pages: jax.Ref, page_table: jax.Ref, buffers: jax.Ref, semaphores: jax.Ref, shape: Shape
+    ) -> None:
         self.pages, self.page_table, self.buffers, self.semaphores = pages, page_table, buffers, semaphores
         self.shape = shape
 
@@ -75,10 +77,8 @@ class Fetch:
         count = lax.div(at.context + (self.shape.page_size - 1), jnp.int32(self.shape.page_size)) - first
 
         def one(index: jax.Array, _: None) -> None:
-            page = self.page_table[at.sequence, first + index] if act == "start" else 0
-            copy = pltpu.make_async_copy(
-                self.pages.at[page], self.buffers.at[slot, index], self.semaphores.at[slot]
-            )
+            page = self.table[at.sequence, first + index] if act == "start" else 0
+            copy = pltpu.make_async_copy(self.pages.at[page], self.buffers.at[slot, index], self.semaphores.at[slot])
             getattr(copy, act)()
 
         lax.fori_loop(0, jnp.minimum(count, self.shape.block_pages), one, None)

@@ -1,7 +1,7 @@
 """The tile table: which rows of which sequence each program of a prefill kernel works on.
 
-Prefill queries are packed without gaps, so a fixed grid of query tiles would straddle sequences. Here every tile belongs
-to one sequence. Padding tokens form one more sequence without keys, so that kernels write their zeros like any other row.
+Prefill queries are packed without gaps, so a fixed grid of query tiles would straddle sequences. Here every tile
+belongs to one sequence. Padding tokens form one more sequence without keys: kernels write its zeros like any other row.
 """
 
 from __future__ import annotations

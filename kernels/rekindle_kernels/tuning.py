@@ -62,7 +62,9 @@ TPU: dict[Key, Tpu] = {}
 Config = TypeVar("Config")
 
 
-def lookup(table: Mapping[Key, Config], device: str, kv_dtype: DTypeLike, head_dim: int, page_size: int) -> Config | None:
+def lookup(
+    table: Mapping[Key, Config], device: str, kv_dtype: DTypeLike, head_dim: int, page_size: int
+) -> Config | None:
     """The entry measured for this kind of device, or None."""
     name = jnp.dtype(kv_dtype).name
     for key, config in table.items():
@@ -87,21 +89,37 @@ def multiprocessors() -> int:
         return 132
 
 
+def compute_capability() -> float | None:
+    """That of the GPU at hand, such as 9.0; None where there is none."""
+    try:
+        return float(getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "nan"))
+    except (RuntimeError, ValueError):
+        return None
+
+
 def _power_of_two(limit: int, least: int, most: int) -> int:
     """The largest power of two <= limit, kept within [least, most]."""
     return max(least, min(most, 1 << (max(limit, 1).bit_length() - 1)))
 
 
 def gpu_decode_rule(kv_dtype: DTypeLike, head_dim: int) -> GpuDecode:
-    """32 KiB of keys and values per stage: three stages fit the 99 KiB that every GPU since Ampere gives to a program."""
+    """32 KiB of keys and values per stage: three stages fit the 99 KiB that any GPU since Ampere gives to a program."""
     row = 2 * _power_of_two(2 * head_dim - 1, 16, 1024) * jnp.dtype(kv_dtype).itemsize
     return GpuDecode(block_k=_power_of_two(32768 // row, 16, 128), num_warps=4, num_stages=3)
 
 
 def gpu_prefill_rule(q_dtype: DTypeLike, head_dim: int, rows: int) -> GpuPrefill:
-    """128 rows keep the tensor cores busy; larger heads, exact float32 and short chunks take smaller tiles."""
+    """128 rows keep the tensor cores busy; larger heads, float32 and short chunks take smaller tiles.
+
+    Checked by compiling for 8.0 and 9.0: these are the largest tiles that spill no registers to speak of (< 100 bytes).
+    """
     if jnp.dtype(q_dtype).itemsize == 4:
-        tile = GpuPrefill(block_m=32 if head_dim > 128 else 64, block_k=32, num_warps=4, num_stages=2)
+        if head_dim > 128:
+            tile = GpuPrefill(block_m=16, block_k=32, num_warps=8, num_stages=1)
+        elif head_dim > 64:
+            tile = GpuPrefill(block_m=32, block_k=16, num_warps=4, num_stages=1)
+        else:
+            tile = GpuPrefill(block_m=64, block_k=32, num_warps=4, num_stages=2)
     elif head_dim > 128:
         tile = GpuPrefill(block_m=64, block_k=32, num_warps=8, num_stages=2)
     else:
@@ -120,15 +138,16 @@ def gpu_prefill(q_dtype: DTypeLike, kv_dtype: DTypeLike, head_dim: int, page_siz
     return found or gpu_prefill_rule(q_dtype, head_dim, rows)
 
 
-def tpu_rule(kv_dtype: DTypeLike, head_dim: int, page_size: int, kv_heads: int) -> Tpu:
-    """Two buffers of about 1 MiB each leave most of 16 MiB of VMEM to the tile."""
+def tpu_rule(kv_dtype: DTypeLike, head_dim: int, page_size: int, heads: int, kv_heads: int) -> Tpu:
+    """Buffers of about 1 MiB, tiles of 512 rows per kv head and 2048 in all: within 16 MiB of VMEM (by compiling)."""
     row = 2 * kv_heads * max(128, head_dim) * jnp.dtype(kv_dtype).itemsize
-    return Tpu(tokens=64, keys=max(page_size, _power_of_two(2**20 // row, 128, 512)))
+    tokens = min(64, 512 * kv_heads // heads, 2048 // heads)
+    return Tpu(tokens=max(1, tokens), keys=max(page_size, _power_of_two(2**20 // row, 128, 512)))
 
 
-def tpu(kv_dtype: DTypeLike, head_dim: int, page_size: int, kv_heads: int) -> Tpu:
+def tpu(kv_dtype: DTypeLike, head_dim: int, page_size: int, heads: int, kv_heads: int) -> Tpu:
     found = lookup(TPU, device_kind("tpu"), kv_dtype, head_dim, page_size)
-    return found or tpu_rule(kv_dtype, head_dim, page_size, kv_heads)
+    return found or tpu_rule(kv_dtype, head_dim, page_size, heads, kv_heads)
 
 
 def gpu_splits(config: GpuDecode, programs: int, longest: int) -> int:

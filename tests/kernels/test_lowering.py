@@ -1,0 +1,89 @@
+"""Every Pallas kernel lowers for the platform that it is written for, on a machine that has neither."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rekindle_kernels import LayerKV, pallas_gpu, pallas_gpu_write, pallas_tpu
+from rekindle_kernels.calls import needs_scales
+
+TRITON = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+# Every (query type, page type) pair at every head size; page sizes and groups rotate through the table.
+GPU_TYPES = (
+    ("bfloat16", "bfloat16"),
+    ("float16", "float16"),
+    ("float32", "float32"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("bfloat16", "float8_e5m2"),
+)
+TPU_TYPES = GPU_TYPES[:1] + GPU_TYPES[2:4]
+GROUPS = (1, 3, 4, 7, 16)
+FEATURES = ({}, {"sliding_window": 100}, {"soft_cap": 30.0}, {"sinks": True})
+
+
+def table(types: tuple[tuple[str, str], ...]) -> list[object]:
+    rows = []
+    for index, ((q, kv), head_dim) in enumerate(product(types, HEAD_DIMS)):
+        page, group = PAGE_SIZES[index % len(PAGE_SIZES)], GROUPS[index % len(GROUPS)]
+        features = FEATURES[(index // 2) % len(FEATURES)]
+        name = f"{q}-{kv}-d{head_dim}-s{page}-g{group}-{'-'.join(features) or 'plain'}"
+        rows.append(pytest.param(q, kv, head_dim, page, group, features, id=name))
+    return rows
+
+
+def shapes(q: str, kv: str, head_dim: int, page_size: int, group: int) -> tuple[object, ...]:
+    """Four decode rows of long contexts and two prefill chunks."""
+    of = jax.ShapeDtypeStruct
+    pages = of((40, 2, 2, page_size, head_dim), jnp.dtype(kv))
+    scales = of(pages.shape[:-1], jnp.float32) if needs_scales(kv) else None
+    integers = [of(shape, jnp.int32) for shape in ((6, 4096 // page_size), (6,), (3,), ())]
+    return (of((4 + 300, 2 * group, head_dim), jnp.dtype(q)), LayerKV(pages, scales), *integers)
+
+
+def lower(
+    attention: partial[jax.Array], platform: str, arguments: tuple[object, ...], features: dict[str, object]
+) -> str:
+    options = dict(features)
+    if options.pop("sinks", False):
+        q = arguments[0]
+        assert isinstance(q, jax.ShapeDtypeStruct)
+        options["sinks"] = jnp.zeros(q.shape[1], jnp.float32)
+    run = jax.jit(partial(attention, decode_rows=4, scale=0.1, **options))
+    return str(jax.export.export(run, platforms=[platform], disabled_checks=TRITON)(*arguments).mlir_module())
+
+
+@pytest.mark.parametrize(("q", "kv", "head_dim", "page_size", "group", "features"), table(GPU_TYPES))
+def test_gpu_kernels_lower_for_cuda(
+    q: str, kv: str, head_dim: int, page_size: int, group: int, features: dict[str, object]
+) -> None:
+    module = lower(partial(pallas_gpu.attention, splits=8), "cuda", shapes(q, kv, head_dim, page_size, group), features)
+    assert module.count("__gpu$xla.gpu.triton") == 3, "decode, its merge, prefill"
+
+
+@pytest.mark.parametrize(("q", "kv", "head_dim", "page_size", "group", "features"), table(TPU_TYPES))
+def test_tpu_kernels_lower_for_tpu(
+    q: str, kv: str, head_dim: int, page_size: int, group: int, features: dict[str, object]
+) -> None:
+    module = lower(partial(pallas_tpu.attention), "tpu", shapes(q, kv, head_dim, page_size, group), features)
+    assert module.count("tpu_custom_call") == 2, "decode and prefill"
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "float32", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_gpu_write_lowers_for_cuda_and_writes_in_place(kv: str, head_dim: int) -> None:
+    of = jax.ShapeDtypeStruct
+    _, pages, *_ = shapes("bfloat16", kv, head_dim, 16, 1)
+    values = of((5, 2, head_dim), jnp.bfloat16)
+    run = jax.jit(pallas_gpu_write.write_kv, donate_argnums=0)
+    ids = of((5,), jnp.int32)
+    exported = jax.export.export(run, platforms=["cuda"], disabled_checks=TRITON)(pages, values, values, ids, ids)
+    assert "output_operand_alias" in str(exported.mlir_module())

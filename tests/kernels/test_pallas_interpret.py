@@ -1,0 +1,93 @@
+"""The Pallas kernels as plain JAX operations, against the oracle, on the cases that every implementation must solve."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from kernel_cases import CASES, Case, Problem, build, tolerance
+from rekindle_kernels import paged_attention, pallas_gpu, pallas_tpu, tuning
+
+# Small blocks, so that short sequences take several turns of every loop and several splits.
+SMALL_GPU = {
+    "decode_config": tuning.GpuDecode(block_k=16, num_warps=4, num_stages=1, least_blocks=1),
+    "prefill_config": tuning.GpuPrefill(block_m=16, block_k=16, num_warps=4, num_stages=1),
+    "splits": 4,
+}
+SMALL_TPU = {"config": tuning.Tpu(tokens=8, keys=32)}
+VARIANTS = {
+    "gpu": partial(paged_attention, implementation="pallas_gpu_interpret"),
+    "gpu_small_blocks": partial(pallas_gpu.attention, interpret=True, **SMALL_GPU),
+    "tpu": partial(paged_attention, implementation="pallas_tpu_interpret"),
+    "tpu_small_blocks": partial(pallas_tpu.attention, interpret=True, **SMALL_TPU),
+}
+# Compiling an interpreted kernel takes seconds: by default these, which differ in what the kernels do differently.
+QUICK = {
+    "gpu": ("prefill_long_chunk", "mixed_head_dim_80", "mixed_bfloat16", "mixed_int8_pages_bfloat16_queries"),
+    "gpu_small_blocks": (
+        "decode_lengths_around_page_borders",
+        "decode_empty_rows_between",
+        "decode_long",
+        "prefill_none_is_real",
+        "mixed_page_8",
+        "mixed_group_7",
+        "window_far_from_the_start",
+        "mixed_window_soft_cap_sinks",
+    ),
+    "tpu": ("prefill_long_chunk", "mixed_bfloat16"),
+    "tpu_small_blocks": (
+        "decode_empty_rows_between",
+        "prefill_none_is_real",
+        "mixed_group_7",
+        "window_far_from_the_start",
+        "mixed_window_soft_cap_sinks",
+    ),
+}
+
+
+def variants() -> list[object]:
+    return [
+        pytest.param(name, case, id=f"{name}-{case.name}", marks=() if case.name in QUICK[name] else pytest.mark.slow)
+        for name in VARIANTS
+        for case in CASES
+    ]
+
+
+@cache
+def expected(case: Case) -> tuple[Problem, np.ndarray]:
+    problem = build(case)
+    (q, *rest) = problem.args
+    out = paged_attention(q.astype("float32"), *rest, **problem.options, implementation="reference")
+    return problem, np.asarray(out)
+
+
+def check(run: partial[jax.Array], case: Case) -> None:
+    problem, want = expected(case)
+    got = jax.jit(partial(run, **problem.options))(*problem.args)
+    assert got.dtype == problem.args[0].dtype
+    got = np.asarray(got.astype("float32"))
+    assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))
+    assert not got[~problem.used].any(), "padding must give zeros"
+
+
+@pytest.mark.parametrize(("name", "case"), variants())
+def test_kernel_matches_the_reference(name: str, case: Case) -> None:
+    narrow = case.dtype == "float16" or case.kv_dtype == "int8"
+    if name.startswith("tpu") and narrow:
+        pytest.skip("the TPU kernel refuses float16 and one-byte pages: see test_pallas_support")
+    check(VARIANTS[name], case)
+
+
+@pytest.mark.parametrize("copies", ["eager", "on_wait"])
+def test_tpu_kernel_waits_for_every_copy_and_reuses_no_buffer_early(copies: str) -> None:
+    """Copies done only when awaited leave nan where a wait is missing; copies done at once spoil a buffer in use."""
+    case = Case(
+        "copies", decode=(0, 33, 70), prefill=((9, 41), (2, 2)), padding=3, kv_heads=1, heads=2, sliding_window=20
+    )
+    parameters = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode=copies)
+    check(partial(pallas_tpu.attention, interpret=parameters, **SMALL_TPU), case)

@@ -1,0 +1,102 @@
+"""What the Pallas kernels refuse and why, the tile table, writing pages, and block sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rekindle_kernels import Call, init_pages, pallas_gpu, pallas_gpu_write, pallas_tpu, tiles, tuning, write_kv
+
+CALL = Call(
+    platform="gpu", tokens=8, decode_rows=8, sequences=8, heads=8, kv_heads=2, head_dim=128, page_size=16,
+    table_width=8, q_dtype=jnp.dtype("bfloat16"), kv_dtype=jnp.dtype("bfloat16"), storage=jnp.dtype("bfloat16"),
+)  # fmt: skip
+
+
+def test_gpu_kernels_refuse_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pallas_gpu.supports(CALL) is None
+    assert "512" in str(pallas_gpu.supports(replace(CALL, head_dim=512)))
+    assert "int4" in str(pallas_gpu.supports(replace(CALL, kv_dtype=jnp.dtype("int4"))))
+    assert "float64" in str(pallas_gpu.supports(replace(CALL, q_dtype=jnp.dtype("float64"))))
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
+    assert "7.5" in str(pallas_gpu.supports(CALL))
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 8.0)
+    assert pallas_gpu.supports(CALL) is None
+    assert "8.9" in str(pallas_gpu.supports(replace(CALL, kv_dtype=jnp.dtype("float8_e4m3fn"))))
+
+
+def test_tpu_kernel_refuses_with_a_reason() -> None:
+    assert pallas_tpu.supports(CALL) is None
+    assert "int8" in str(pallas_tpu.supports(replace(CALL, kv_dtype=jnp.dtype("int8"))))
+    assert "float16" in str(pallas_tpu.supports(replace(CALL, q_dtype=jnp.dtype("float16"))))
+    assert "page size 4" in str(pallas_tpu.supports(replace(CALL, page_size=4)))
+
+
+def test_one_byte_pages_that_overflow_the_index_are_refused() -> None:
+    of = jax.ShapeDtypeStruct
+    kv = jax.eval_shape(lambda: init_pages(2**15, 8, 64, 96, "int8"))
+    integers = [of(shape, jnp.int32) for shape in ((1, 4), (1,), (1,), ())]
+    with pytest.raises(ValueError, match=r"3\.0 GiB"):
+        jax.eval_shape(
+            partial(pallas_gpu.attention, decode_rows=1, scale=1.0), of((1, 8, 96), jnp.bfloat16), kv, *integers
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    queries=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    real=st.integers(0, 4),
+    tile=st.sampled_from([(1, 16), (3, 64), (7, 16)]),
+)
+def test_every_row_is_in_exactly_one_tile(queries: list[int], real: int, tile: tuple[int, int]) -> None:
+    tokens, (group, block) = 160, tile
+    queries = [count if index < real else 0 for index, count in enumerate(queries)]
+    lens = np.array([9, 9, *(100 + count for count in queries)])
+    build = jax.jit(
+        partial(tiles.tile_table, tokens=tokens, decode_rows=2, rows_per_token=group, block=block),
+    )
+    table = np.asarray(build(jnp.asarray(np.cumsum([0, *queries])), jnp.asarray(lens), jnp.asarray(real)))
+    seen = np.zeros((tokens + 2) * group, int)
+    for sequence, query, count, context, first in table.T:
+        rows = np.arange(first, min(first + block, count * group))
+        seen[query * group + rows] += 1
+        if rows.size and query - 2 < sum(queries):
+            assert context == lens[sequence] == 100 + count
+        elif rows.size:
+            assert context == 0, "padding has no keys"
+    assert np.all(seen[: 2 * group] == 0) and np.all(seen[2 * group :] == 1)
+
+
+@pytest.mark.parametrize(("dtype", "kv_heads", "head_dim"), [("float32", 3, 80), ("bfloat16", 2, 64), ("int8", 3, 64)])
+def test_gpu_write_equals_the_scatter(dtype: str, kv_heads: int, head_dim: int) -> None:
+    random = np.random.default_rng(0)
+    k, v = (jnp.asarray(random.standard_normal((4, kv_heads, head_dim)), jnp.float32) for _ in range(2))
+    ids, offsets = jnp.array([3, 1, 3, 2]), jnp.array([0, 7, 1, 5])
+    kv = init_pages(5, kv_heads, 8, head_dim, dtype)
+    want = write_kv(kv, k, v, ids, offsets)
+    got = jax.jit(partial(pallas_gpu_write.write_kv, interpret=True))(kv, k, v, ids, offsets)
+    np.testing.assert_array_equal(np.asarray(got.pages), np.asarray(want.pages))
+    if want.scales is not None:
+        np.testing.assert_allclose(np.asarray(got.scales), np.asarray(want.scales), rtol=1e-6)
+
+
+def test_measured_entries_win_over_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = tuning.GpuDecode(block_k=32, num_warps=2, num_stages=5)
+    monkeypatch.setattr(tuning, "device_kind", lambda platform: "NVIDIA H200 NVL")
+    monkeypatch.setitem(tuning.GPU_DECODE, tuning.Key("NVIDIA H200", "bfloat16", 128, 16), measured)
+    assert tuning.gpu_decode("bfloat16", 128, 16) is measured
+    assert tuning.gpu_decode("bfloat16", 128, 32) == tuning.gpu_decode_rule("bfloat16", 128)
+
+
+def test_splits_follow_the_work() -> None:
+    config = tuning.gpu_decode_rule("bfloat16", 128)
+    assert tuning.gpu_splits(config, programs=1024, longest=32768) == 1, "enough programs as it is"
+    assert tuning.gpu_splits(config, programs=8, longest=32768) == 32
+    assert tuning.gpu_splits(config, programs=8, longest=512) == 2, "a split has at least four blocks"
