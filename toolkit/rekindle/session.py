@@ -301,7 +301,9 @@ class Session:
         stepped = await self._host.send(StepOnce(slot), slot).get()
         if stepped.result is None:
             return None
-        return StepReport.of(stepped.result, stepped.events, self._engine.tokenizer.decode)
+        tokenizer = self._engine.tokenizer
+        decode = tokenizer.decode if getattr(tokenizer, "has_text", True) else lambda ids: ""
+        return StepReport.of(stepped.result, stepped.events, decode)
 
     async def _exclusive(self, job: Callable[[], Any], after: Callable[[Any], object]) -> Any:
         self._host.check()

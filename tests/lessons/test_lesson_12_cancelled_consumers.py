@@ -1,0 +1,92 @@
+"""A consumer that goes away, however it does, gives slot and pages back within a step."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import anyio
+import pytest
+
+from rekindle import Session
+from sessions import CONFIG, eventually, opened, settled
+
+
+async def by_timeout(session: Session) -> None:
+    with anyio.move_on_after(0.05):
+        await session.generate("x" * 30, max_tokens=400)
+
+
+async def by_scope(session: Session) -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(session.generate, "x" * 30)
+        await anyio.sleep(0.05)
+        group.cancel_scope.cancel()
+
+
+async def by_break(session: Session) -> None:
+    async for _ in session.stream("x" * 30, max_tokens=400):
+        break
+
+
+async def by_exception(session: Session) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async for _ in session.stream("x" * 30, max_tokens=400):
+            raise ZeroDivisionError
+
+
+async def by_collection(session: Session) -> None:
+    handle = session.submit("x" * 30, max_tokens=400)
+    await anyio.sleep(0.05)
+    del handle
+    gc.collect()
+
+
+async def by_hand(session: Session) -> None:
+    handle = session.submit("x" * 30, max_tokens=400)
+    await anyio.sleep(0.05)
+    handle.cancel()
+
+
+WAYS = (by_timeout, by_scope, by_break, by_exception, by_collection, by_hand)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("leave", WAYS, ids=lambda way: way.__name__)
+async def test_lesson_12_a_consumer_that_leaves_frees_everything_within_a_step(leave) -> None:  # type: ignore[no-untyped-def]
+    with opened(step_seconds=0.01) as session:
+        bystander = session.submit("other", max_tokens=50)
+        await leave(session)
+        scheduler = session._engine.scheduler
+        eventually(lambda: session.stats().live == 1, 2.0)
+        at = scheduler.statistics().steps
+        eventually(lambda: scheduler.statistics().leaving == 0)
+        assert scheduler.statistics().steps - at <= 3
+        assert len((await bystander).token_ids) == 50
+        settled(session)
+        statistics = scheduler.statistics()
+        assert statistics.pages_held == 0 and statistics.running == 0
+
+
+def test_lesson_12_a_cancelled_asyncio_task_aborts_its_request() -> None:
+    async def main(session: Session) -> None:
+        tasks = [asyncio.create_task(session.generate(f"{i}", max_tokens=400)) for i in range(CONFIG.max_requests)]
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+
+    with opened(step_seconds=0.005) as session:
+        asyncio.run(main(session))
+
+
+def test_lesson_12_a_loop_that_is_torn_down_aborts_what_it_awaited() -> None:
+    async def main(session: Session) -> None:
+        asyncio.get_running_loop().create_task(session.generate("x", max_tokens=400))
+        await asyncio.sleep(0.05)
+
+    with opened(step_seconds=0.01) as session:
+        asyncio.run(main(session))
+        settled(session)

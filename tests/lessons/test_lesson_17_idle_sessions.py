@@ -1,0 +1,30 @@
+"""An idle session, paused, waited for or forgotten, uses less than one per cent of a core."""
+
+from __future__ import annotations
+
+import time
+
+from sessions import opened
+
+
+def busy_share(seconds: float) -> float:
+    start = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - start) / seconds
+
+
+def test_lesson_17_an_idle_session_sleeps() -> None:
+    with opened() as session:
+        session.generate_sync("x", max_tokens=4)
+        time.sleep(0.2)
+        assert busy_share(2.0) < 0.01
+
+
+def test_lesson_17_a_paused_session_with_work_sleeps() -> None:
+    with opened() as session:
+        with session.paused():
+            handle = session.submit("x", max_tokens=4)
+            session.step_sync()
+            time.sleep(0.2)
+            assert busy_share(1.0) < 0.01
+        handle.result_sync()

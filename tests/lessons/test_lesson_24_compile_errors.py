@@ -1,0 +1,27 @@
+"""A program that does not compile is an error of open(), with its name; nothing stays behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import rekindle
+from driving import tiny_model
+from rekindle.engine.programs import Key, Programs
+from rekindle.errors import CompileError
+from sessions import eventually, threads
+
+
+@pytest.mark.anyio
+async def test_lesson_24_compile_errors_surface_at_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def build(self: Programs, key: Key) -> Any:
+        raise ZeroDivisionError("a defect in the program")
+
+    monkeypatch.setattr(Programs, "build", build)
+    before = threads()
+    with pytest.raises(CompileError, match="a defect in the program"):
+        await rekindle.open(
+            tiny_model(), precompile="all", max_model_len=64, device_pages=8, page_size=16, cache_dir=str(tmp_path)
+        )
+    eventually(lambda: threads() <= before)
