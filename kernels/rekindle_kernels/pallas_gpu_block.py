@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def both(left: jax.Array | None, right: jax.Array | None) -> jax.Array | None:
     return left & right
 
 
-def load_rows(ref: jax.Ref, rows: tuple[jax.Array | np.int32, ...], mask: jax.Array | None) -> jax.Array:
+def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
     """ref[(*rows, :)] as [len, D padded]; rows outside `mask` and columns past head_dim are zero.
 
     Indices past the array are formed but not read. Clamping them instead would hide from Triton that neighbours are
@@ -102,11 +102,11 @@ def load_rows(ref: jax.Ref, rows: tuple[jax.Array | np.int32, ...], mask: jax.Ar
 
 
 class Paged(NamedTuple):
-    """One layer's pages and who owns them: arrays outside a kernel, references inside."""
+    """One layer's pages and who owns them: jax.Array outside a kernel, jax.Ref inside."""
 
-    pages: jax.Ref  # [P, 2, K, S, D]
-    scales: jax.Ref | None  # float32 [P, 2, K, S]
-    table: jax.Ref  # int32 [N, W]
+    pages: Any  # [P, 2, K, S, D]
+    scales: Any  # float32 [P, 2, K, S], or None
+    table: Any  # int32 [N, W]
 
 
 def attend(

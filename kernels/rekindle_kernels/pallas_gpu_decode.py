@@ -1,8 +1,8 @@
 """GPU decode: one query token per sequence, keys split over several programs (flash decoding), then merged.
 
 Axes: R decode rows, H heads, K kv heads, G heads per kv head, D head_dim, Z splits. The heads of a group share one
-tile, padded to the 16 rows that a dot needs. A program finds its share of the keys from the row's true length, so neither
-the width of the page table nor the static number of splits costs anything beyond an early exit.
+tile, padded to the 16 rows that a dot needs. A program finds its share of the keys from the row's true length, so
+neither the width of the page table nor the static number of splits costs anything beyond an early exit.
 """
 
 from __future__ import annotations
@@ -132,13 +132,14 @@ def decode(
     """[T, H, D] of which rows 0..R-1 are written; the rest is whatever memory held."""
     _, heads, head_dim = q.shape
     kv_heads = paged.pages.shape[2]
-    shared = {"scoring": scoring, "config": config, "splits": splits}
     parameters = plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     part = jax.ShapeDtypeStruct((splits, decode_rows, heads), jnp.float32)
-    outs = (out,) if splits == 1 else (jax.ShapeDtypeStruct((*part.shape, head_dim), jnp.float32), part, part)
+    outs: tuple[jax.ShapeDtypeStruct, ...] = (out,)
+    if splits > 1:
+        outs = (jax.ShapeDtypeStruct((*part.shape, head_dim), jnp.float32), part, part)
     results = pl.pallas_call(
-        functools.partial(_decode_kernel, group=heads // kv_heads, **shared),
+        functools.partial(_decode_kernel, scoring=scoring, config=config, splits=splits, group=heads // kv_heads),
         grid=(decode_rows, kv_heads, splits),
         out_shape=outs,
         compiler_params=parameters,
@@ -148,7 +149,7 @@ def decode(
     if splits == 1:
         return results[0]
     return pl.pallas_call(
-        functools.partial(_merge_kernel, **shared),
+        functools.partial(_merge_kernel, scoring=scoring, config=config, splits=splits),
         grid=(decode_rows, heads),
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),

@@ -7,6 +7,7 @@ group) pair, so a tile is full for every G, and the keys are read once for the w
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ def prefill(
         rows_per_token=group,
         block=config.block_m,
     )
-    arguments = (q, paged, table, sinks)
+    arguments: tuple[Any, ...] = (q, paged, table, sinks)
     aliases = {}
     if out is not None:
         aliases = {len(jax.tree.leaves(arguments)): 0}

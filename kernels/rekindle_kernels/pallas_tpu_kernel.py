@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -66,10 +65,8 @@ def span(table: jax.Ref | jax.Array, tile: jax.Array, shape: Shape) -> Span:
 class Fetch:
     """Starts and awaits the pages of a block in one of the two buffers."""
 
-    def __init__(
-        self, pages: jax.Ref, page_table: jax.Ref, buffers: jax.Ref, semaphores: jax.Ref, shape: Shape
-    ) -> None:
-        self.pages, self.page_table, self.buffers, self.semaphores = pages, page_table, buffers, semaphores
+    def __init__(self, pages: jax.Ref, table: jax.Ref, buffers: jax.Ref, semaphores: jax.Ref, shape: Shape) -> None:
+        self.pages, self.table, self.buffers, self.semaphores = pages, table, buffers, semaphores
         self.shape = shape
 
     def _each(self, at: Span, block: jax.Array, slot: jax.Array, act: str) -> None:
@@ -231,7 +228,7 @@ def run_tiles(
             scratch_shapes=[
                 pltpu.VMEM((2, shape.block_pages, 2, *page), pages.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), np.int32),
+                pltpu.SMEM((1,), jnp.dtype(jnp.int32)),
                 pltpu.VMEM((kv_heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((kv_heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((kv_heads, rows, head_dim), jnp.float32),

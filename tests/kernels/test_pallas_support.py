@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle_kernels import Call, init_pages, pallas_gpu, pallas_gpu_write, pallas_tpu, tiles, tuning, write_kv
+from rekindle_kernels import Call, init_pages, pallas_gpu, pallas_gpu_write, pallas_tpu, tiles, tune, tuning, write_kv
 
 CALL = Call(
     platform="gpu", tokens=8, decode_rows=8, sequences=8, heads=8, kv_heads=2, head_dim=128, page_size=16,
@@ -100,3 +100,19 @@ def test_splits_follow_the_work() -> None:
     assert tuning.gpu_splits(config, programs=1024, longest=32768) == 1, "enough programs as it is"
     assert tuning.gpu_splits(config, programs=8, longest=32768) == 32
     assert tuning.gpu_splits(config, programs=8, longest=512) == 2, "a split has at least four blocks"
+
+
+def test_tuner_says_when_there_is_nothing_to_tune(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main([]) == 1
+    assert "cpu" in capsys.readouterr().out
+
+
+def test_tuner_passes_over_what_does_not_compile_and_prints_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, options = tune.problem(16, 16, "float32", rows=1, chunks=1, chunk=8, context=16)
+    small = tuning.GpuPrefill(block_m=16, block_k=16, num_warps=4, num_stages=1)
+    run = partial(pallas_gpu.attention, interpret=True)
+    broken = replace(small, block_k=0)
+    found = tune.best(run, "prefill_config", [broken, small], [(arguments, options)])
+    assert found is not None
+    assert found[0] == small
+    assert "block_k=0" in capsys.readouterr().err

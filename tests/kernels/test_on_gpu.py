@@ -1,0 +1,83 @@
+"""The shared cases compiled for a real GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernel_cases import CASES, Case, build, tolerance
+from rekindle_kernels import gather_pages, init_pages, paged_attention, pallas_gpu, pallas_gpu_write, tuning, write_kv
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU and JAX_PLATFORMS=cuda,cpu"),
+]
+FP8 = (
+    Case(
+        "fp8_pages", decode=(1, 17, 0, 40), prefill=((16, 33),), dtype="bfloat16", kv_dtype="float8_e4m3fn", head_dim=64
+    ),
+    Case("fp8_e5m2_pages", decode=(9, 70), prefill=((16, 33),), dtype="bfloat16", kv_dtype="float8_e5m2", head_dim=128),
+)
+LARGE = (
+    Case("long_decode", decode=(4096, 1, 3000, 0), heads=16, kv_heads=2, head_dim=128, dtype="bfloat16"),
+    Case("long_prefill", prefill=((1500, 3000), (700, 700)), heads=8, kv_heads=2, head_dim=128, dtype="bfloat16"),
+    Case("long_prefill_window", prefill=((1500, 3000),), head_dim=64, dtype="bfloat16", sliding_window=500),
+)
+
+
+def check(case: Case, **options: object) -> None:
+    problem = build(case)
+    (q, *rest) = problem.args
+    with jax.default_matmul_precision("highest"):
+        want = paged_attention(q.astype("float32"), *rest, **problem.options, implementation="reference")
+    run = partial(pallas_gpu.attention, **problem.options, **options)
+    got = np.asarray(jax.jit(run)(*problem.args).astype("float32"))
+    assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
+    np.testing.assert_allclose(got, np.asarray(want), rtol=0, atol=tolerance(case))
+    assert not got[~problem.used].any(), "padding must give zeros"
+
+
+@pytest.mark.parametrize("case", [*CASES, *FP8, *LARGE], ids=lambda case: case.name)
+def test_compiled_kernel_matches_the_reference(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.decode], ids=lambda case: case.name)
+def test_split_decode_matches_the_reference(case: Case) -> None:
+    rule = tuning.gpu_decode_rule(case.kv_dtype or case.dtype, case.head_dim)
+    check(case, splits=8, decode_config=replace(rule, block_k=16, least_blocks=1))
+
+
+def test_the_gpu_kernel_is_the_default() -> None:
+    case = next(case for case in CASES if case.name == "mixed_bfloat16")
+    problem = build(case)
+    compiled = jax.jit(partial(paged_attention, **problem.options)).lower(*problem.args)
+    assert "triton" in compiled.as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+def test_write_kernel_equals_the_scatter(dtype: str) -> None:
+    random = np.random.default_rng(0)
+    k, v = (jnp.asarray(random.standard_normal((64, 3, 80)), jnp.float32) for _ in range(2))
+    places = random.permutation(8 * 16)[:64]
+    ids, offsets = jnp.asarray(1 + places // 16, jnp.int32), jnp.asarray(places % 16, jnp.int32)
+    kv = init_pages(10, 3, 16, 80, dtype)
+    want, got = write_kv(kv, k, v, ids, offsets), jax.jit(pallas_gpu_write.write_kv)(kv, k, v, ids, offsets)
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        left, right = (np.asarray(leaf.astype(jnp.float32)) for leaf in (left, right))
+        # Dividing by the scale may differ in the last bit, which moves a quantised value by one step.
+        np.testing.assert_allclose(
+            left, right, rtol=2**-3 if dtype == "float8_e4m3fn" else 1e-6, atol=1.0 * (dtype == "int8")
+        )
+
+
+def test_offloaded_pages_come_back() -> None:
+    kv = init_pages(6, 2, 16, 64, "bfloat16")
+    kv = kv._replace(pages=jax.random.normal(jax.random.key(0), kv.pages.shape, jnp.bfloat16))
+    taken = gather_pages(kv, jnp.array([3, 1]))
+    np.testing.assert_array_equal(np.asarray(taken.pages), np.asarray(kv.pages)[[3, 1]])
