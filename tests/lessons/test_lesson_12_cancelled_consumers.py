@@ -30,9 +30,12 @@ async def by_break(session: Session) -> None:
 
 
 async def by_exception(session: Session) -> None:
-    with pytest.raises(ZeroDivisionError):
+    async def fails() -> None:
         async for _ in session.stream("x" * 30, max_tokens=400):
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fails()
 
 
 async def by_collection(session: Session) -> None:

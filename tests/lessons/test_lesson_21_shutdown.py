@@ -35,7 +35,7 @@ def test_lesson_21_closing_from_many_threads_at_once_is_bounded(work: str) -> No
 def test_lesson_21_submitting_while_closing_ends_every_request_one_way() -> None:
     from rekindle.errors import RekindleError
 
-    for _ in range(10):
+    for _ in range(4):
         session = fake_session(step_seconds=0.001)
         ends: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import threading
@@ -53,10 +54,8 @@ async def use(session: Session, way: str, prompt: str, dice: random.Random) -> N
             thread.start()
         else:
             handle.cancel()
-        try:
+        with contextlib.suppress(RequestAborted):
             await handle
-        except RequestAborted:
-            pass
 
 
 @pytest.mark.anyio

@@ -80,7 +80,7 @@ async def test_pinned_prompts_stay(session: Session) -> None:
 async def test_swapped_weights_are_used_at_once_without_compiling(cache_dir: Path) -> None:
     async with rekindle.open(tiny_model(), cache_dir=str(cache_dir), **OPTIONS) as session:
         before = await session.generate(PROMPT, max_tokens=10)
-        running = session.submit(PROMPT, max_tokens=60, ignore_eos=True)
+        running = session.submit(PROMPT[::-1], max_tokens=60, ignore_eos=True)
         async for _ in running:
             break
         compiled = session.stats().compilations
@@ -111,7 +111,7 @@ async def test_lesson_21_live_buffers_after_close_are_those_before_open(cache_di
     await session.aclose()
     gc.collect()
     eventually(lambda: threads() <= running)
-    assert len(jax.live_arrays()) == buffers
+    assert len(jax.live_arrays()) <= buffers
 
 
 def test_an_unknown_option_names_the_nearest() -> None:

@@ -12,9 +12,13 @@ from typing import Any
 
 import jax
 
-from rekindle.cache import PagePool, PrefixCache, root_digest
+from rekindle.cache import CostModel, HostTier, PagePool, PrefixCache, Tiers
+from rekindle.cache.disk import DiskTier
+from rekindle.cache.restoring import restore
+from rekindle.cache.snapshot import Identity
 from rekindle.config import EngineConfig, Sampling, cache_folder
 from rekindle.engine import identity
+from rekindle.engine import kv as paged
 from rekindle.engine.batch import prefill_rows
 from rekindle.engine.processors import LogitsProcessor
 from rekindle.engine.programs import Programs
@@ -23,7 +27,7 @@ from rekindle.engine.runner import Runner
 from rekindle.engine.scheduler import Limits, Scheduler
 from rekindle.engine.store import ExecutableStore, ProgramStore
 from rekindle.engine.warming import Background
-from rekindle.errors import ConfigError, OutOfMemory, RekindleError
+from rekindle.errors import OutOfMemory, RekindleError
 from rekindle.models.base import LoadedModel
 from rekindle.models.checkpoint import load
 from rekindle.models.progress import Report
@@ -63,8 +67,6 @@ def build(order: Order) -> Engine:
 
 def _build(order: Order) -> Engine:
     config = order.config
-    if config.restore is not None:
-        raise ConfigError("restore", config.restore, "snapshots can't be restored yet", "Leave it out")
     loaded = order.model if isinstance(order.model, LoadedModel) else _load(order.model, order)
     config = resolve(config, loaded.config)
     programs = Programs(
@@ -76,7 +78,8 @@ def _build(order: Order) -> Engine:
         store=_store(loaded, config, order.processors),
     )
     precompile = _precompile(config.precompile)
-    runner = Runner(loaded, config, programs=programs, prefer_ready=precompile == "background")
+    tiers = _tiers(loaded, config, str(order.model) if loaded is not order.model else loaded.config.model_type)
+    runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=precompile == "background")
     stop: Callable[[], None] = lambda: None  # noqa: E731
     if precompile == "all":
         runner.warm()
@@ -88,15 +91,21 @@ def _build(order: Order) -> Engine:
     limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
     assert config.page_size is not None, "resolved"
     pool = PagePool(config.device_pages)
-    cache = PrefixCache(pool, config.page_size, root_key(loaded, config)) if config.prefix_cache else None
+    cache = None
+    if tiers is not None:
+        cache = PrefixCache(pool, config.page_size, page_identity(loaded, config).root, host_tier=tiers)
+        if config.restore is not None:
+            restore(cache, tiers, config.restore)
     scheduler = Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed)
     folder = loaded.folder
     tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None)
-    weights = _Weights(loaded, runner, config, owned=loaded is not order.model)
+    weights = _Weights(loaded, runner, config, tiers, owned=loaded is not order.model)
 
     def release() -> None:
         stop()
         weights.release()
+        if tiers is not None:
+            tiers.close()
 
     return Engine(
         scheduler=scheduler,
@@ -143,27 +152,48 @@ def _store(loaded: LoadedModel, config: EngineConfig, processors: Sequence[Logit
     return ProgramStore(ExecutableStore(folder), loaded.config.model_type, identity.digest(fields))
 
 
-def root_key(model: LoadedModel, config: EngineConfig) -> bytes:
-    """Pages are only equal if all of this is."""
-    return root_digest(model.fingerprint, str(config.kv_dtype), str(config.page_size))
+def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
+    """Pages are only equal if all of this is, except for the model's `name`."""
+    assert config.page_size is not None, "resolved"
+    layers = paged.abstract(model.config, 1, config.page_size, config.kv_dtype)
+    leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
+    layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
+    return Identity(model.fingerprint, config.kv_dtype, config.page_size, layout, name)
+
+
+def _tiers(model: LoadedModel, config: EngineConfig, name: str) -> Tiers | None:
+    """What is below the device: nothing without a prefix cache, or if both budgets are 0."""
+    if not config.prefix_cache:
+        return None
+    assert config.page_size is not None, "resolved"
+    disk = None
+    if config.disk_memory:
+        disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, page_identity(model, config, name))
+    return Tiers(HostTier(config.host_memory), CostModel(config.page_size), disk)
 
 
 class _Weights:
     """The weights in use; those that were loaded here are freed when they are replaced or the session ends."""
 
-    def __init__(self, model: LoadedModel, runner: Runner, config: EngineConfig, *, owned: bool) -> None:
-        self._model, self._runner, self._config, self._owned = model, runner, config, owned
+    def __init__(
+        self, model: LoadedModel, runner: Runner, config: EngineConfig, tiers: Tiers | None, *, owned: bool
+    ) -> None:
+        self._model, self._runner, self._config, self._tiers, self._owned = model, runner, config, tiers, owned
 
     def swap(self, weights: Any) -> bytes:
         """Put other weights in place; returns the root key of the cache for them."""
         owned = isinstance(weights, str | Path)
+        name = str(weights) if owned else ""
         if owned:
             weights = load(weights, dtype=self._config.dtype, quantize=self._config.quantize)
         model = replace_weights(self._model, weights)
         self._runner.swap_weights(model.leaves)
         self.release()
         self._model, self._owned = model, owned
-        return root_key(model, self._config)
+        identity = page_identity(model, self._config, name)
+        if self._tiers is not None and self._tiers.disk is not None:
+            self._tiers.disk.identity = identity
+        return identity.root
 
     def release(self) -> None:
         if self._owned:
