@@ -32,7 +32,7 @@ KINDS = {
     "story": "a story in the conversation",
     "comparison": "who is older, where they all live",
     "general": "small general questions",
-    "sums": "sums up to 100 and word problems",
+    "sums": "small sums and word problems",
     "lists": "sentences to JSON",
 }
 
@@ -53,17 +53,7 @@ def shown(prompt: str, temperature: float, text: str) -> str:
     return f"({choice})\n\n{quoted}\n"
 
 
-def write(recipe: Recipe, model: LoadedModel, words: Tokenizer, folder: Path, *, minutes: float) -> None:
-    """Evaluate the exported weights and write README.md beside them."""
-    score = evaluate.held_out(model.graph, model.leaves, words, HELD_OUT_BATCHES)
-    answers = {kind: evaluate.exact_answers(model.graph, model.leaves, words, kind) for kind in evaluate.KINDS}
-    tokens = sum(recipe.stage(step).rows * recipe.stage(step).length for step in range(recipe.steps))
-    texts = [
-        f"{number}. {shown(prompt, temperature, sample(model, words, prompt, temperature, number))}"
-        for number, (prompt, temperature) in enumerate(SAMPLES, 1)
-    ]
-    rows = "\n".join(f"| {KINDS[kind]} | {share:.0%} |" for kind, share in answers.items())
-    (folder / "README.md").write_text(f"""---
+CARD = """---
 license: apache-2.0
 language: en
 pipeline_tag: text-generation
@@ -71,17 +61,18 @@ pipeline_tag: text-generation
 
 # tiny
 
-A {model.num_parameters / 1e6:.1f}-million-parameter Llama with its own tokenizer, small enough to ship in a wheel. It tells
-short stories, answers questions about what was said in the conversation and a few about the world, does small sums, and
-writes lists and JSON records. It exists so that demos, tests and tutorials of an inference toolkit have something to run
-without a download: it knows nothing else, and its general facts are a few dozen sentences learned by heart.
+A {millions:.1f}-million-parameter Llama with its own tokenizer, small enough to ship in a wheel. It tells short
+stories, answers questions about what was said in the conversation and a few about the world, does small sums, and
+writes lists and JSON records. It exists so that demos, tests and tutorials of an inference toolkit have something to
+run without a download. It knows nothing else: its general facts are a few dozen sentences learned by heart.
 
 ## Numbers
 
-- Perplexity on held-out documents: **{score.perplexity:.3f}** per token ({score.tokens:,} tokens; {score.accuracy:.1%} of them were the
-  model's first guess), measured with the bfloat16 weights of this folder in float32 arithmetic. The text is made from
-  sentence frames, so most of it is predictable; short held-out questions can also occur in training.
-- Questions that greedy decoding answers with exactly the expected words ({evaluate.QUESTIONS} held-out conversations of each kind):
+Perplexity on held-out documents: **{perplexity:.3f}** per token, over {tokens:,} tokens; {accuracy:.1%} of them were
+the model's first guess. Measured with the bfloat16 weights of this folder in float32 arithmetic. The text is made from
+sentence frames, so much of it is predictable, and a short held-out question can also occur in training.
+
+Questions that greedy decoding answers with exactly the expected words, of {questions} held-out conversations each:
 
 | about | exact |
 |---|---|
@@ -89,11 +80,44 @@ without a download: it knows nothing else, and its general facts are a few dozen
 
 ## How it was made
 
-`python -m rekindle.tiny.train`, with its default arguments, on two CPU cores, in {minutes:.0f} minutes: {recipe.steps:,} steps, {tokens / 1e6:.1f} million
-tokens, each document seen once. The corpus is written by `rekindle/tiny/corpus.py` from a seed; no outside data or
-weights. {recipe.num_layers} layers, hidden size {recipe.hidden_size}, {recipe.num_heads} query and {recipe.num_kv_heads} key-value heads of {recipe.head_dim}, vocabulary {recipe.vocab_size:,} (byte-level BPE, digits apart),
-context {CONTEXT:,} tokens. Muon for the matrices of the blocks, Adam for embedding and norms.
+`python -m rekindle.tiny.train` with its default arguments, on two CPU cores{minutes}: {steps:,} steps over
+{trained:.1f} million tokens, each document seen once. The corpus is written by `rekindle/tiny/corpus.py` from a seed;
+no outside data or weights.
+
+| | |
+|---|---|
+| layers, hidden size, MLP size | {recipe.num_layers}, {recipe.hidden_size}, {recipe.intermediate_size} |
+| query heads, key-value heads, head size | {recipe.num_heads}, {recipe.num_kv_heads}, {recipe.head_dim} |
+| vocabulary | {recipe.vocab_size:,} (byte-level BPE, digits apart) |
+| context | {context:,} tokens |
+| optimizer | Muon for the matrices of the blocks, Adam for embedding, head and norms |
 
 ## Ten texts, as they came
 
-{chr(10).join(texts)}""")
+{samples}"""
+
+
+def write(recipe: Recipe, model: LoadedModel, words: Tokenizer, folder: Path, *, minutes: float | None = None) -> None:
+    """Evaluate the exported weights and write README.md beside them."""
+    score = evaluate.held_out(model.graph, model.leaves, words, HELD_OUT_BATCHES)
+    answers = {kind: evaluate.exact_answers(model.graph, model.leaves, words, kind) for kind in evaluate.KINDS}
+    stages = [recipe.stage(step) for step in range(recipe.steps)]
+    samples = [
+        f"{number}. {shown(prompt, temperature, sample(model, words, prompt, temperature, number))}"
+        for number, (prompt, temperature) in enumerate(SAMPLES, 1)
+    ]
+    text = CARD.format(
+        recipe=recipe,
+        context=CONTEXT,
+        steps=recipe.steps,
+        millions=model.num_parameters / 1e6,
+        trained=sum(stage.rows * stage.length for stage in stages) / 1e6,
+        minutes="" if minutes is None else f" in {minutes:.0f} minutes",
+        perplexity=score.perplexity,
+        tokens=score.tokens,
+        accuracy=score.accuracy,
+        questions=evaluate.QUESTIONS,
+        rows="\n".join(f"| {KINDS[kind]} | {share:.0%} |" for kind, share in answers.items()),
+        samples="\n".join(samples),
+    )
+    (folder / "README.md").write_text(text)

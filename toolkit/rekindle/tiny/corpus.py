@@ -22,19 +22,19 @@ SYSTEM = (
 )
 ANSWERS = (general.question, general.question, sums.question, sums.question, lists.question, lists.question)
 SHARES = {
-    "story": 0.19,
-    "story on request": 0.10,
-    "people": 0.20,
+    "story": 0.14,
+    "story on request": 0.09,
+    "people": 0.21,
     "me": 0.06,
-    "story questions": 0.12,
+    "story questions": 0.09,
     "comparison": 0.03,
-    "single": 0.13,
-    "several": 0.07,
+    "single": 0.22,
+    "several": 0.08,
     "long": 0.02,
     "sums": 0.02,
     "record": 0.02,
-    "plain questions": 0.02,
-    "plain statements": 0.02,
+    "plain questions": 0.01,
+    "plain statements": 0.01,
 }
 
 
@@ -94,8 +94,8 @@ def document(rng: Random) -> str:
     return chat(mixed(rng, 1 if kind == "single" else rng.randint(2, 5)), system)
 
 
-def documents(seed: str) -> Iterator[str]:
-    """The stream of documents that belongs to a seed; the same on every machine."""
+def documents(seed: str, copying: float = 0.0) -> Iterator[str]:
+    """The stream of documents that belongs to a seed, some of them mere copying; the same on every machine."""
     rng = Random(seed)
     while True:
-        yield document(rng)
+        yield lists.copies(rng) if rng.random() < copying else document(rng)

@@ -37,7 +37,9 @@ def write(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any],
     folder.mkdir(parents=True, exist_ok=True)
     end, turn_end = tokenizer.token_id(words, END), tokenizer.token_id(words, TURN_END)
     config = recipe.config([turn_end, end], end)
-    save_file(tensors(ModelConfig.from_hf(config), graph, leaves), folder / "model.safetensors", {"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors(ModelConfig.from_hf(config), graph, leaves), weights, {"format": "pt"})
+    weights.chmod(0o644)  # save_file leaves it readable by its owner only
     generation = {"eos_token_id": [turn_end, end], "pad_token_id": end, "do_sample": False}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -8,10 +8,12 @@ from random import Random
 from rekindle.tiny.people import Person, ask, people, state
 from rekindle.tiny.words import (
     ANIMALS,
+    BOYS,
     CITIES,
     COLOURS,
     COUNTABLE,
     FOODS,
+    GIRLS,
     GROWN_UPS,
     HOBBIES,
     MONTHS,
@@ -19,6 +21,7 @@ from rekindle.tiny.words import (
     WEEKDAYS,
     fill,
     join,
+    made_up,
     plural,
 )
 
@@ -31,6 +34,7 @@ GROUPS = {
     "toys": TOYS,
     "cities": CITIES,
 }
+ANY_WORD = tuple(word for group in (*GROUPS.values(), GIRLS, BOYS, COUNTABLE, WEEKDAYS, MONTHS) for word in group)
 WORDS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 KEYS = {"age": "age", "city": "city", "food": "likes", "job": "job", "hobby": "hobby"}
 
@@ -49,7 +53,8 @@ def listing(rng: Random) -> tuple[str, str]:
     if kind < 0.45:
         group = rng.choice(sorted(GROUPS))
         number = rng.randint(2, 6)
-        items = rng.sample(GROUPS[group], number)
+        # In alphabetical order, so that the likeliest next item is never one that is there already.
+        items = sorted(rng.sample(GROUPS[group], number))
         shown = rng.choice((WORDS[number], str(number)))
         return fill(rng, f"[Name|List|Write a list of|Tell me|Give me] {shown} {group}."), numbered(items)
     if kind < 0.6:
@@ -93,7 +98,7 @@ def read_back(rng: Random) -> tuple[str, str]:
     return f"{record(person, facts)}\n{asked}", answer
 
 
-def made_up(rng: Random) -> tuple[str, str]:
+def made_up_record(rng: Random) -> tuple[str, str]:
     (person,) = people(rng, 1)
     facts = ["age", *rng.sample(sorted(set(KEYS) - {"age"}), rng.choice((1, 2)))]
     if rng.random() < 0.5:
@@ -103,8 +108,30 @@ def made_up(rng: Random) -> tuple[str, str]:
     return fill(rng, f"[Write|Give me|Make up] a JSON record [about|for] {person.name}."), record(person, facts)
 
 
+def repeat(rng: Random) -> tuple[str, str]:
+    """Something to be said again, word by word: it can be copied, not guessed."""
+    said = " ".join(nonsense(rng, rng.randint(2, 8)))
+    return fill(rng, "[Repeat|Say this again|Repeat after me|Say]: ") + said, said
+
+
+def nonsense(rng: Random, number: int) -> list[str]:
+    """Words in no order."""
+    return [made_up(rng) if rng.random() < 0.1 else rng.choice(ANY_WORD) for _ in range(number)]
+
+
+def copies(rng: Random) -> str:
+    """A line of nonsense again and again: an exercise in looking back."""
+    line = " ".join(nonsense(rng, rng.randint(4, 16)))
+    return "\n".join([line] * rng.randint(2, 4))
+
+
 def question(rng: Random) -> tuple[str, str]:
-    return rng.choice((listing, listing, listing, from_sentences, from_sentences, read_back, made_up))(rng)
+    return rng.choice((listing, listing, listing, from_sentences, from_sentences, read_back, made_up_record, repeat))(
+        rng
+    )
+
+
+KINDS = (listing, listing, listing, from_sentences, from_sentences, read_back, made_up_record, repeat)
 
 
 def document(rng: Random) -> str:

@@ -10,12 +10,13 @@ SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def numbers(rng: Random) -> tuple[int, str, int, int]:
-    """`left sign right = result`, with results from 0 to 100."""
+    """`left sign right = result`, with results from 0 to 60."""
     sign = rng.choice("++-*")
     if sign == "*":
-        left, right = rng.randint(1, 10), rng.randint(1, 10)
+        left, right = rng.randint(1, 6), rng.randint(1, 10)
+        left, right = (left, right) if rng.random() < 0.5 else (right, left)
         return left, sign, right, left * right
-    small, large = rng.randint(0, 12), rng.randint(0, 20)
+    small, large = rng.randint(0, 10), rng.randint(0, 12)
     if sign == "+":
         left, right = (small, large) if rng.random() < 0.5 else (large, small)
         return left, sign, right, left + right
@@ -48,7 +49,7 @@ def word_problem(rng: Random) -> tuple[str, str]:
     first = child(rng)
     second = child(rng, taken=(first.name,))
     noun = rng.choice(COUNTABLE)
-    left, right = rng.randint(1, 12), rng.randint(1, 9)
+    left, right = rng.randint(1, 10), rng.randint(1, 8)
     words = {**first.words(), **second.words("p"), "things": plural(noun)}
     if rng.random() < 0.5:
         frame = "{name} has {left}. {pname} gives {him} {right} more. How many {things} does {name} have[ now|]?"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,18 +65,18 @@ def make_optimizer(recipe: Recipe, graph: Graph) -> optax.GradientTransformation
 
 
 def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array, ...]]:
-    """Random weights; every block starts as the identity, and the tied head close to a uniform guess."""
+    """Random weights; every block starts as the identity, and the head as a uniform guess."""
     model = random_model(config, seed=recipe.seed)
-    spread = {"attention.out.weight": 0.0, "mlp.down.weight": 0.0, "embed.weight": 0.25}
     named = zip(model.graph.paths, model.leaves, strict=True)
-    return model.graph, tuple(
-        next((leaf * factor for end, factor in spread.items() if path.endswith(end)), leaf) for path, leaf in named
-    )
+    last = ("attention.out.weight", "mlp.down.weight", "head.weight")
+    return model.graph, tuple(jnp.zeros_like(leaf) if path.endswith(last) else leaf for path, leaf in named)
 
 
-def make_step(
-    graph: Graph, optimizer: optax.GradientTransformation
-) -> Callable[[State, jax.Array], tuple[State, jax.Array]]:
+@cache
+def make_step(recipe: Recipe, graph: Graph) -> Callable[[State, jax.Array], tuple[State, jax.Array]]:
+    """The jitted step; a second run in the same process compiles nothing again."""
+    optimizer = make_optimizer(recipe, graph)
+
     @partial(jax.jit, donate_argnums=0)
     def step(state: State, windows: jax.Array) -> tuple[State, jax.Array]:
         loss, gradients = jax.value_and_grad(mean_loss)(state.leaves, graph, windows)
@@ -126,12 +126,11 @@ def train(
     """Run all steps, or those that are missing since the last checkpoint in `work`."""
     config = ModelConfig.from_hf(recipe.config([0], 0))
     graph, leaves = initial(recipe, config)
-    optimizer = make_optimizer(recipe, graph)
-    state, first = State(leaves, optimizer.init(leaves)), 0
+    state, first = State(leaves, make_optimizer(recipe, graph).init(leaves)), 0
     checkpoints = Checkpoints(work / "checkpoints", recipe)
     if (found := checkpoints.latest(state)) is not None:
         first, state = found
-    step = make_step(graph, optimizer)
+    step = make_step(recipe, graph)
     last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
     began, tokens = time.monotonic(), 0
     for number in range(first, last):
