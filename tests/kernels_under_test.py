@@ -93,7 +93,9 @@ class Kernel:
 
 
 @contextmanager
-def kernel(python: str = sys.executable) -> Iterator[Kernel]:
+def kernel() -> Iterator[Kernel]:
+    """A kernel of this environment's Python, or of $REKINDLE_KERNEL_PYTHON."""
+    python = os.environ.get("REKINDLE_KERNEL_PYTHON", sys.executable)
     manager = KernelManager()
     manager.kernel_spec.argv[0] = python
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "JAX_PLATFORMS": "cpu"}

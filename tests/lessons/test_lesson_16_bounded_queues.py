@@ -20,8 +20,11 @@ def test_lesson_16_a_flood_of_refused_submissions_holds_constant_memory() -> Non
 
         def flood() -> int:
             for _ in range(2_500):
-                with pytest.raises(QueueFull):
+                try:
                     session.submit("x" * 1000, max_tokens=1)
+                except QueueFull:
+                    continue
+                pytest.fail("there was a place")
             return tracemalloc.get_traced_memory()[0]
 
         tracemalloc.start()

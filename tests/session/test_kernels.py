@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 
@@ -183,7 +182,3 @@ def test_restart(now: bool) -> None:
         assert notebook.run("session").error == "NameError"
         notebook.ok(SETUP)
         assert notebook.ok("print(len((await session.generate('hi', max_tokens=5)).token_ids))") == "5"
-
-
-if __name__ == "__main__":
-    sys.exit(pytest.main([__file__, "-q", *sys.argv[1:]]))

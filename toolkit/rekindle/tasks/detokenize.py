@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -18,16 +19,24 @@ class Ticket:
     """A live sequence as its caller sees it: intake makes it, detokenize fills and settles it."""
 
     __slots__ = (
-        "_cached", "_delivered", "_detokenizer", "_first", "_logprobs", "_prompt_logprobs", "_text", "_tokens",
-        "mailbox", "prompt", "request", "started",
+        "_cached", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs", "_prompt_logprobs", "_text",
+        "_tokens", "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
-    def __init__(self, request: Request, mailbox: Mailbox, prompt: str | None, detokenizer: DetokenizerLike) -> None:
+    def __init__(
+        self,
+        request: Request,
+        mailbox: Mailbox,
+        prompt: str | None,
+        detokenizer: DetokenizerLike,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
         self.request = request
         self.mailbox = mailbox
         self.prompt = prompt
         self.started = 0.0  # when it first ran
         self._detokenizer = detokenizer
+        self._decode = decode  # for the texts of single tokens
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -98,6 +107,7 @@ class Ticket:
             logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,
             index=request.index,
+            decode=self._decode,
         )
 
     def settle(self, reason: FinishReason, error: BaseException | None, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable, Sequence
 
 import anyio
 import anyio.to_thread
@@ -13,7 +14,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from rekindle.errors import InvalidRequest, RekindleError, RequestAborted, RequestFailed
 from rekindle.records import IntArray, Request
 from rekindle.tasks.detokenize import Ticket
-from rekindle.tasks.messages import Control, Drain, Engine, ScheduleMessage, Submission
+from rekindle.tasks.messages import Control, Drain, Engine, ScheduleMessage, Submission, TokenizerLike
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
 
@@ -58,7 +59,11 @@ async def _hand_on(
         token_ids = await tokenize(submission, engine)
         mailbox.prompt_ids = token_ids
         requests = prepare(submission, token_ids, engine, seeds)
-        made = [Ticket(request, mailbox, submission.text, engine.detokenizer(request.sampling)) for request in requests]
+        decode = text_of_tokens(engine.tokenizer)
+        made = [
+            Ticket(request, mailbox, submission.text, engine.detokenizer(request.sampling), decode)
+            for request in requests
+        ]
     except RekindleError as error:
         mailbox.settle_all(error)
         return
@@ -75,6 +80,13 @@ async def _hand_on(
         tickets[ticket.request.id] = ticket
         mailbox.request_ids.append(ticket.request.id)
         outbox.send_nowait(ticket.request)
+
+
+def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
+    """What tells the text of single tokens; None where there is no text."""
+    if not getattr(tokenizer, "has_text", True):
+        return None
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
 async def tokenize(submission: Submission, engine: Engine) -> IntArray:
