@@ -11,13 +11,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
 from rekindle_kernels import LayerKV, init_pages
 from rekindle_kernels.pages import write_kv
 
 
 @dataclass(frozen=True)
 class Case:
-    """`decode`: kv length of each decode row, 0 = empty. `prefill`: (query length, kv length) of each prefill sequence."""
+    """`decode`: kv length of each decode row, 0 = empty. `prefill`: (query length, kv length) of each sequence."""
 
     name: str
     decode: tuple[int, ...] = ()
@@ -80,11 +81,11 @@ CASES = (
     Case("mixed_int8_pages_bfloat16_queries", **MIXED, dtype="bfloat16", kv_dtype="int8", head_dim=64),
 )
 
-# Against the float32 oracle that reads the same (rounded, quantised) pages, with values of unit variance, so that outputs
-# are at most about 4. Largest absolute error allowed:
+# Against the float32 oracle that reads the same (rounded, quantised) pages, with values of unit variance, so that
+# outputs are at most about 4. Largest absolute error allowed:
 #   float32   the order of summation: ~1e-6 measured over 700 keys; 2e-5 leaves room for exp and tanh approximations.
 #   float16   probabilities or the output rounded to 11 bits: 4 · 2^-11 = 2e-3, twice that for both.
-#   bfloat16  the same with 8 bits: probabilities are rounded before the second dot, then the output: 4 · 2^-8 = 1.6e-2 each.
+#   bfloat16  the same with 8 bits: probabilities are rounded before the second dot, then the output: 4 · 2^-8 each.
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 

@@ -1,8 +1,8 @@
 """Paged attention for JAX on CPU, GPU and TPU behind one call."""
 
-from rekindle_kernels.api import choose, current_platform, implementation_names, init_pages, paged_attention
+from rekindle_kernels.api import choose, current_platform, implementation_names, init_pages, paged_attention, write_kv
 from rekindle_kernels.calls import Call, Implementation, LayerKV, storage_dtype
-from rekindle_kernels.pages import gather_pages, scatter_pages, write_kv
+from rekindle_kernels.pages import gather_pages, scatter_pages
 
 __all__ = [
     "Call",

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from rekindle_kernels import pages
 from rekindle_kernels.calls import Call, Implementation, LayerKV, needs_scales, storage_dtype
 
 ANYWHERE = ("cpu", "gpu", "tpu")
@@ -51,7 +52,7 @@ def load(name: str) -> Implementation:
 
 def current_platform() -> str:
     """The platform that a call traced now runs on: the default device's, else the default backend."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     name = getattr(device, "platform", device) if device is not None else jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(str(name), str(name))
 
@@ -62,7 +63,9 @@ def choose(call: Call, implementation: str | None = None) -> Implementation:
         named = load(implementation)
         reason = named.supports(call)
         if reason is not None:
-            raise ValueError(f"implementation {implementation!r} can't serve this call: {reason}; pass None to choose one")
+            raise ValueError(
+                f"implementation {implementation!r} can't serve this call: {reason}; pass None to choose one"
+            )
         return named
     for entry in REGISTRY:
         if call.platform in entry.platforms:
@@ -77,8 +80,32 @@ def init_pages(
 ) -> LayerKV:
     """Zeroed pages of one layer, page 0 included; int8 and fp8 pages come with scales."""
     stored = storage_dtype(dtype, platform or current_platform())
-    pages = jnp.zeros((num_pages, 2, kv_heads, page_size, head_dim), stored)
-    return LayerKV(pages, jnp.zeros(pages.shape[:-1], jnp.float32) if needs_scales(dtype) else None)
+    shape = (num_pages, 2, kv_heads, page_size, head_dim)
+    return LayerKV(jnp.zeros(shape, stored), jnp.zeros(shape[:-1], jnp.float32) if needs_scales(dtype) else None)
+
+
+def write_kv(
+    kv: LayerKV,
+    k: jax.Array,
+    v: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> LayerKV:
+    """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
+
+    Values are rounded, or quantised with a scale per token and head, to what `kv` holds. Padding tokens write to
+    page 0; which of two tokens with one destination wins is undefined.
+    """
+    here = platform or current_platform()
+    names = (
+        [entry.name for entry in REGISTRY if here in entry.platforms] if implementation is None else [implementation]
+    )
+    own = next((write for write in (load(name).write for name in names) if write is not None), pages.write_kv)
+    with jax.named_scope("write_kv"):
+        return own(kv, k, v, page_ids, offsets)
 
 
 def paged_attention(
@@ -99,14 +126,15 @@ def paged_attention(
 ) -> jax.Array:
     """Causal attention of a ragged batch over paged keys and values; [T, H, D] in q's dtype.
 
-    q [T, H, D]: tokens 0..R-1 (R = decode_rows) are one token each of sequences 0..R-1; the others are prefill tokens of
-    sequences R..N-1, packed without gaps. page_table int32 [N, W]. kv_lens int32 [N] counts the keys of each sequence
-    including this step's tokens, which `write_kv` has already written; 0 marks an empty row. cu_q_lens int32 [N-R+1]: half-open
-    offsets of each prefill sequence within q[R:]; num_prefills int32 []: how many of the N-R are real. Query i of a prefill
-    sequence sits at position kv_len - q_len + i. Rows and tokens beyond are padding and give zeros.
+    q [T, H, D]: tokens 0..R-1 (R = decode_rows) are one token each of sequences 0..R-1; the others are prefill tokens
+    of sequences R..N-1, packed without gaps. page_table int32 [N, W]. kv_lens int32 [N] counts the keys of each
+    sequence including this step's tokens, which `write_kv` has already written; 0 marks an empty row. cu_q_lens int32
+    [N-R+1]: half-open offsets of each prefill sequence within q[R:]; num_prefills int32 []: how many of the N-R are
+    real. Query i of a prefill sequence sits at position kv_len - q_len + i. Rows and tokens beyond are padding and
+    give zeros.
 
-    sliding_window w: a query at position p sees keys p-w+1..p. soft_cap c: logits become c·tanh(logits/c). sinks float32 [H]:
-    one more logit per head that takes part in the softmax and carries no value.
+    sliding_window w: a query at position p sees keys p-w+1..p. soft_cap c: logits become c·tanh(logits/c). sinks
+    float32 [H]: one more logit per head that takes part in the softmax and carries no value.
     """
     assert q.shape[1] % kv.kv_heads == 0, f"{q.shape[1]} query heads are no multiple of {kv.kv_heads} kv heads"
     assert page_table.shape[0] == kv_lens.shape[0] == decode_rows + cu_q_lens.shape[0] - 1, (

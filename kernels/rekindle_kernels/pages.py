@@ -10,7 +10,7 @@ from rekindle_kernels.calls import LayerKV
 
 
 def quantize(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Values [..., D] as `dtype` with one float32 scale per vector, the largest magnitude mapped to the type's largest."""
+    """Values [..., D] as `dtype` and one float32 scale per vector; its largest magnitude becomes the type's largest."""
     if jnp.issubdtype(dtype, jnp.integer):
         largest = float(jnp.iinfo(dtype).max)
         scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
@@ -33,10 +33,7 @@ def as_values(stored: jax.Array, kv: LayerKV) -> jax.Array:
 
 
 def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
-    """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
-
-    Padding tokens write to page 0. Which of two tokens with one destination wins is undefined.
-    """
+    """`api.write_kv` as one XLA scatter (and one for the scales)."""
     values = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
     scales = kv.scales
     if scales is not None:
@@ -49,11 +46,9 @@ def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offse
 
 def gather_pages(kv: LayerKV, ids: jax.Array) -> LayerKV:
     """The pages `ids` ([n] int32) as a LayerKV of n pages: what offload and snapshots store."""
-    take = lambda leaf: leaf.at[ids].get(mode="promise_in_bounds")  # noqa: E731
-    return jax.tree.map(take, kv)
+    return jax.tree.map(lambda leaf: leaf.at[ids].get(mode="promise_in_bounds"), kv)
 
 
 def scatter_pages(kv: LayerKV, ids: jax.Array, values: LayerKV) -> LayerKV:
     """Put `values` (n pages, from `gather_pages`) at `ids`; ids that pad the batch are 0, the scratch page."""
-    put = lambda leaf, value: leaf.at[ids].set(value, mode="promise_in_bounds")  # noqa: E731
-    return jax.tree.map(put, kv, values)
+    return jax.tree.map(lambda leaf, value: leaf.at[ids].set(value, mode="promise_in_bounds"), kv, values)

@@ -1,14 +1,45 @@
 """The CPU path, and the fallback everywhere: paged attention in the forms that XLA:CPU runs fast.
 
-Decode: rows are sorted by length and taken in chunks; a loop walks over (chunk, block of keys) and never over a block that
-none of the chunk's rows owns, so time follows the true lengths and not the page table's width. Prefill: a loop over
+Decode: rows are sorted by length and taken in chunks; a loop walks over (chunk, block of keys) and never over a block
+that no row of the chunk owns, so time follows the true lengths and not the page table's width. Prefill: a loop over
 (sequence, block of queries), within it one over the keys those queries see. Both gather a block of pages, multiply, and
 merge by online softmax; a block stays in the cache between its gather and its two products.
+
+Measured with JAX 0.10.2 on 2 shared cores with AVX-512 (34-46 GB/s memory read); head size 64, group 3, the write of
+the step's token included, every layer its own pages; µs per layer. The machine's pace varies by half from run to run:
+compare within a run.
+
+    decode; bfloat16 / int8 pages                            2 x 256, K=3   32 x 256, K=3   8 x 2048, K=5
+    run 1: one gather, two batched dots, page 64                73 / 126       644 / 625
+           blocks of 256 keys of all rows                       71 / 103       752 / 643     3176 / 3021
+           items (row, block) merged by a one-hot product       88 / 120       798 / 855     3366 / 3087
+    run 2: run 1 with the gather behind a fence (read_block)    83 /  88       647 / 595
+           blocks of 256 keys of all rows                       73 /  82       641 / 641     1879 / 1864
+           blocks of 512 keys of all rows                                                    2244 / 1676
+           items (row, block)                                   84 /  90       725 / 721     1955 / 1974
+    run 3: as run 2, page 16                                    80 /  80       743 / 584     2345 / 1922
+           chunks of 8 sorted rows x 256 keys (this file)       67 /  75       764 / 899     2382 / 1963
+           chunks of 4                                                         827 / 1024    2499 / 2797
+           chunks of 32                                                        738 / 578
+    run 4: this file, page 16                                  131 / 114      1230 / 1227    3490 / 2957
+           this file, page 128                                 112 / 113      1031 / 1197    3033 / 2986
+           this file, float32 pages, page 16                      187            1768            5433
+           no paging: dense buffers per row, float32 / int8     91 /  92       897 / 614     1948 / 1406
+
+Chunks cost a little where all rows are equally long and save what ragged rows do not own. The parts, over data that
+comes from memory: queries x keys in GB/s read float32 12 (keys transposed 20), bfloat16 12, int8 with keys on the left 17;
+weights x values float32 29, bfloat16 15, int8 14. So bfloat16 is bound by the products' packing and float32 by memory.
+Multiply-and-reduce instead of a product is slower but for float32 values. Gathers, GB/s copied: [rows, S·D] 20-29,
+[rows, S, D] 8-12, a loop of dynamic slices 9, concatenated slices 10.
+
+Prefill, 512 queries at offset 1536, K=5, bfloat16 pages: blocks of 256 x 512 take 12.4 ms (283 GFLOP/s, 63 % of the
+float32 product rate), 128 x 512 14.0, 128 x 256 14.6; 16.1 when every block is masked; jax.nn.dot_product_attention 60.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -37,7 +68,7 @@ BLOCKS = Blocks()
 
 
 class Running(NamedTuple):
-    """Online softmax so far: for M queries of C rows and K heads, the largest logit, the sum and the weighted values."""
+    """Online softmax so far, for M queries of C rows: the largest logit, the sum and the weighted values."""
 
     largest: jax.Array  # float32 [C, K, M, 1]
     total: jax.Array  # float32 [C, K, M, 1]
@@ -63,11 +94,10 @@ class Rules:
 
 
 def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool) -> Block:
-    """The keys and values on `pages` [C, L/S], of which row c has written left[c] (may be ≤ 0 or more than there are)."""
+    """Keys and values on `pages` [C, L/S], of which row c owns the first left[c] (≤ 0: none; ≥ L: all)."""
     C, count = pages.shape
     K, S, D = kv.kv_heads, kv.page_size, kv.head_dim
-    # Two dimensions, K and V apart: a gather that copies S·D elements per index runs at 20-29 GB/s; with [.., S, D] slices
-    # it runs at 8-12, because only the innermost dimension is vectorised.
+    # Two dimensions, K and V apart: XLA:CPU vectorises only the innermost dimension of a gather, here S·D elements.
     flat = kv.pages.reshape(-1, S * D)
     key_rows = (pages[:, None, :] * (2 * K) + jnp.arange(K)[None, :, None]).reshape(-1)
     written = jnp.broadcast_to(left[:, None, None] - jnp.arange(count) * S, (C, K, count)).reshape(-1, 1)
@@ -77,9 +107,9 @@ def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: boo
         values = widen(flat.at[key_rows + K].get(mode="promise_in_bounds"), kv, integer_dots)
         return keys, jnp.where(jnp.arange(S * D) < written * D, values, 0) if masked else values
 
-    # What was never written may be NaN, and 0 · NaN is NaN; integers are masked by their scales. Two branches save the mask
-    # where all is written, and are a fence: without one XLA:CPU fuses the reshape below into the gather and loses the fast
-    # form (K and V of 32 rows x 256 in bfloat16: 910 µs of CPU time instead of 590; int8 570 instead of 190).
+    # What was never written may be NaN, and 0 · NaN is NaN; integers are masked by their scales. Two branches save the
+    # mask where all is written, and are a fence: without one XLA:CPU fuses the reshape below into the gather and loses
+    # the fast form (K and V of 32 rows x 256 in bfloat16: 910 µs of CPU time instead of 590; int8 570 instead of 190).
     maskable = not (kv.scales is not None and integer_dots)
     keys, values = lax.cond(jnp.min(left) >= count * S, lambda: gather(False), lambda: gather(maskable))
     keys, values = (x.reshape(C, K, count * S, D) for x in (keys, values))
@@ -102,13 +132,13 @@ def widen(stored: jax.Array, kv: LayerKV, integer_dots: bool) -> jax.Array:
     return values.astype(jnp.bfloat16 if values.dtype.itemsize == 1 else jnp.float32)
 
 
-def two_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Float32 [..., M, n] as int8 [..., 2·M, n], high parts then low parts, and the scale: (high + low/254)·scale ≈ x.
+def two_int8(x: jax.Array, bound: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Float32 [..., M, n] of magnitude ≤ bound as int8 [..., 2·M, n] and its scale: (high + low/254)·scale ≈ x.
 
-    Fifteen bits: softmax weights far below the largest would vanish in eight. Twice the rows of a dot that is bound by
-    reading its other side cost nothing.
+    High parts come first, then low parts: fifteen bits, because softmax weights far below the largest would vanish in
+    eight. Twice the rows of a dot that is bound by reading its other side cost nothing.
     """
-    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+    scale = bound / 127
     steps = x / jnp.where(scale == 0, 1, scale)
     high = jnp.round(steps)
     low = jnp.round((steps - high) * 254)
@@ -126,9 +156,9 @@ def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def logits_of(q: jax.Array, block: Block, rules: Rules) -> jax.Array:
     """Logits [C, K, M, L] of scaled queries q [C, K, M, D]."""
     if block.keys.dtype == jnp.int8:
-        parts, scale = two_int8(q)
+        parts, scale = two_int8(q, jnp.max(jnp.abs(q), axis=-1, keepdims=True))
         M = q.shape[2]
-        # Keys on the left: the integer micro-kernel reads that side without repacking it (1.8x faster than queries left).
+        # Keys on the left: the integer micro-kernel reads that side without repacking it, 1.8x faster.
         sums = dot("cktd,ckmd->cktm", block.keys, parts)
         logits = (sums[..., :M] + sums[..., M:] / 254).swapaxes(2, 3) * scale
     else:
@@ -142,17 +172,20 @@ def weighted_values(weights: jax.Array, block: Block) -> jax.Array:
     """Weights [C, K, M, L] times values: [C, K, M, D]."""
     if block.value_scales is not None:
         weights = weights * block.value_scales
-    if block.values.dtype != jnp.int8:
+    if block.value_scales is None or block.values.dtype != jnp.int8:
         return dot("ckmt,cktd->ckmd", weights, block.values)
-    parts, scale = two_int8(weights)
+    # Softmax weights are at most 1, so that the scales alone bound the products: one pass over them less.
+    parts, scale = two_int8(weights, jnp.max(block.value_scales, axis=-1, keepdims=True))
     sums = dot("ckmt,cktd->ckmd", parts, block.values)
     M = weights.shape[2]
     return (sums[:, :, :M] + sums[:, :, M:] / 254) * scale
 
 
-def absorb(running: Running, q: jax.Array, block: Block, seen: jax.Array, rules: Rules) -> Running:
-    """Online softmax over one more block; `seen` is a mask that broadcasts to [C, K, M, L]."""
-    logits = jnp.where(seen, logits_of(q, block, rules), MASKED)
+def absorb(running: Running, q: jax.Array, block: Block, seen: jax.Array | None, rules: Rules) -> Running:
+    """Online softmax over one more block; `seen` is a mask that broadcasts to [C, K, M, L], None if there is none."""
+    logits = logits_of(q, block, rules)
+    if seen is not None:
+        logits = jnp.where(seen, logits, MASKED)
     largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1, keepdims=True))
     weights = jnp.exp(logits - largest)
     keep = jnp.exp(running.largest - largest)
@@ -243,7 +276,7 @@ def prefill(
     T, H, D = q.shape
     K, N = kv.kv_heads, page_table.shape[0]
     G = H // K
-    queries = min(T, BLOCKS.prefill_queries)
+    queries = min(T, BLOCKS.prefill_queries if N > 1 else 2 * BLOCKS.prefill_queries)  # short sequences fill less
     per_block = pages_per_block(BLOCKS.prefill_keys, kv.page_size, page_table.shape[1])
     keys = per_block * kv.page_size
     table = padded_table(page_table, per_block)
@@ -263,9 +296,11 @@ def prefill(
         last_key = jnp.minimum(position[-1] + 1, kv_len)
         first_key = 0 if rules.sliding_window is None else jnp.maximum(position[0] - rules.sliding_window + 1, 0)
 
-        def absorb_keys(index: jax.Array, running: Running) -> Running:
+        def absorb_keys(index: jax.Array, running: Running, all_seen: bool = False) -> Running:
             pages = lax.dynamic_slice(table, (s, index * per_block), (1, per_block))
             block = read_block(kv, pages, (kv_len - index * keys)[None], integer_dots=False)
+            if all_seen:
+                return absorb(running, mine, block, None, rules)
             at = index * keys + jnp.arange(keys)
             seen = (at <= position[:, None]) & (at < kv_len)
             if rules.sliding_window is not None:
@@ -273,7 +308,12 @@ def prefill(
             seen = jnp.broadcast_to(seen[None], (G, queries, keys)).reshape(1, 1, G * queries, keys)
             return absorb(running, mine, block, seen, rules)
 
-        done = finish(lax.fori_loop(first_key // keys, -(-last_key // keys), absorb_keys, start(mine.shape, by_head)))
+        running = start(mine.shape, by_head)
+        bordering = first_key // keys
+        if rules.sliding_window is None:
+            bordering = jnp.minimum(position[0] + 1, kv_len) // keys
+            running = lax.fori_loop(0, bordering, partial(absorb_keys, all_seen=True), running)
+        done = finish(lax.fori_loop(bordering, -(-last_key // keys), absorb_keys, running))
         done = done.reshape(K, G, queries, D).transpose(2, 0, 1, 3).reshape(queries, H, D)
         real = (begin + jnp.arange(queries) < q_lens[s])[:, None, None]
         before = lax.dynamic_slice_in_dim(out, token, queries)

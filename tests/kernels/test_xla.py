@@ -1,0 +1,92 @@
+"""The CPU path: every way of cutting the work gives the same result, and only what is owned is read."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernel_cases import CASES, Case, build, tolerance
+from rekindle_kernels import paged_attention, xla
+from rekindle_kernels.calls import LayerKV
+
+BY_NAME = {case.name: case for case in CASES}
+SMALL = xla.Blocks(decode_rows=3, decode_keys=32, prefill_queries=8, prefill_keys=32)
+CUT = (
+    "decode_lengths_around_page_borders",
+    "decode_empty_rows_between",
+    "decode_long",
+    "prefill_chunks_at_an_offset",
+    "mixed_window_across_pages",
+    "mixed_window_soft_cap_sinks",
+    "mixed_int8_pages",
+    "window_far_from_the_start",
+)
+
+
+def outputs(case: Case, name: str) -> np.ndarray:
+    problem = build(case)
+    run = jax.jit(partial(paged_attention, **problem.options, implementation=name))
+    return np.asarray(run(*problem.args).astype("float32"))
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_many_small_blocks_agree_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla, "BLOCKS", SMALL)
+    case = BY_NAME[name]
+    np.testing.assert_allclose(outputs(case, "xla"), outputs(case, "reference"), rtol=0, atol=tolerance(case))
+
+
+def keys_read(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Keys that running the case reads, counted as it runs."""
+    counted: list[int] = []
+    real = xla.read_block
+
+    def counting(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool) -> xla.Block:
+        jax.debug.callback(lambda: counted.append(pages.size * kv.page_size))
+        return real(kv, pages, left, integer_dots)
+
+    monkeypatch.setattr(xla, "read_block", counting)
+    monkeypatch.setattr(xla, "BLOCKS", SMALL)
+    problem = build(case, poison=False)
+    jax.block_until_ready(jax.jit(partial(paged_attention, **problem.options, implementation="xla"))(*problem.args))
+    jax.effects_barrier()
+    return sum(counted)
+
+
+def test_a_wider_table_reads_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = {"decode": (40, 3, 0, 64), "prefill": ((9, 60),)}
+    few, many = (keys_read(Case("", **lengths, table_width=width), monkeypatch) for width in (4, 64))
+    # Two blocks of the first three sorted rows, none of the empty one; two blocks for the only block of queries.
+    assert few == many == 2 * 3 * 32 + 2 * 32
+
+
+def test_empty_rows_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keys_read(Case("", decode=(0,) * 7, idle_prefills=2, padding=9, table_width=8), monkeypatch) == 0
+
+
+def test_short_rows_do_not_pay_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine rows, one long: only its chunk of three follows it."""
+    case = Case("", decode=(5, 5, 5, 320, 5, 5, 5, 5, 5))
+    assert keys_read(case, monkeypatch) == 3 * 320 + 2 * 3 * 32
+
+
+def test_a_window_reads_only_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("", decode=(640,), prefill=((8, 640),), sliding_window=20)
+    assert keys_read(case, monkeypatch) == 32 + 32
+
+
+@pytest.mark.parametrize("length", [1, 2000])
+def test_int8_attention_keeps_the_tail_of_many_small_weights(length: int) -> None:
+    """One key outweighs each of the others 255 times: in eight bits their weights would vanish, half of the result."""
+    q = jnp.full((1, 1, 1, 16), 0.5)
+    keys = jnp.zeros((1, 1, length, 16), jnp.int8).at[0, 0, 0].set(127)
+    values = jnp.full((1, 1, length, 16), 127, jnp.int8).at[0, 0, 0].set(-127)
+    ones = jnp.full((1, 1, 1, length), 1 / 127)
+    block = xla.Block(keys, values, ones * np.log(255) / 8, ones)
+    running = xla.absorb(xla.start(q.shape, None), q, block, None, xla.Rules(1.0, None, None))
+    want = ((length - 1) / 255 - 1) / ((length - 1) / 255 + 1)
+    np.testing.assert_allclose(xla.finish(running)[0, 0, 0], want, rtol=0, atol=5e-3)  # each weight to 1/(127 · 254)
