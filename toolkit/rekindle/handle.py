@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+from rekindle import html
 from rekindle.call import Call
 from rekindle.config import Sampling
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, SessionClosed
-from rekindle.records import IntArray, Status, TextDelta, TokenLogprobs
+from rekindle.prompts import Prompt
+from rekindle.records import Status, TextDelta, TokenLogprobs
 from rekindle.tasks.host import Host, wait
 from rekindle.tasks.mailbox import Mailbox, Slot, fresh
 from rekindle.tasks.messages import Submission
@@ -20,15 +21,6 @@ from rekindle.tasks.ports import run_sync
 
 # Unique in the process, so that an id never means two requests, not even of two sessions.
 _ids = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
-    """What a caller gave, checked as far as that is possible without the tokenizer."""
-
-    text: str | None
-    token_ids: IntArray | None
-    add_special_tokens: bool = True
 
 
 class Handle(Call[Any]):
@@ -230,6 +222,15 @@ class Handle(Call[Any]):
         state = "ended" if self.done else "submitted" if self._submitted else "not submitted"
         return f"<Handle {self.id}: {state}, {len(self.token_ids)} tokens>"
 
+    def _repr_html_(self) -> str:
+        if not self._mailbox.settled:
+            state = self.status if self._submitted else "not submitted: await it, or iterate over it"
+            asked = "" if self.prompt is None else html.text(html.shortened(self.prompt, 200))
+            return html.block(html.line(self.id, state, f"{len(self.token_ids)} tokens"), asked, html.text(self.text))
+        if (error := self._mailbox.error) is not None:
+            return html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self.text))
+        return html.block(*(result._repr_html_() for result in self._mailbox.results))
+
 
 class Stream(AsyncIterator[TextDelta]):
     """One reader's place in the deltas of a handle; several may read the same one."""
@@ -290,3 +291,19 @@ class Batch(Call[list[Any]]):
         """Abort all of them."""
         for handle in self.handles:
             handle.cancel()
+
+    @property
+    def done(self) -> bool:
+        """Whether all of them ended, in whatever way."""
+        return all(handle.done for handle in self.handles)
+
+    def __repr__(self) -> str:
+        ended = sum(handle.done for handle in self.handles)
+        return f"<Batch: {ended} of {len(self.handles)} requests ended>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (handle.id, handle.status, len(handle.token_ids), html.shortened(handle.text, 100))
+            for handle in self.handles
+        ]
+        return html.table(["request", "status", "tokens", "text"], rows)

@@ -81,6 +81,11 @@ def pairs(values: Mapping[str, object]) -> Markup:
     return Markup(f"{_TABLE}<tbody>{rows}</tbody></table>")
 
 
+def shortened(value: str, width: int = 40) -> str:
+    """The beginning of a text that is too long for a line."""
+    return value if len(value) <= width else value[: width - 1] + "…"
+
+
 def number(value: object) -> object:
     """Short, with thousands separated."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

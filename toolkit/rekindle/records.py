@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle import html
 from rekindle.config import Sampling
 
 IntArray = NDArray[np.int32]
@@ -206,11 +208,54 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
+    # Texts of tokens are made when somebody looks at them. A copy or pickle is without it.
+    decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def seed(self) -> int:
         assert self.sampling.seed is not None, "a finished request has its seed drawn"
         return self.sampling.seed
 
+    @property
+    def token_texts(self) -> tuple[str, ...]:
+        """Each token's text by itself; half a character shows as �."""
+        return tuple(map(self.text_of, self.token_ids))
+
+    def text_of(self, token_id: int) -> str:
+        """One token's text, special tokens by their names."""
+        return f"[{token_id}]" if self.decode is None else self.decode([token_id])
+
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        return f"<Completion {self.id}: {html.shortened(self.text)!r}, {self._summary()}>"
+
+    def _repr_html_(self) -> str:
+        parts = [html.line(self._summary(), *self._speed())]
+        if self.prompt_logprobs is not None:
+            # Nothing comes before a prompt's first token, so that it has no probability.
+            first = html.Token(self.text_of(self.prompt_token_ids[0]))
+            parts.append(html.tokens([first, *map(self._shown, self.prompt_logprobs)]))
+        parts.append(html.text(self.text) if self.logprobs is None else html.tokens(map(self._shown, self.logprobs)))
+        return html.block(*parts)
+
+    def _shown(self, entry: TokenLogprobs) -> html.Token:
+        others = zip(map(self.text_of, entry.top_ids), entry.top_logprobs, strict=True)
+        return html.Token(self.text_of(entry.token_id), entry.logprob, tuple(others))
+
+    def _summary(self) -> str:
+        return f"{len(self.token_ids)} tokens, ended by {self.finish_reason}"
+
+    def _speed(self) -> tuple[str, ...]:
+        rate, usage = self.timings.decode_rate(len(self.token_ids)), self.usage
+        return (
+            f"first token after {self.timings.first_token * 1e3:.0f} ms"
+            + (f", then {rate:.0f} tokens/s" if rate else ""),
+            f"prompt of {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached",
+            "" if self.sampling.greedy else f"seed {self.seed}",
+        )
+
+    def __getstate__(self) -> list[Any]:
+        # The tokenizer stays behind: a pickled completion is text and numbers.
+        return [None if field.name == "decode" else getattr(self, field.name) for field in dataclasses.fields(self)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rekindle import html
 from rekindle.records import FinishReason, StepResult, TokenEvent
 
 
@@ -86,6 +87,34 @@ class StepReport:
             lines.append(f"  pages {_ranges(self.restored)} came back from host memory")
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        return f"<StepReport {self.step}: {len(self.rows)} rows, {self.tokens} tokens, program {self.program}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                row.kind,
+                row.request_id,
+                f"{row.start}–{row.stop - 1}" if row.stop - row.start > 1 else f"{row.start}",
+                _ranges(row.pages),
+                "" if row.token_id is None else f"{row.text!r}",
+                row.finish_reason or "",
+            )
+            for row in self.rows
+        ]
+        moved = [f"pages {_ranges(self.offloaded)} left for host memory"] if self.offloaded else []
+        moved += [f"pages {_ranges(self.restored)} came back from host memory"] if self.restored else []
+        return html.block(
+            html.line(
+                f"{self.tokens} tokens in program {self.program}",
+                f"{self.device_seconds * 1e3:.1f} ms on the device",
+                f"{self.host_seconds * 1e3:.1f} ms on the host",
+                *moved,
+            ),
+            html.table(["", "request", "positions", "pages", "token", "ended by"], rows),
+            title=f"Step {self.step}",
+        )
+
 
 def _ranges(pages: tuple[int, ...]) -> str:
     """`3–5, 9` for (3, 4, 5, 9)."""
@@ -125,6 +154,65 @@ class SessionStats:
 
     def __str__(self) -> str:
         return "\n".join(f"{name:24}{_shown(value)}" for name, value in self.as_dict().items())
+
+    def __repr__(self) -> str:
+        figures = self.as_dict()
+        waiting, running = figures.get("waiting", 0), figures.get("running", 0)
+        return f"<SessionStats {self.model}: {running} running, {waiting} waiting, {figures.get('steps', 0)} steps>"
+
+    def _repr_html_(self) -> str:
+        figures = self.as_dict()
+        parts: list[str] = []
+        if figures.get("pages_total"):
+            parts += [
+                html.line(f"{figures['pages_total']:,} pages on the device"),
+                html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}),
+            ]
+        nested = {name: as_mapping(value) for name, value in figures.items() if not isinstance(value, str)}
+        plain = {name: value for name, value in figures.items() if not nested.get(name)}
+        parts.append(columns(plain))
+        parts += [html.block(columns(inner), title=name.replace("_", " ")) for name, inner in nested.items() if inner]
+        return html.block(*parts, title=f"Session over {self.model}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """The compiled programs of a session that are ready: where each came from, and how often it ran."""
+
+    programs: tuple[Any, ...]  # name, origin, seconds, why
+    steps: Mapping[str, int]  # by program
+    total: int  # programs that the session may ever ask for
+    traces: int
+    compilations: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.programs)
+
+    def __len__(self) -> int:
+        return len(self.programs)
+
+    def __repr__(self) -> str:
+        return f"<ProgramReport: {self._summary()}>"
+
+    def _summary(self) -> str:
+        loaded = sum(program.origin == "loaded" for program in self.programs)
+        ready = f"{len(self.programs)} of {self.total} programs are ready"
+        return f"{ready}, {loaded} loaded from disk, {self.compilations} compiled, {self.traces} traced"
+
+    def _repr_html_(self) -> str:
+        rows = [(one.name, one.origin, one.seconds, self.steps.get(one.name, 0), one.why) for one in self.programs]
+        return html.block(
+            html.line(self._summary()), html.table(["program", "origin", "seconds", "steps", "why not loaded"], rows)
+        )
+
+
+def columns(figures: Mapping[str, Any], count: int = 3) -> html.Markup:
+    """Figures side by side in a few columns, so that many fit on a screen."""
+    cells = [(name.replace("_", " "), value) for name, value in figures.items()]
+    height = -(-len(cells) // count)
+    parts = [html.pairs(dict(cells[start : start + height])) for start in range(0, len(cells), height or 1)]
+    inner = "".join(f'<div style="display:inline-block;vertical-align:top">{part}</div>' for part in parts)
+    return html.Markup(inner)
 
 
 def as_mapping(figures: Any) -> Mapping[str, Any]:

@@ -10,29 +10,28 @@ from typing import Any, Self
 
 import numpy as np
 
+from rekindle import html
 from rekindle.call import Call, Once
 from rekindle.config import EngineConfig, Sampling
 from rekindle.engine.base import RunnerLike, SchedulerLike
 from rekindle.errors import InvalidRequest
-from rekindle.handle import Batch, Handle, Prompt
+from rekindle.handle import Batch, Handle
+from rekindle.pausing import Paused
+from rekindle.prompts import Prompt, PromptLike, parse, parse_one
 from rekindle.records import Completion, IntArray, TextDelta
-from rekindle.report import SessionStats, StepReport
+from rekindle.report import ProgramReport, SessionStats, StepReport, as_mapping
 from rekindle.tasks.host import Host, wait
 from rekindle.tasks.mailbox import Slot
 from rekindle.tasks.messages import (
     DetokenizerLike,
     Engine,
     Exclusive,
-    Pause,
-    Resume,
     StepOnce,
     Stepped,
     TokenizerLike,
 )
 from rekindle.tasks.ports import run_sync
 from rekindle.text.detokenizer import Detokenizer
-
-PromptLike = str | Sequence[int] | np.ndarray
 
 
 class Session:
@@ -224,6 +223,19 @@ class Session:
         self._host.check()
         return wait(self._host.call(snapshot))
 
+    def programs(self) -> ProgramReport:
+        """The compiled programs that are ready, and where each came from."""
+        self._host.check()
+        runner = self._engine.runner
+        programs, figures = getattr(runner, "programs", None), as_mapping(runner.statistics())
+        return ProgramReport(
+            programs=programs.manifest() if programs is not None else (),
+            steps=dict(figures.get("programs", {})),
+            total=len(programs.keys) if programs is not None else 0,
+            traces=figures.get("traces", 0),
+            compilations=figures.get("compilations", 0),
+        )
+
     def explain(self, request: Handle | Completion | str) -> Any:
         """Why a request waits, was preempted, hit or missed the cache, in words and numbers."""
         request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
@@ -347,75 +359,21 @@ class Session:
     def __repr__(self) -> str:
         return f"<rekindle.Session {self.model or 'over given parts'}{', closed' if self.closed else ''}>"
 
-
-class Paused:
-    """No step runs inside the block but those that `step()` asks for; entering waits for the steps in flight."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    async def __aenter__(self) -> Session:
-        session = self._session
-        session._host.check()
-        slot: Slot[None] = Slot()
-        session._host.send(Pause(slot), slot)
-        session._pauses += 1
-        try:
-            await slot.get()
-        except BaseException:
-            self._resume()
-            raise
-        return session
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._resume()
-
-    def _resume(self) -> None:
-        self._session._pauses -= 1
-        self._session._host.send(Resume(), Slot())
-
-    def __enter__(self) -> Session:
-        return run_sync(self.__aenter__())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._resume()
+    def _repr_html_(self) -> str:
+        config = self.config
+        return html.block(
+            html.line(
+                "closed" if self.closed else "open",
+                f"{config.dtype} weights" + (f", {config.quantize}" if config.quantize else ""),
+                f"up to {config.max_requests} requests at once",
+                f"{config.max_tokens_per_step} tokens a step",
+                f"{config.max_model_len} positions",
+            ),
+            "" if self.closed else self.stats()._repr_html_(),
+            title=f"rekindle session: {self.model or 'over given parts'}",
+        )
 
 
 def real_detokenizer(tokenizer: Any) -> Callable[[Sampling], DetokenizerLike]:
     """How a request's text is made unless a test says otherwise."""
     return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
-
-
-def parse(prompt: Any) -> tuple[list[Prompt], bool]:
-    """The prompts in what a caller gave, and whether that was a list of them."""
-    if isinstance(prompt, str) or _is_ids(prompt):
-        return [parse_one(prompt)], False
-    if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
-        return [parse_one(one) for one in prompt], True
-    raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str, a list of ints, or a list")
-
-
-def parse_one(prompt: Any) -> Prompt:
-    if isinstance(prompt, str):
-        return Prompt(prompt, None)
-    if not _is_ids(prompt):
-        raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str or a list of ints")
-    ids = np.asarray(prompt)
-    if ids.min() < 0 or ids.max() >= 2**31:
-        raise InvalidRequest("prompt", prompt, "holds numbers that are no token ids", "Use whole numbers from 0")
-    return Prompt(None, ids.astype(np.int32))
-
-
-def _is_ids(prompt: Any) -> bool:
-    if isinstance(prompt, str | bytes | Mapping) or not (hasattr(prompt, "__len__") and len(prompt)):
-        return False
-    array = prompt if hasattr(prompt, "dtype") else None
-    if array is None:
-        return isinstance(prompt, Sequence) and all(
-            hasattr(token, "__index__") and not isinstance(token, bool) for token in prompt
-        )
-    return array.ndim == 1 and np.issubdtype(array.dtype, np.integer)

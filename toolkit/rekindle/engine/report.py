@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rekindle import html
 from rekindle.cache.tree import CacheStatistics
 from rekindle.engine.sequence import Sequence
 from rekindle.records import Status
@@ -60,6 +61,13 @@ class Explanation:
 
     def __str__(self) -> str:
         return f"{self.id}: {self.text}"
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self}>"
+
+    def _repr_html_(self) -> str:
+        prompt = {"from the cache": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
+        return html.block(html.text(str(self)), html.line(f"{self.prompt_tokens} prompt tokens"), html.bar(prompt))
 
 
 def explanation(sequence: Sequence, ahead: int) -> Explanation:
