@@ -89,6 +89,28 @@ class DictTier:
     def get(self, digest: bytes) -> tuple[Any, ...]:
         return self.payloads[digest]
 
+    def knows(self, digest: bytes) -> bool:
+        return digest in self.payloads
+
+    def wants(self, digest: bytes) -> bool:
+        return digest not in self.payloads
+
+    def worth(self, pages: int) -> bool:
+        return True
+
+    def clear(self) -> None:
+        """Keeps everything: what a digest names never changes."""
+
+    def trim(self) -> None: ...
+
+    def touch(self, digest: bytes) -> None: ...
+
+    def hold(self, digest: bytes) -> None: ...
+
+    def release(self, digest: bytes) -> None: ...
+
+    def observe(self, result: StepResult) -> None: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class FakeInFlight:

@@ -1,4 +1,4 @@
-"""Nodes without a device page: which of them the host tier can bring back, and which are forgotten."""
+"""Nodes without a device page: which of them the lower tiers can bring back, and which are forgotten."""
 
 from __future__ import annotations
 
@@ -7,13 +7,40 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rekindle.cache.node import Node, NodeTable
-from rekindle.records import PageMove
+from rekindle.records import PageMove, StepResult
 
 
-class HostTier(Protocol):
-    """Where payloads of pages live that left the device. The tree only asks `in`; the runner moves payloads."""
+class TierLike(Protocol):
+    """Where payloads of pages live that left the device; the runner moves them. All of it is called by one thread.
 
-    def __contains__(self, digest: bytes, /) -> bool: ...
+    What was there when a match asked stays there at least until the next `trim`, and while it is held.
+    """
+
+    def __contains__(self, digest: bytes, /) -> bool:
+        """It can be restored now."""
+
+    def knows(self, digest: bytes, /) -> bool:
+        """It can be restored now, or after a while."""
+
+    def wants(self, digest: bytes, /) -> bool:
+        """Its page is about to leave the device: should it be read out? It counts as used now."""
+
+    def touch(self, digest: bytes, /) -> None: ...
+
+    def hold(self, digest: bytes, /) -> None: ...
+
+    def release(self, digest: bytes, /) -> None: ...
+
+    def trim(self) -> None:
+        """Drop what is beyond the budget."""
+
+    def clear(self) -> None: ...
+
+    def worth(self, pages: int, /) -> bool:
+        """Copying that many pages is expected to be quicker than computing them."""
+
+    def observe(self, result: StepResult, /) -> None:
+        """A step was committed: measure."""
 
 
 class AbsentNodes:
@@ -23,7 +50,7 @@ class AbsentNodes:
     time whenever a page leaves the device: what the tier dropped does not pile up, at a constant cost.
     """
 
-    def __init__(self, table: NodeTable, host_tier: HostTier | None) -> None:
+    def __init__(self, table: NodeTable, host_tier: TierLike | None) -> None:
         self._table, self._tier = table, host_tier
         self._nodes: OrderedDict[Node, None] = OrderedDict()
         self._departing: set[bytes] = set()  # read out by a step that was not committed yet
@@ -40,13 +67,17 @@ class AbsentNodes:
         if self._tier is None:
             return None
         digest = self._table.digest_of(node)
-        if digest in self._tier:
+        if not self._tier.wants(digest):
             return None
         self._departing.add(digest)
         return PageMove(node.page, digest)
 
     def landed(self, moves: Sequence[PageMove]) -> None:
         self._departing.difference_update(move.digest for move in moves)
+
+    def far(self, node: Node) -> bool:
+        """Its payload can be read after a while: it has to be fetched first."""
+        return self._tier is not None and self._tier.knows(self._table.digest_of(node))
 
     def restorable(self, node: Node) -> bool:
         """Its payload can be read now."""
@@ -73,4 +104,4 @@ class AbsentNodes:
         if self._tier is None:
             return False
         digest = self._table.digest_of(node)
-        return digest in self._departing or digest in self._tier
+        return digest in self._departing or self._tier.knows(digest)

@@ -4,7 +4,8 @@
     publish                        a committed step filled pages; duplicates are merged into the page that is there
     settle                         a sequence let go of its pages
     evict                          pages are short: leaves leave, to the host tier if there is one
-    landed / detach                the step that moved pages was committed / failed
+    landed, arrived / detach       the step that moved pages was committed / failed
+    far                            pages that have to be fetched before a match can use them
 
 What a snapshot needs: iterate over the cache for nodes (parents first) with `key, parent, page, visits, last_use`;
 `tokens_of`, `prefix_of` and `digest_of` of one; `graft` makes a prefix known whose payloads the host tier has.
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle.cache.absent import AbsentNodes, HostTier
+from rekindle.cache.absent import AbsentNodes, TierLike
 from rekindle.cache.digest import page_keys
 from rekindle.cache.eviction import EvictionQueue
 from rekindle.cache.node import Node, NodeTable
@@ -75,7 +76,7 @@ class PrefixCache:
         page_size: int,
         root_key: bytes,
         *,
-        host_tier: HostTier | None = None,
+        host_tier: TierLike | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool, self.page_size, self.root_key = pool, page_size, root_key
@@ -133,7 +134,24 @@ class PrefixCache:
             usable += 1
         if usable < len(nodes):
             self._absent.forget(nodes[usable])
+        if usable > on_device and self.host_tier is not None and not self.host_tier.worth(usable - on_device):
+            usable = on_device
         return PrefixMatch(nodes[:usable], on_device)
+
+    def far(self, keys: Sequence[int], tokens: IntArray) -> tuple[list[bytes], int]:
+        """Digests of the pages that have to be fetched before all that is known of `tokens` can be matched, and how
+        many other pages below the device this would make usable."""
+        digests, near = [], 0
+        for node in self._table.find(self.root, keys, tokens):
+            if node.page:
+                continue
+            if self._absent.restorable(node):
+                near += 1
+            elif self._absent.far(node):
+                digests.append(self.digest_of(node))
+            else:
+                break
+        return digests, near
 
     def lock(self, match: PrefixMatch) -> list[int]:
         """Take a reference to the matched device pages, for a sequence that is admitted now."""
@@ -155,6 +173,10 @@ class PrefixCache:
         for node, page in zip(match.nodes[match.on_device :], pages, strict=True):
             self._attach(node, page)
             moves.append(PageMove(page, self.digest_of(node)))
+        if self.host_tier is not None:
+            for move in reversed(moves):  # so that a parent counts as used after its children
+                self.host_tier.hold(move.digest)
+                self.host_tier.touch(move.digest)
         self.pool.keep(pages)
         self.version += bool(moves)
         return moves
@@ -191,19 +213,34 @@ class PrefixCache:
         self._counts["merged_pages"] += len(duplicates)
         return Published((known + added)[-1] if keys else parent, final, duplicates)
 
-    def graft(self, tokens: IntArray, *, visits: int = 0, last_use: float = 0.0) -> Node | None:
-        """Make known that the host tier may have every full page of `tokens`: the last node, None on a collision."""
-        keys = self.keys(tokens)
-        known = self._table.find(self.root, keys, tokens)
+    def graft(
+        self, tokens: IntArray, *, after: Node | None = None, visits: int = 0, last_use: float = 0.0
+    ) -> Node | None:
+        """Make known that lower tiers may have every full page of `tokens`, which follow `after` or the root.
+
+        Returns the last node, or None on a collision.
+        """
+        nodes = self.graft_path(tokens, after=after)
+        if nodes is None:
+            return None
+        for node in nodes:
+            if not node.last_use:
+                node.visits, node.last_use = visits, last_use
+        return nodes[-1] if nodes else after or self.root
+
+    def graft_path(self, tokens: IntArray, *, after: Node | None = None) -> list[Node] | None:
+        """As `graft`, for all nodes; new ones have a `last_use` of 0."""
+        parent = self.root if after is None else after
+        keys = page_keys(tokens, self.page_size, first=parent.depth, previous=parent.key)
+        known = self._table.find(parent, keys, tokens)
         rest = tokens[len(known) * self.page_size : len(keys) * self.page_size]
-        added = self._table.add(known[-1] if known else self.root, keys[len(known) :], rest, last_use)
+        added = self._table.add(known[-1] if known else parent, keys[len(known) :], rest, 0.0)
         if added is None:
             return None
         for node in added:
-            node.visits = visits
             self._absent.add(node)
         self.version += 1
-        return (known + added)[-1] if keys else self.root
+        return known + added
 
     # -- letting go
 
@@ -235,6 +272,14 @@ class PrefixCache:
         """Payloads read out have reached the host tier, or never will: from now on it is asked about them."""
         self._absent.landed(moves)
         self.version += bool(moves)
+        if self.host_tier is not None:
+            self.host_tier.trim()
+
+    def arrived(self, moves: Sequence[PageMove]) -> None:
+        """Restored pages have their content, or never will."""
+        if self.host_tier is not None:
+            for move in moves:
+                self.host_tier.release(move.digest)
 
     def detach(self, moves: Sequence[PageMove]) -> None:
         """Restored pages never got their content because their step failed: they and all below leave the device."""
@@ -251,6 +296,9 @@ class PrefixCache:
         self.pool.share([node.page for node in fresh if node.page])
         for node in nodes:
             node.pins += 1
+        if self.host_tier is not None:
+            for node in fresh:
+                self.host_tier.hold(self.digest_of(node))
         self.pinned_pages += len(fresh)
         return len(nodes) * self.page_size
 
@@ -263,6 +311,8 @@ class PrefixCache:
         self.pool.release([node.page for node in loose if node.page])
         for node in loose:
             self._leaves.offer(node)
+            if self.host_tier is not None:
+                self.host_tier.release(self.digest_of(node))
         self.pinned_pages -= len(loose)
         return len(loose) * self.page_size
 
@@ -283,6 +333,8 @@ class PrefixCache:
         self._table = NodeTable(self.page_size, self.root_key)
         self._absent = AbsentNodes(self._table, self.host_tier)
         self._leaves.clear()
+        if self.host_tier is not None:
+            self.host_tier.clear()
         self.pinned_pages = 0
         self.generation += 1
         self.version += 1

@@ -8,6 +8,7 @@ from rekindle.cache.pool import pages_for
 from rekindle.engine.claims import Claims
 from rekindle.engine.ledger import PageLedger
 from rekindle.engine.limits import Limits
+from rekindle.engine.loading import Loading
 from rekindle.engine.reserve import Reserve
 from rekindle.engine.residents import Residents
 from rekindle.engine.sequence import Sequence
@@ -29,12 +30,13 @@ class Admission:
     ) -> None:
         self._limits, self._ledger, self._residents, self._queue = limits, ledger, residents, queue
         self._claims = Claims(limits.page_size)
+        self._loading = Loading(ledger)
         self.reserve = reserve
         self.preemptions = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._queue) + self._claims.parked
+        return len(self._queue) + self._claims.parked + len(self._loading)
 
     @property
     def parked(self) -> int:
@@ -42,6 +44,8 @@ class Admission:
 
     @property
     def possible(self) -> bool:
+        if self._loading:
+            self._wake(self._loading.ready())
         return bool(self._residents.free_slots and len(self._queue))
 
     def submit(self, sequence: Sequence) -> None:
@@ -62,6 +66,10 @@ class Admission:
                 return None  # preempted, and its last step is still in flight
             if self._park(sequence):
                 continue
+            if self._loading.start(sequence):
+                self._queue.discard(sequence)
+                sequence.reason = "waits for pages to be read from disk"
+                continue
             spare = self.reserve.pages((*running, sequence)) if running or leaving else 0
             start = self._ledger.acquire(sequence, spare)
             if start is None:
@@ -71,6 +79,7 @@ class Admission:
                 )
                 return None
             self._queue.take(sequence)
+            self._loading.discard(sequence)
             self._residents.enter(sequence, start)
             if self._ledger.cache is not None:
                 self._claims.claim(sequence, sequence.published)
@@ -112,7 +121,11 @@ class Admission:
 
     def remove(self, sequence: Sequence) -> None:
         """It ended, wherever it is."""
-        if sequence in self._queue:
+        loading = sequence in self._loading
+        self._loading.discard(sequence)
+        if loading:
+            pass  # it was nowhere else
+        elif sequence in self._queue:
             self._queue.discard(sequence)
         elif sequence.waits_for is not None:
             self._claims.unpark(sequence)

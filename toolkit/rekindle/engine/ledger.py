@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from rekindle.cache.node import Node
 from rekindle.cache.pool import PagePool, pages_for
+from rekindle.cache.tiers import Fetch, Tiers
 from rekindle.cache.tree import PrefixCache, PrefixMatch
 from rekindle.engine.sequence import Sequence
 from rekindle.records import IntArray, PageMove, Request
@@ -61,6 +62,19 @@ class PageLedger:
 
     def cached(self, sequence: Sequence) -> int:
         return self.cache.probe(self.keys(sequence)) if self.cache is not None else 0
+
+    @property
+    def may_fetch(self) -> bool:
+        """There may be pages that have to be fetched from disk before a match can use them."""
+        tiers = self.cache.host_tier if self.cache is not None else None
+        return isinstance(tiers, Tiers) and tiers.far
+
+    def fetch(self, sequence: Sequence) -> Fetch | None:
+        """Start to fetch what is known of it but too far away; None if there is no such page, or it does not pay."""
+        assert self.cache is not None
+        assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
+        digests, near = self.cache.far(self.keys(sequence), sequence.tokens(0, sequence.known))
+        return self.cache.host_tier.fetch(digests, near)
 
     def acquire(self, sequence: Sequence, spare: int) -> int | None:
         """Take all pages of its known tokens if `spare` more would be left: where to start, None if it does not fit."""

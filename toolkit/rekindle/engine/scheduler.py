@@ -137,7 +137,10 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
         if self.cache is not None:
+            self.cache.arrived(result.plan.restore)
             self.cache.landed(result.plan.offload)
+            if self.cache.host_tier is not None:
+                self.cache.host_tier.observe(result)
         events = []
         for sequence, row, output in zip(flight.sequences, flight.plan.rows, result.rows, strict=True):
             sequence.in_flight -= 1
@@ -157,6 +160,7 @@ class Scheduler:
         for sequence in flight.sequences:
             sequence.in_flight -= 1
         if self.cache is not None:
+            self.cache.arrived(plan.restore)
             self.cache.landed(plan.offload)
             if plan.restore:
                 # Later steps may have been planned on pages that were never filled.

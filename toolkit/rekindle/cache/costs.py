@@ -1,0 +1,87 @@
+"""What a cached page costs to bring back and what it costs to compute, from what this session measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from rekindle.records import StepResult
+
+_MEMORY = 0.8  # weight of all earlier measurements when a new one arrives
+_RETRY = 16  # a refused copy is tried every so often, or a bad measurement would never be corrected
+_MOST_DECODE = 0.25  # a step with a larger share of decode rows says little about the cost of prefill
+
+
+class _Rate:
+    """Seconds per unit, weighted by units, with a memory that fades."""
+
+    def __init__(self, *, skip: int = 0) -> None:
+        self._units = self._seconds = 0.0
+        self._skip = skip  # the first transfer compiles its program
+
+    def measured(self, units: float, seconds: float) -> None:
+        if self._skip:
+            self._skip -= 1
+            return
+        self._units = _MEMORY * self._units + units
+        self._seconds = _MEMORY * self._seconds + seconds
+
+    @property
+    def value(self) -> float | None:
+        return self._seconds / self._units if self._units else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds, None where nothing was measured yet."""
+
+    compute_token: float | None
+    copy_page: float | None  # host to device
+    load_page: float | None  # disk to host, checksum included
+
+
+class CostModel:
+    """Decides whether to copy a prefix or to compute it again; what is not measured yet counts as free.
+
+    `mode` overrides it for everything: "always" or "never" copy.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.mode: Literal["measured", "always", "never"] = "measured"
+        self.refused = 0  # copies that would have cost more than computing
+        self._compute, self._copy, self._load = _Rate(), _Rate(skip=1), _Rate()
+
+    def observe(self, result: StepResult) -> None:
+        """A committed step: what its tokens cost, and what its restored pages cost beyond that."""
+        plan = result.plan
+        if plan.restore:
+            tokens = plan.tokens * (self._compute.value or 0.0)
+            self._copy.measured(len(plan.restore), max(0.0, result.device_seconds - tokens))
+        elif plan.prefill_tokens and len(plan.decode) <= _MOST_DECODE * plan.tokens:
+            self._compute.measured(plan.tokens, result.device_seconds)
+
+    def loaded(self, pages: int, seconds: float) -> None:
+        self._load.measured(pages, seconds)
+
+    def fetch_seconds(self, pages: int, *, from_disk: int = 0) -> float:
+        """To bring `pages` to the device, `from_disk` of which are not in host memory yet."""
+        return pages * (self._copy.value or 0.0) + from_disk * (self._load.value or 0.0)
+
+    def compute_seconds(self, pages: int) -> float | None:
+        rate = self._compute.value
+        return None if rate is None else pages * self.page_size * rate
+
+    def worth(self, pages: int, *, from_disk: int = 0) -> bool:
+        """Bringing `pages` back is expected to be quicker than computing them."""
+        if self.mode != "measured":
+            return self.mode == "always"
+        compute = self.compute_seconds(pages)
+        if not pages or compute is None or self.fetch_seconds(pages, from_disk=from_disk) <= compute:
+            return True
+        self.refused += 1
+        return self.refused % _RETRY == 0
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(self._compute.value, self._copy.value, self._load.value)

@@ -1,0 +1,293 @@
+"""The disk tier: pages by digest in segments below one folder, shared by processes and by models.
+
+Everything is content-addressed and nothing is changed in place, so processes that share the folder at worst write a
+page twice. Only removing needs order: one process at a time collects, whoever reads a removed page computes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rekindle.cache.segment import PARTIAL, Page, Payload, Segment, pages_of, write_segment
+from rekindle.cache.snapshot import Identity, protected
+from rekindle.errors import StoreError
+
+log = logging.getLogger("rekindle.cache")
+SMALL = 4 << 20  # segments below this are merged when there are MANY of them
+MANY = 16
+STALE_PARTIAL_SECONDS = 3600.0
+_TOUCH_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskStatistics:
+    """Sizes now, and counts since the session was opened."""
+
+    pages: int  # that this session knows
+    bytes: int  # of the whole folder, other models included
+    budget: int
+    segments: int
+    written: int
+    read: int
+    damaged: int
+
+
+class DiskTier:
+    """Thread-safe: one thread reads for requests while another one saves."""
+
+    def __init__(self, folder: Path, budget: int, identity: Identity) -> None:
+        self.folder, self.budget = folder, budget
+        self.identity = identity  # whose pages are written from now on; changes with the weights
+        self.written = self.read = self.damaged = 0
+        self._lock = threading.Lock()
+        self._index: dict[bytes, tuple[Segment, int]] = {}
+        self._segments: dict[str, Segment] = {}
+        self._touched: dict[str, float] = {}
+        self._said: set[str] = set()
+
+    @property
+    def pages_folder(self) -> Path:
+        return self.folder / "pages"
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._index
+
+    # -- reading
+
+    def scan(self) -> int:
+        """Take in the segments of this identity that are new, from whichever process; how many pages are known."""
+        prefix = self.identity.root.hex()
+        for path in self._paths():
+            if not path.name.startswith(prefix) or path.name in self._segments:
+                continue
+            try:
+                self._add(Segment.open(path))
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except Exception as error:
+                self.damaged += 1
+                self.say(path.name, f"pages in {path} can't be used ({error}); they are dropped and computed again")
+                shutil.rmtree(path, ignore_errors=True)
+        return len(self)
+
+    def pages(self) -> list[Page]:
+        """What is known of this identity; of a page in two segments, the newer."""
+        root = self.identity.root.hex()
+        with self._lock:
+            newest = dict(self._index)
+        return [
+            page
+            for name, segment in tuple(self._segments.items())
+            if name.startswith(root)
+            for index, page in enumerate(pages_of(segment.records))
+            if newest.get(page.digest) == (segment, index)
+        ]
+
+    def load(self, digest: bytes) -> Payload:
+        """Raises KeyError if it is not there, StoreError if it is damaged; either way it is then forgotten."""
+        with self._lock:
+            segment, index = self._index[digest]
+        try:
+            payload = segment.read(index)
+        except FileNotFoundError:
+            self._drop(segment)
+            raise KeyError(digest) from None
+        except (StoreError, OSError) as error:
+            with self._lock:
+                self._index.pop(digest, None)
+            self.damaged += 1
+            self.say(segment.path.name, f"{error}; damaged pages are computed again")
+            raise StoreError(str(error)) from error
+        self.read += 1
+        self._touch(segment)
+        return payload
+
+    # -- writing
+
+    def write(self, pages: Iterable[tuple[Page, Payload]]) -> int:
+        """Keep pages as one new segment; how many. Raises OSError, or StoreError if the disk is too full."""
+        fresh = [(page, payload) for page, payload in pages if page.digest not in self._index]
+        if not fresh:
+            return 0
+        size = len(fresh) * sum(leaf.nbytes for leaf in fresh[0][1])
+        self.pages_folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.pages_folder).free
+        if free < 2 * size:
+            raise StoreError(f"{size >> 20} MiB of pages were not saved: {free >> 20} MiB are free. Free some space")
+        path = self.pages_folder / f"{self.identity.root.hex()}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
+        write_segment(path, self.identity.fields(), fresh)
+        self._add(Segment.open(path))
+        self.written += len(fresh)
+        return len(fresh)
+
+    def room(self, size: int) -> int:
+        """How many of `size` more bytes may be written after what is least recently used was removed."""
+        return max(0, min(size, self.budget - self.collect(reserve=min(size, self.budget))))
+
+    def collect(self, *, reserve: int = 0) -> int:
+        """Remove what is beyond the budget less `reserve`, and what killed writers left; bytes still there.
+
+        Segments of snapshots go last. Does nothing while another process collects.
+        """
+        with self._exclusively() as alone:
+            sizes = {path: _size(path) for path in self._paths()}
+            total = sum(size for size, _ in sizes.values())
+            if not alone:
+                return total
+            self._remove_partials()
+            if total + reserve > self.budget:
+                kept = protected(self.folder)
+                order = sorted(sizes, key=lambda path: (self._protects(path, kept), sizes[path][1]))
+                for path in order:
+                    if total + reserve <= self.budget:
+                        break
+                    total -= sizes[path][0]
+                    self._remove(path)
+            self._merge(sizes)
+            return total
+
+    def clear(self) -> int:
+        """Remove every page of this identity; how many bytes that were."""
+        freed = 0
+        for path in self._paths():
+            if path.name.startswith(self.identity.root.hex()):
+                freed += _size(path)[0]
+                self._remove(path)
+        return freed
+
+    def statistics(self) -> DiskStatistics:
+        total = sum(_size(path)[0] for path in self._paths())
+        return DiskStatistics(len(self), total, self.budget, len(self._segments), self.written, self.read, self.damaged)
+
+    def others(self) -> set[str]:
+        """Roots of pages that belong to other identities."""
+        return {path.name.split("-")[0] for path in self._paths()} - {self.identity.root.hex()}
+
+    def say(self, what: str, text: str) -> None:
+        """Log it once."""
+        if what not in self._said:
+            self._said.add(what)
+            log.warning(text)
+
+    def close(self) -> None:
+        with self._lock:
+            self._index.clear()
+            self._segments.clear()
+
+    # -- inside
+
+    def _paths(self) -> list[Path]:
+        """Segments by age."""
+        with contextlib.suppress(OSError):
+            names = sorted(entry.name for entry in os.scandir(self.pages_folder) if entry.is_dir())
+            ordered = sorted((name for name in names if not name.startswith((PARTIAL, "."))), key=_age)
+            return [self.pages_folder / name for name in ordered]
+        return []
+
+    def _add(self, segment: Segment) -> None:
+        with self._lock:
+            self._segments[segment.path.name] = segment
+            self._index.update((digest, (segment, index)) for index, digest in enumerate(segment.digests()))
+
+    def _drop(self, segment: Segment) -> None:
+        with self._lock:
+            self._segments.pop(segment.path.name, None)
+            for digest in segment.digests():
+                if self._index.get(digest, (None,))[0] is segment:
+                    del self._index[digest]
+
+    def _remove(self, path: Path) -> None:
+        segment = self._segments.get(path.name)
+        if segment is not None:
+            self._drop(segment)
+        # Renamed first: a removal that is killed half way leaves no half segment.
+        with contextlib.suppress(OSError):
+            gone = path.rename(path.with_name(f"{PARTIAL}{uuid.uuid4().hex}"))
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _protects(self, path: Path, kept: dict[str, set[bytes]]) -> bool:
+        digests = kept.get(path.name.split("-")[0])
+        segment = self._segments.get(path.name)
+        return digests is not None and (segment is None or not digests.isdisjoint(segment.digests()))
+
+    def _merge(self, sizes: dict[Path, tuple[int, float]]) -> None:
+        """Many small segments of this identity become one."""
+        small = [self._segments[path.name] for path in sizes if path.name in self._segments and sizes[path][0] < SMALL]
+        small = [segment for segment in small if segment.path.name.startswith(self.identity.root.hex())]
+        if len(small) < MANY:
+            return
+        pages: list[tuple[Page, Payload]] = []
+        for segment in small:
+            for index, page in enumerate(pages_of(segment.records)):
+                if self._index.get(page.digest) == (segment, index):
+                    with contextlib.suppress(StoreError, OSError):
+                        pages.append((page, segment.read(index)))
+        if pages:
+            path = self.pages_folder / f"{self.identity.root.hex()}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
+            write_segment(path, self.identity.fields(), pages)
+            self._add(Segment.open(path))
+        for segment in small:
+            self._remove(segment.path)
+
+    def _touch(self, segment: Segment) -> None:
+        now = time.time()
+        if now - self._touched.get(segment.path.name, 0.0) > _TOUCH_SECONDS:
+            self._touched[segment.path.name] = now
+            with contextlib.suppress(OSError):
+                os.utime(segment.path)
+
+    def _remove_partials(self) -> None:
+        for folder in (self.pages_folder, self.folder / "snapshots"):
+            for partial in folder.glob(f"{PARTIAL}*") if folder.is_dir() else ():
+                with contextlib.suppress(OSError):
+                    if time.time() - partial.stat().st_mtime > STALE_PARTIAL_SECONDS:
+                        shutil.rmtree(partial, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[bool]:
+        """Whether this process alone may remove now."""
+        try:
+            self.pages_folder.mkdir(parents=True, exist_ok=True)
+            file = (self.pages_folder / ".lock").open("w")
+        except OSError:
+            yield False
+            return
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+                return
+            yield True
+
+
+def _age(name: str) -> str:
+    return name.split("-")[1] if name.count("-") == 2 else ""
+
+
+def _size(path: Path) -> tuple[int, float]:
+    """Bytes and time of last use."""
+    total = 0
+    try:
+        for folder, _, files in os.walk(path):
+            total += sum(os.stat(os.path.join(folder, file)).st_size for file in files)
+        return total, path.stat().st_mtime
+    except OSError:
+        return total, 0.0
+
+
+__all__: list[Any] = ["DiskStatistics", "DiskTier"]
