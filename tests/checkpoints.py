@@ -58,7 +58,9 @@ def _gpt2(**options: Any) -> dict[str, Any]:
 
 _MOE = {"num_experts_per_tok": 2, "head_dim": 12}
 _QWEN3_MOE = {"num_experts": 6, "moe_intermediate_size": 40, **_MOE}
-_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 2, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA = {
+    "head_dim": 16, "query_pre_attn_scalar": 2, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
 _GEMMA3 = {**_GEMMA, "num_hidden_layers": 3, "sliding_window": 8, "sliding_window_pattern": 3}
 
 # What each case is there for stands in its name. The prompts of the parity tests have 24 tokens, 64 more are generated.
@@ -90,7 +92,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-moe": _case("qwen3_moe", "Qwen3MoeForCausalLM", norm_topk_prob=True, **_QWEN3_MOE),
     "qwen3-moe-dense-layer": _case("qwen3_moe", "Qwen3MoeForCausalLM", mlp_only_layers=[0], **_QWEN3_MOE),
     "gemma2": _case(
-        "gemma2", "Gemma2ForCausalLM", sliding_window=8, attn_logit_softcapping=6.0, final_logit_softcapping=0.5, **_GEMMA
+        "gemma2", "Gemma2ForCausalLM", sliding_window=8, attn_logit_softcapping=6.0, final_logit_softcapping=0.5,
+        **_GEMMA,
     ),
     "gemma2-no-caps": _case(
         "gemma2", "Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None, **_GEMMA
@@ -99,7 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3-scaled-global-rope": _case(
         "gemma3_text", "Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0},
         rope_local_base_freq=5000.0, final_logit_softcapping=0.5, **_GEMMA3,
-    ),  # fmt: skip
+    ),
     "phi3": _phi3(sliding_window=8),
     "phi3-partial-rope": _phi3(partial_rotary_factor=0.5),
     "phi3-longrope-short": _longrope(4, 128),

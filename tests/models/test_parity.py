@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import numpy as np
 import pytest
-from golden.make import KEPT, NEW, PROMPT
 from numpy.typing import NDArray
 
+import checkpoints
+from golden.make import KEPT, NEW, PROMPT
 from rekindle import reference
 from rekindle.models import FAMILIES
 

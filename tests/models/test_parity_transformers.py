@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
 import numpy as np
 import pytest
-from golden.make import NEW, PROMPT, run
 
+import checkpoints
+from golden.make import NEW, PROMPT, run
 from rekindle import reference
 
 pytest.importorskip("torch")

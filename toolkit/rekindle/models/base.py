@@ -96,13 +96,16 @@ def random_model(
     graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
     rng = np.random.default_rng(seed)
     leaves = tuple(
-        jax.device_put(_random(path, leaf, config, rng)) for path, leaf in zip(graph.paths, shapes, strict=True)
+        jax.device_put(_random(path, leaf, config, graph.precision, rng))
+        for path, leaf in zip(graph.paths, shapes, strict=True)
     )
     fingerprint = f"random-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
     return LoadedModel(config, graph, leaves, fingerprint)
 
 
-def _random(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, rng: np.random.Generator) -> Any:
+def _random(
+    path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, precision: Precision, rng: np.random.Generator
+) -> Any:
     name = path.rsplit(".", 1)[-1]
     spread = config.hidden_size**-0.5
     if leaf.dtype == jnp.int8:
@@ -115,4 +118,4 @@ def _random(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, rng: np.
         return np.ones(leaf.shape, np.float32)
     values = rng.standard_normal(leaf.shape, np.float32)
     values *= spread if not path.startswith("embed") or config.tie_embeddings else 1.0
-    return values.astype(leaf.dtype)
+    return values.astype(precision.value_dtype(leaf.dtype)).view(leaf.dtype)

@@ -126,7 +126,9 @@ def plan(
     for path, source in declared.sources.items():
         leaf = wanted[path]
         scale = path.removesuffix("weight") + "scale" if leaf.dtype == jnp.int8 else None
-        leaves.append(reading.Leaf(path, source, tuple(leaf.shape), np.dtype(leaf.dtype), scale))
+        dtype = graph.precision.value_dtype(leaf.dtype)
+        stored = None if dtype == leaf.dtype else np.dtype(leaf.dtype)
+        leaves.append(reading.Leaf(path, source, tuple(leaf.shape), dtype, scale, stored))
         for part in source.parts(tuple(leaf.shape)):
             used.add(part.name)
             entry = entries.get(part.name)

@@ -206,7 +206,9 @@ class Keys:
             raise UnsupportedModel(
                 f"partial_rotary_factor={part} is not implemented for {self.raw.get('model_type')}. Implemented: 1.0."
             )
-        return self.rope_spec(kind, options, int(head_dim * part), float(options.get("rope_theta", self.get(key, theta))))
+        return self.rope_spec(
+            kind, options, int(head_dim * part), float(options.get("rope_theta", self.get(key, theta)))
+        )
 
     def rope_spec(self, kind: str, options: dict[str, Any], dim: int, theta: float) -> RopeSpec:
         longest = self.get("max_position_embeddings", 0)

@@ -12,6 +12,10 @@ A quantised matrix is a pair of leaves of its module, and `quantised = weight * 
 `quantize="int8"` multiplies int8 by int8 with one dynamic scale per activation row; `"int8-weight"` widens the weights
 to the activations' 16 bits right before the product. Both have the same leaves.
 
+Where experts are picked one by one in a loop (on CPU), a stack of 16-bit floats is kept as a uint16 leaf that holds
+their bits, `array.view(numpy.uint16)`: XLA:CPU would widen the whole stack to float32 before it takes a slice of it,
+but not a stack of integers. `Precision.value_dtype` tells what such a leaf's values are.
+
 A product with a single row is up to 20 times slower on CPU than one with two: callers pad to two tokens.
 """
 
@@ -22,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -36,6 +41,7 @@ class Precision:
     quantize: str | None = None
     quantize_embeddings: bool = True  # the embedding and the head too
     stream: str = "float32"  # the residual stream
+    loop_experts: bool = False  # one expert at a time rather than `ragged_dot`
 
     @classmethod
     def of(
@@ -46,11 +52,15 @@ class Precision:
         quantize_embeddings: bool = True,
         platform: str | None = None,
     ) -> Precision:
-        """The one place that chooses the activations' dtype: float32 on CPU, elsewhere the weights'."""
+        """The one place that chooses by platform: on CPU activations are float32, elsewhere as the weights."""
         assert quantize in QUANTIZE, f"quantize={quantize!r}"
         name = jnp.dtype(dtype).name
-        stream = "float32" if (platform or jax.default_backend()) == "cpu" else name
-        return cls(name, quantize, quantize_embeddings, stream)
+        on_cpu = (platform or jax.default_backend()) == "cpu"
+        return cls(name, quantize, quantize_embeddings, "float32" if on_cpu else name, loop_experts=on_cpu)
+
+    def value_dtype(self, stored: DTypeLike) -> np.dtype[Any]:
+        """The dtype of a leaf's values, given the dtype that it is stored with."""
+        return jnp.dtype(self.weights if stored == jnp.uint16 else stored)
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
@@ -97,18 +107,25 @@ class Embedding(Matrix):
 
 def linear(x: jax.Array, matrix: Matrix, dtype: DTypeLike | None = None) -> jax.Array:
     """x [..., in] · matrix [out, in] → [..., out] in `dtype`, by default x's own."""
-    out = jnp.dtype(dtype or x.dtype)
-    weight = matrix.weight[...]
-    if matrix.quantize == "int8":
+    scale = None if matrix.scale is None else matrix.scale[...]
+    return multiply(x, matrix.weight[...], scale, matrix.quantize, jnp.dtype(dtype or x.dtype))
+
+
+def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:
+    """x [..., in] · weight [out, in], with its scale [out] if it is quantised."""
+    if quantize == "int8":
         rows, row_scale = quantize_rows(x)
-        y = _dot(rows, weight, jnp.int32).astype(jnp.float32)
-        return (y * row_scale * matrix.scale[...]).astype(out)
-    if matrix.quantize == "int8-weight":
-        narrow = jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype
-        y = _dot(x.astype(narrow), weight.astype(narrow), jnp.float32)
-        return (y * matrix.scale[...]).astype(out)
+        return (_dot(rows, weight, jnp.int32).astype(jnp.float32) * row_scale * scale).astype(out)
+    if quantize == "int8-weight":
+        narrow = narrow_dtype(x)
+        return (_dot(x.astype(narrow), weight.astype(narrow), jnp.float32) * scale).astype(out)
     # float32 results even from 16-bit operands: XLA:CPU has no fast path for 16-bit results (5–100 times slower).
     return _dot(x.astype(weight.dtype), weight, jnp.promote_types(out, jnp.float32)).astype(out)
+
+
+def narrow_dtype(x: jax.Array) -> DTypeLike:
+    """What int8 weights are widened to: it holds them exactly."""
+    return jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:

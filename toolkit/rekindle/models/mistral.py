@@ -1,9 +1,15 @@
 """Mistral: Llama with a sliding window in every layer."""
 
 from rekindle.models.config import Keys, ModelConfig, decoder, reads
+from rekindle.models.llama import Llama, manifest
+
+__all__ = ["Mistral", "config", "manifest"]
 
 
 @reads("mistral")
 def config(keys: Keys) -> ModelConfig:
-    keys.layer_types([False] * keys.need("num_hidden_layers"))
     return decoder(keys, kv_heads=8, window=keys.nullable("sliding_window", 4096))
+
+
+class Mistral(Llama):
+    pass

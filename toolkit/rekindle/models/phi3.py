@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rekindle.models.config import Keys, ModelConfig, decoder, reads
-from rekindle.models.llama import blocks, norm_sources, outer_sources
+from rekindle.models.llama import Llama, blocks, norm_sources, outer_sources
 from rekindle.models.weights import Manifest, Source, one
 
 
@@ -12,12 +12,16 @@ def config(keys: Keys) -> ModelConfig:
     raw = dict(keys.raw)
     raw["original_max_position_embeddings"] = keys.get("original_max_position_embeddings", 4096)
     for name in ("rope_scaling", "rope_parameters"):
-        options = raw.get(name)
-        kind = (options or {}).get("rope_type", (options or {}).get("type"))
+        options = raw.get(name) or {}
+        kind = options.get("rope_type", options.get("type"))
         if kind in ("su", "yarn"):  # what longrope was called before it had its name
             raw[name] = {**options, "rope_type": "longrope"}
     keys = Keys(raw)
     return decoder(keys, eps=1e-5, window=keys.get("sliding_window"), partial_rope=True)
+
+
+class Phi3(Llama):
+    pass
 
 
 def manifest(config: ModelConfig) -> Manifest:

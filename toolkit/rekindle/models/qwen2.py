@@ -1,6 +1,9 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and sliding windows in the upper layers if they are switched on."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v; the upper layers can have sliding windows."""
 
 from rekindle.models.config import Keys, ModelConfig, decoder, reads
+from rekindle.models.llama import Llama, manifest
+
+__all__ = ["Qwen2", "config", "manifest", "sliding"]
 
 
 def sliding(keys: Keys) -> tuple[int | None, tuple[bool, ...]]:
@@ -16,3 +19,7 @@ def config(keys: Keys) -> ModelConfig:
     keys.only("use_mrope", False)
     window, slides = sliding(keys)
     return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=True)
+
+
+class Qwen2(Llama):
+    pass

@@ -50,6 +50,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     scale: str | None = None
+    stored: np.dtype[Any] | None = None  # the leaf's dtype where it only holds the values' bits
 
 
 class _Piece(NamedTuple):
@@ -75,7 +76,7 @@ def read_leaves(
         for future in futures:
             future.result()
             meter.tell()
-        done[leaf.path] = place(leaf.path, array)
+        done[leaf.path] = place(leaf.path, array if leaf.stored is None else array.view(leaf.stored))
         if leaf.scale is not None and scale is not None:
             done[leaf.scale] = place(leaf.scale, scale)
         return array.nbytes

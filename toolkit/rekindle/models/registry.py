@@ -23,15 +23,15 @@ class Family(NamedTuple):
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", llama.Llama, llama.manifest),
-    "mistral": Family("MistralForCausalLM", llama.Llama, llama.manifest),
+    "mistral": Family("MistralForCausalLM", mistral.Mistral, mistral.manifest),
     "mixtral": Family("MixtralForCausalLM", mixtral.Mixtral, mixtral.manifest),
-    "qwen2": Family("Qwen2ForCausalLM", llama.Llama, llama.manifest),
+    "qwen2": Family("Qwen2ForCausalLM", qwen2.Qwen2, qwen2.manifest),
     "qwen3": Family("Qwen3ForCausalLM", qwen3.Qwen3, qwen3.manifest),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.Qwen3Moe, qwen3_moe.manifest),
     "gemma2": Family("Gemma2ForCausalLM", gemma2.Gemma2, gemma2.manifest),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma3.Gemma3, gemma3.manifest),
-    "phi3": Family("Phi3ForCausalLM", llama.Llama, phi3.manifest),
-    "smollm3": Family("SmolLM3ForCausalLM", llama.Llama, llama.manifest),
+    "phi3": Family("Phi3ForCausalLM", phi3.Phi3, phi3.manifest),
+    "smollm3": Family("SmolLM3ForCausalLM", smollm3.SmolLM3, smollm3.manifest),
     "gpt2": Family("GPT2LMHeadModel", gpt2.Gpt2, gpt2.manifest),
     "olmo2": Family("Olmo2ForCausalLM", olmo2.Olmo2, olmo2.manifest),
 }

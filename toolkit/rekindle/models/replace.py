@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -26,6 +27,11 @@ def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | 
     """
     leaves = _by_path(weights)
     wanted = dict(zip(model.graph.paths, model.leaves, strict=True))
+    leaves |= {
+        path: jax.lax.bitcast_convert_type(leaf, jnp.uint16)
+        for path, leaf in leaves.items()
+        if path in wanted and wanted[path].dtype == jnp.uint16 and leaf.dtype == model.graph.precision.weights
+    }
     problems = [f"missing: {path}" for path in wanted if path not in leaves]
     problems += [f"unexpected: {path}" for path in leaves if path not in wanted]
     for path, old in wanted.items():

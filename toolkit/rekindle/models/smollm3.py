@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from rekindle.models.config import AttentionSpec, Keys, ModelConfig, decoder, reads
+from rekindle.models.llama import Llama, manifest
+
+__all__ = ["SmolLM3", "config", "manifest"]
 
 
 @reads("smollm3")
@@ -33,3 +36,7 @@ def config(keys: Keys) -> ModelConfig:
         o_bias=bias,
         mlp_bias=keys.get("mlp_bias", False),
     )
+
+
+class SmolLM3(Llama):
+    pass
