@@ -25,6 +25,8 @@ LAYERS = {
     "rekindle.call": 6,
     "rekindle.handle": 6,
     "rekindle.opening": 6,
+    "rekindle.pausing": 6,
+    "rekindle.prompts": 6,
     "rekindle.report": 6,
     "rekindle.session": 6,
     "rekindle.tiny": 7,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from rekindle import Sampling
-from rekindle.handle import Handle, Prompt
+from rekindle.handle import Handle
+from rekindle.prompts import Prompt
 from rekindle.records import TextDelta
 from rekindle.tasks.device import DeviceThread
 from sessions import fake_session, opened

@@ -1,0 +1,50 @@
+"""Pausing: no step runs but those that are asked for one by one."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rekindle.tasks.mailbox import Slot
+from rekindle.tasks.messages import Pause, Resume
+from rekindle.tasks.ports import run_sync
+
+if TYPE_CHECKING:
+    from rekindle.session import Session
+
+
+class Paused:
+    """No step runs inside the block but those that `step()` asks for; entering waits for the steps in flight."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def __aenter__(self) -> Session:
+        session = self._session
+        session._host.check()
+        slot: Slot[None] = Slot()
+        session._host.send(Pause(slot), slot)
+        session._pauses += 1
+        try:
+            await slot.get()
+        except BaseException:
+            self._resume()
+            raise
+        return session
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resume()
+
+    def _resume(self) -> None:
+        self._session._pauses -= 1
+        self._session._host.send(Resume(), Slot())
+
+    def __enter__(self) -> Session:
+        return run_sync(self.__aenter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resume()
