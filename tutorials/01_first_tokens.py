@@ -1,0 +1,110 @@
+# %% [markdown]
+# # 01 First tokens
+#
+# *How do I get text out of a language model in a notebook?*
+#
+# `rekindle.open` gives you a **session**: a model, its compiled programs and its cache, in a thread of its own. Notebooks
+# allow `await` at the top level of a cell, so nothing more is needed. `"tiny"` is a small model that ships with the
+# package. It knows little, but it needs no download and no GPU.
+
+# %%
+import rekindle
+
+session = await rekindle.open("tiny")
+
+# %% [markdown]
+# Give it the beginning of a story. By default the most likely token is taken at every position (*greedy*), so you will
+# read the same text as this page.
+#
+# The very first call takes a few seconds, in which XLA compiles the programs for your CPU. They are stored, and the next
+# kernel loads them in milliseconds.
+
+# %%
+done = await session.generate("Once upon a time", max_tokens=60)
+print("Once upon a time" + done.text)
+
+# %% [markdown]
+# The result is a `Completion`. Its text is one of several things that it can tell you.
+
+# %%
+print("ended by    ", done.finish_reason)
+print("tokens      ", done.usage.prompt_tokens, "in,", done.usage.completion_tokens, "out")
+print("first ids   ", done.token_ids[:6])
+print("their texts ", done.token_texts[:6])
+
+# %% [markdown]
+# Ask for `logprobs`, and the notebook shades every token by how sure the model was: green is nearly certain, red is a
+# surprise. Hover over a token for the alternatives. `temperature` above 0 draws tokens at random instead of taking the
+# most likely one.
+
+# %%
+await session.generate("Once upon a time", max_tokens=60, temperature=0.9, seed=3, logprobs=4)
+
+# %% [markdown]
+# ## Text as it is made
+#
+# `stream` yields pieces of text as soon as they are final. A piece never holds half of a character, even when a character
+# is spread over several tokens.
+
+# %%
+async for delta in session.stream("Tom had a red ball.", max_tokens=40, temperature=0.7, seed=1):
+    print(delta.text, end="")
+
+# %% [markdown]
+# ## Conversations
+#
+# `chat` puts messages into the form that the model was trained on, its *chat template*, and stops at the end of the
+# answer.
+
+# %%
+reply = await session.chat([{"role": "user", "content": "Who are you?"}], max_tokens=40)
+print(reply.text)
+
+# %% [markdown]
+# A conversation is nothing but a longer prompt. To go on, append the answer and the next question. The model reads the
+# whole conversation again, in principle; in practice most of it is found in the prefix cache (tutorial 05).
+
+# %%
+messages = [{"role": "user", "content": "My name is Anna and I live in Rome."}]
+for question in (None, "What is my name?"):
+    if question:
+        messages.append({"role": "user", "content": question})
+    reply = await session.chat(messages, max_tokens=40)
+    messages.append({"role": "assistant", "content": reply.text})
+for message in messages:
+    print(f"{message['role']:>9}: {message['content']}")
+
+# %% [markdown]
+# ## Several prompts at once
+#
+# A list goes in, a list comes out. The prompts run together, in one batch: on most machines eight of them take hardly
+# longer than one (tutorial 03 shows why).
+
+# %%
+many = await session.generate(["Once upon a time", "The sky is", "Lily opened the box and"], max_tokens=12)
+for one in many:
+    print(f"{one.prompt}{one.text!r}")
+
+# %% [markdown]
+# `n` asks for several continuations of one prompt. They share the prompt's computation.
+
+# %%
+for one in await session.generate("The dragon said:", n=3, max_tokens=16, temperature=1.0, seed=5):
+    print(f"seed {one.seed}: {one.text!r}")
+
+# %% [markdown]
+# ## What the session has done
+#
+# Every public object has a readable form. `stats()` is a snapshot of the numbers.
+
+# %%
+session.stats()
+
+# %% [markdown]
+# Close the session to give its memory back. In scripts, `async with rekindle.open("tiny") as session:` does that for you,
+# and `rekindle.open_sync` needs no event loop at all.
+#
+# Next: what happens in one step of the engine (02), or every sampling option seen on distributions (04).
+
+# %%
+await session.aclose()

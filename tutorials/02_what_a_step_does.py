@@ -1,0 +1,231 @@
+# %% [markdown]
+# # 02 What a step does
+#
+# *What does the machine compute between two tokens?*
+#
+# We write a language model's forward pass in a few lines of `jax.numpy`, generate with it the slow way, make it fast with a
+# KV cache, and then watch the engine do the same thing one step at a time.
+
+# %%
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+
+import rekindle
+from rekindle import tiny
+from rekindle.models.checkpoint import load
+
+plt.rcParams.update(
+    {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
+)
+model = load(tiny.folder(), dtype="float32")
+config = model.config
+weights = dict(zip(model.graph.paths, model.leaves, strict=True))
+print(f"{config.num_layers} layers, {model.num_parameters:,} parameters")
+for name, array in list(weights.items())[:8]:
+    print(f"{name:32}{array.shape}")
+
+# %% [markdown]
+# ## A transformer in forty lines
+#
+# Three ingredients: a norm, a rotation that tells positions apart, and attention. Shapes: `T` tokens, `H` query heads, `K`
+# key and value heads, `D` numbers per head.
+
+# %%
+E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+
+
+def norm(x, weight):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * weight
+
+
+def rotate(x, positions):
+    """Turn pairs of numbers by an angle that grows with the position; the score of two tokens then sees their distance."""
+    frequencies = config.ropes[0].theta ** -(jnp.arange(0, D, 2) / D)
+    angles = positions[:, None, None] * frequencies
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
+
+
+def attention(q, k, v, positions):
+    """q [T, H, D] looks at k and v [S, K, D], of which it may see those that are not in its future."""
+    grouped = q.reshape(len(q), K, H // K, D)
+    scores = jnp.einsum("tkgd,skd->tkgs", grouped, k) / jnp.sqrt(D)
+    future = jnp.arange(len(k)) > positions[:, None]
+    shares = jax.nn.softmax(jnp.where(future[:, None, None], -jnp.inf, scores), axis=-1)
+    return jnp.einsum("tkgs,skd->tkgd", shares, v).reshape(len(q), H * D)
+
+
+# %% [markdown]
+# The forward pass takes tokens and gives logits, one row for each token: the opinion on what comes after it. What keys and values
+# attention looks at is left to `remember`, a function that we will exchange in a moment.
+
+
+# %%
+def forward(weights, tokens, positions, remember):
+    x = weights["embed.weight"][tokens]
+    for layer in range(config.num_layers):
+        w = {name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{layer}.")}
+        qkv = norm(x, w["attention_norm.weight"]) @ w["attention.qkv.weight"].T
+        q, k, v = (part.reshape(len(tokens), -1, D) for part in jnp.split(qkv, [H * D, (H + K) * D], axis=-1))
+        k, v = remember(layer, rotate(k, positions), v)
+        x = x + attention(rotate(q, positions), k, v, positions) @ w["attention.out.weight"].T
+        gate, up = jnp.split(norm(x, w["mlp_norm.weight"]) @ w["mlp.gate_up.weight"].T, 2, axis=-1)
+        x = x + (jax.nn.silu(gate) * up) @ w["mlp.down.weight"].T
+    return norm(x, weights["norm.weight"]) @ weights.get("head.weight", weights["embed.weight"]).T
+
+
+# %% [markdown]
+# ## Without a cache
+#
+# To get the next token, compute all tokens so far, look at the last row of logits, take the largest. Then do it all again
+# with one more token.
+
+# %%
+from rekindle.text.tokenizer import Tokenizer
+
+tokenizer = Tokenizer.load(tiny.folder())
+prompt = tokenizer.encode("Once upon a time")
+
+
+@jax.jit
+def whole(weights, tokens):
+    return forward(weights, tokens, jnp.arange(len(tokens)), lambda layer, k, v: (k, v))
+
+
+tokens = list(prompt)
+for _ in range(12):
+    logits = whole(weights, jnp.array(tokens))
+    tokens.append(int(logits[-1].argmax()))
+print(tokenizer.decode(tokens))
+
+# %% [markdown]
+# This works, and is wasteful twice. The work grows with every token, because all earlier ones are computed again. And each length
+# is a new shape, for which JAX compiles a new program.
+#
+# ## With a KV cache
+#
+# A token can't see its future, so its keys and values never change again. Keep them, and a new token costs one row of work.
+# Room for all positions is allocated once, so that shapes stay the same:
+#
+# - **prefill** computes the whole prompt at once and fills the cache,
+# - **decode** computes one token, writes its row, and reads all rows before it.
+
+# %%
+CONTEXT = 256
+empty = jnp.zeros((2, config.num_layers, CONTEXT, K, D))
+
+
+@jax.jit
+def step(weights, cache, tokens, start):
+    """Compute `tokens` at positions start, start + 1, …; gives logits and the new cache."""
+    new = [cache]
+
+    def remember(layer, k, v):
+        kv = jnp.stack([k, v])[:, None]
+        new[0] = jax.lax.dynamic_update_slice(new[0], kv, (0, layer, start, 0, 0))
+        return new[0][0, layer], new[0][1, layer]
+
+    logits = forward(weights, tokens, start + jnp.arange(len(tokens)), remember)
+    return logits, new[0]
+
+
+logits, cache = step(weights, empty, jnp.array(prompt), 0)  # prefill
+cached = [*prompt, int(logits[-1].argmax())]
+while len(cached) < len(tokens):
+    logits, cache = step(weights, cache, jnp.array(cached[-1:]), len(cached) - 1)  # decode
+    cached.append(int(logits[-1].argmax()))
+print(cached == tokens, tokenizer.decode(cached))
+
+# %% [markdown]
+# The same tokens. Now measure: time per token over the length of the text, after compiling.
+
+# %%
+lengths = [16, 32, 64, 128, 240]
+
+
+def best(function, *arguments):
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter() - began)
+    return min(times[1:]) * 1e3
+
+
+without = [best(whole, weights, jnp.zeros(length, int)) for length in lengths]
+with_cache = [best(step, weights, empty, jnp.zeros(1, int), length) for length in lengths]
+plt.plot(lengths, without, "o-", label="everything again")
+plt.plot(lengths, with_cache, "o-", label="KV cache")
+plt.ylim(0)
+plt.xlabel("tokens so far")
+plt.ylabel("ms per token")
+plt.legend()
+plt.show()
+
+# %% [markdown]
+# One more thing hides in this picture. The decode step reads *all weights* to compute *one token*. Computing eight tokens of
+# eight different texts would read them only once. That is why engines batch, and it is the subject of tutorial 03.
+#
+# ## The same in the engine
+#
+# The engine's cache is not one array per text. Memory is cut into **pages** of a few tokens each, and a text has a list of
+# pages. So texts of any length share one pool, and two texts with the same beginning share its pages. `paused()` stops the
+# session, `step()` runs exactly one step and reports what it did.
+
+# %%
+session = await rekindle.open("tiny", page_size=8, dtype="float32")
+
+async with session.paused():
+    handle = session.submit("Once upon a time", max_tokens=12)
+    first = await session.step()
+first
+
+# %% [markdown]
+# That was the prefill: all positions of the prompt at once, written to the first page, and one token sampled from the last
+# row of logits. Now the decode steps, one position each. When a page is full the next one is taken from the pool.
+
+# %%
+async with session.paused():
+    reports = []
+    while not handle.done:
+        report = await session.step()
+        if report is None:
+            break
+        reports.append(report)
+for report in reports:
+    print(report.rows[0])
+
+# %%
+done = await handle
+print(list(done.token_ids) == tokens[len(prompt) :], repr(done.text))
+
+# %% [markdown]
+# The engine gives the tokens of our forty lines.
+#
+# ## Two texts in one step
+#
+# Let a second request arrive while the first is decoding. The next step carries both: one decode row and one whole prompt.
+
+# %%
+async with session.paused():
+    one = session.submit("Tom had a red ball.", max_tokens=6)
+    await session.step()
+    await session.step()
+    two = session.submit("The little bird sat on the", max_tokens=6)
+    mixed = await session.step()
+mixed
+
+# %% [markdown]
+# All rows go through the same matrices together; only attention looks at different pages for each. The *program* is the
+# compiled step: `r2t32` has room for two decode rows and 32 prefill tokens, and unused room is padding. A handful of such
+# programs serve every mixture of requests, so that nothing is compiled while you work.
+
+# %%
+print((await one).text, "|", (await two).text)
+session.programs()
+
+# %%
+await session.aclose()

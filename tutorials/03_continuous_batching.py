@@ -1,0 +1,184 @@
+# %% [markdown]
+# # 03 Continuous batching
+#
+# *How do many requests of different lengths share one device?*
+#
+# A decode step reads all weights of the model to compute one token per text. Carrying more texts in a step costs little, so a
+# server wants full batches. But texts begin and end at different times. We look at three ways to deal with that, on timelines
+# made from the engine's own step reports.
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+import rekindle
+
+plt.rcParams.update({"figure.figsize": (8, 3), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False})
+SLOTS = 4
+session = await rekindle.open("tiny", max_requests=SLOTS, max_tokens_per_step=128, prefix_cache=False)
+rng = np.random.default_rng(4)
+
+
+def prompt(length: int) -> list[int]:
+    return rng.integers(300, 1500, length).tolist()
+
+
+# %% [markdown]
+# ## Why a batch costs little
+#
+# The time of one decode step over the number of texts in it. A step with four texts makes four tokens.
+
+
+# %%
+async def stepping(handles) -> list:
+    """Run the paused session until all handles have ended; the reports of all steps."""
+    reports = []
+    while not all(handle.done for handle in handles):
+        report = await session.step()
+        if report is None:
+            break
+        reports.append(report)
+    return reports
+
+
+await session.generate([prompt(8) for _ in range(SLOTS)], max_tokens=8)  # every program is ready afterwards
+times = []
+for count in range(1, SLOTS + 1):
+    async with session.paused():
+        reports = await stepping([session.submit(prompt(8), max_tokens=30, ignore_eos=True) for _ in range(count)])
+    times.append(np.median([report.device_seconds for report in reports if report.rows[0].kind == "decode"]) * 1e3)
+plt.bar(range(1, SLOTS + 1), times)
+plt.xticks(range(1, SLOTS + 1))
+plt.xlabel("texts in the step")
+plt.ylabel("ms per step")
+plt.show()
+
+# %% [markdown]
+# ## Static batching
+#
+# The simplest server takes four requests, runs them until *all* have ended, and takes the next four. Short texts then wait for
+# long ones. We can play that by submitting in groups.
+
+# %%
+LENGTHS = [40, 8, 12, 6, 10, 36, 7, 14, 9, 30, 8, 12]
+
+
+def submit(length: int):
+    return session.submit(prompt(12), max_tokens=length, ignore_eos=True)
+
+
+static = []
+async with session.paused():
+    for start in range(0, len(LENGTHS), SLOTS):
+        static += await stepping([submit(length) for length in LENGTHS[start : start + SLOTS]])
+
+# %% [markdown]
+# ## Continuous batching
+#
+# The engine does better: whenever a text ends, its slot goes to the next request *at the next step*. Nobody waits for a
+# stranger. Submit all twelve at once and let the scheduler decide.
+
+# %%
+async with session.paused():
+    continuous = await stepping([submit(length) for length in LENGTHS])
+
+# %% [markdown]
+# On a timeline, every line is a slot and every block is one request's part in one step: dark for prefill, light for decode.
+
+# %%
+COLOURS = plt.colormaps["tab20"].colors
+
+
+def timeline(reports, title: str, axis) -> None:
+    slots: dict[str, int] = {}
+    names: dict[str, int] = {}
+    for step, report in enumerate(reports):
+        for row in report.rows:
+            if row.request_id not in slots:
+                slots[row.request_id] = min(set(range(SLOTS)) - set(slots.values()))
+                names[row.request_id] = len(names)
+            colour = COLOURS[names[row.request_id] % len(COLOURS)]
+            alpha = 1.0 if row.kind == "prefill" else 0.45
+            axis.broken_barh([(step, 1)], (slots[row.request_id] - 0.4, 0.8), color=colour, alpha=alpha)
+            if row.finish_reason is not None:
+                del slots[row.request_id]
+    rows = sum(len(report.rows) for report in reports)
+    share = rows / (SLOTS * len(reports))
+    axis.set_title(f"{title}: {len(reports)} steps, {share:.0%} of the slots busy", fontsize=10)
+    axis.set_yticks(range(SLOTS))
+    axis.set_ylabel("slot")
+
+
+figure, axes = plt.subplots(2, 1, sharex=True, figsize=(9, 4.4), layout="constrained")
+timeline(static, "static", axes[0])
+timeline(continuous, "continuous", axes[1])
+axes[1].set_xlabel("step")
+plt.show()
+
+# %% [markdown]
+# ## Long prompts
+#
+# A prompt of hundreds of tokens is a long step, and everybody who is decoding would wait for it. The engine gives every step a
+# budget, here `max_tokens_per_step=128`, that decode rows and prefill share: decoding texts take one token each, and the
+# rest goes to a *chunk* of the prompt.
+
+# %%
+async with session.paused():
+    talkers = [submit(24), submit(24)]
+    for _ in range(4):
+        await session.step()
+    reader = session.submit(prompt(420), max_tokens=4)
+    chunked = await stepping([*talkers, reader])
+
+for report in chunked[:6]:
+    print(report)
+
+# %%
+figure, axis = plt.subplots()
+steps = range(len(chunked))
+decode = [sum(row.kind == "decode" for row in report.rows) for report in chunked]
+prefill = [report.tokens - rows for report, rows in zip(chunked, decode, strict=True)]
+axis.bar(steps, decode, label="decode tokens")
+axis.bar(steps, prefill, bottom=decode, label="prefill tokens")
+axis.axhline(128, color="grey", linewidth=0.8, linestyle="--")
+axis.set_xlabel("step")
+axis.set_ylabel("tokens in the step")
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# The two talkers got a token in every step, while the 420 tokens of the reader's prompt were worked off in four chunks beside
+# them.
+#
+# ## The price and the choice
+#
+# Chunks make the reader wait a little longer for its first token, so that the talkers don't stall. The budget sets the balance.
+# Below, the longest pause that a talker sees while a prompt of 900 tokens arrives, and the reader's time to its first token.
+
+# %%
+await session.aclose()
+budgets, pause, first = (64, 128, 256, 512), [], []
+for budget in budgets:
+    session = await rekindle.open("tiny", max_requests=SLOTS, max_tokens_per_step=budget, prefix_cache=False)
+    await session.generate([prompt(900), prompt(8)], max_tokens=4)
+    async with session.paused():
+        talker = submit(100)
+        for _ in range(4):
+            await session.step()
+        reader = session.submit(prompt(900), max_tokens=1)
+        reports = await stepping([reader])
+        talker.cancel()
+    seconds = [report.host_seconds + report.device_seconds for report in reports]
+    pause.append(max(seconds) * 1e3)
+    first.append(sum(seconds) * 1e3)
+    await session.aclose()
+
+plt.plot(budgets, pause, "o-", label="the talker's longest pause")
+plt.plot(budgets, first, "o-", label="the reader's first token")
+plt.xscale("log", base=2)
+plt.xticks(budgets, budgets)
+plt.ylim(0)
+plt.xlabel("max_tokens_per_step")
+plt.ylabel("ms")
+plt.legend()
+plt.show()

@@ -1,0 +1,195 @@
+# %% [markdown]
+# # 04 Sampling
+#
+# *What does each sampling option do to the distribution that the next token is drawn from?*
+#
+# A language model gives a number for every token of its vocabulary, the *logits*. Sampling options change these numbers,
+# one after the other, before a token is drawn. Here we see each of them on real logits.
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+import rekindle
+
+plt.rcParams.update(
+    {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
+)
+session = await rekindle.open("tiny", seed=0)
+PROMPT = "Once upon a time, there was a little"
+
+# %% [markdown]
+# `logprobs=20` reports the twenty most likely tokens at each position, before any option was applied. That is the model's
+# own opinion.
+
+# %%
+done = await session.generate(PROMPT, max_tokens=1, logprobs=20)
+top = done.logprobs[0]
+words = [done.text_of(token) for token in top.top_ids]
+model = np.exp(top.top_logprobs)
+plt.bar(words, model)
+plt.xticks(rotation=70)
+plt.ylabel("probability")
+plt.title(f"after {PROMPT!r}")
+plt.show()
+
+# %% [markdown]
+# ## Measuring what an option does
+#
+# We could write down the formulas. Instead, let us ask the engine: draw the next token a few hundred times and count. One
+# prompt with `n=…` is prefilled once, and its sequences run as one batch.
+
+# %%
+from collections import Counter
+
+
+async def drawn(count: int = 240, **options) -> np.ndarray:
+    """How often each of the twenty words came."""
+    seen = Counter()
+    for start in range(0, count, 60):
+        for one in await session.generate(PROMPT, n=60, max_tokens=1, seed=start, **options):
+            seen[one.token_ids[0]] += 1
+    return np.array([seen[token] for token in top.top_ids]) / count
+
+
+def compare(title: str, **series) -> None:
+    width = 0.8 / len(series)
+    for index, (name, values) in enumerate(series.items()):
+        plt.bar(np.arange(len(words)) + index * width, values, width, label=name)
+    plt.xticks(np.arange(len(words)) + 0.4 - width / 2, words, rotation=70)
+    plt.title(title)
+    plt.legend()
+
+
+compare("temperature 1 draws what the model says", model=model, drawn=await drawn(temperature=1.0))
+
+# %% [markdown]
+# ## Temperature
+#
+# Logits are divided by the temperature. Below 1 the likely gets likelier, above 1 everything becomes more equal, and 0 means
+# *greedy*: always the top token.
+
+# %%
+compare(
+    "temperature",
+    **{f"{value}": await drawn(temperature=value) for value in (0.4, 1.0, 2.0)},
+)
+
+# %% [markdown]
+# ## Cutting the tail
+#
+# A vocabulary has thousands of unlikely tokens, and together they are likely enough to derail a text. Three options cut them
+# off: `top_k` keeps the k most likely, `top_p` the smallest set whose probabilities add up to p, `min_p` those that are at
+# least p times as likely as the first. They apply in this order, after the temperature.
+
+# %%
+compare(
+    "three ways to cut",
+    **{
+        "top_k=4": await drawn(temperature=1.5, top_k=4),
+        "top_p=0.6": await drawn(temperature=1.5, top_p=0.6),
+        "min_p=0.2": await drawn(temperature=1.5, min_p=0.2),
+    },
+)
+
+# %% [markdown]
+# `min_p` adapts: where the model is sure it keeps one token, where it is not it keeps many. That is easy to see without the
+# engine.
+
+# %%
+ordered = np.sort(model)[::-1]
+for p in (0.05, 0.2, 0.5):
+    print(f"min_p={p}: keeps {np.sum(ordered >= p * ordered[0])} tokens here")
+
+# %% [markdown]
+# ## Biases and masks
+#
+# `logit_bias` adds to chosen logits: `-inf` forbids a token, a few units make it common.
+
+# %%
+first, third = top.top_ids[0], top.top_ids[2]
+compare(
+    f"never {words[0]!r}, often {words[2]!r}",
+    plain=await drawn(temperature=1.0),
+    biased=await drawn(temperature=1.0, logit_bias={first: float("-inf"), third: 2.0}),
+)
+
+# %% [markdown]
+# ## Penalties
+#
+# They look at what was generated so far. `presence_penalty` is subtracted once from every token that has appeared,
+# `frequency_penalty` once for each time it appeared, and `repetition_penalty` divides positive logits and multiplies negative
+# ones, for tokens of the prompt too. A greedy model likes to repeat itself; here is how much of the text is a token that was
+# there before.
+
+# %%
+settings = {
+    "none": {},
+    "presence 1.0": {"presence_penalty": 1.0},
+    "frequency 1.0": {"frequency_penalty": 1.0},
+    "repetition 1.3": {"repetition_penalty": 1.3},
+}
+for name, options in settings.items():
+    done = await session.generate("Name ten animals: cat, dog,", max_tokens=48, ignore_eos=True, **options)
+    repeated = 1 - len(set(done.token_ids)) / len(done.token_ids)
+    print(f"{name:15} {repeated:4.0%} repeated  {done.text[:70]!r}")
+
+# %% [markdown]
+# ## Where a text ends
+#
+# `max_tokens` always ends it. `stop` ends it at a string, which is not part of the text even if it is spread over several
+# tokens; `stop_token_ids` at a token. `min_tokens` forbids to end before, and `ignore_eos` ignores the model's own wish to
+# end.
+
+# %%
+for options in ({"max_tokens": 8}, {"stop": "."}, {"stop": ("named", "called")}, {"min_tokens": 30, "stop": "."}):
+    done = await session.generate("Once upon a time", **{"max_tokens": 60, **options})
+    print(f"{options!s:38} {done.finish_reason!s:7} {done.text!r}")
+
+# %% [markdown]
+# ## Seeds
+#
+# The random number of a position depends on the request's seed and on the position, and on nothing else: not on the batch it
+# runs in, not on the slot, not on a restart in between. So a text can be repeated from its seed, which every completion
+# reports.
+
+# %%
+options = {"max_tokens": 24, "temperature": 1.0}
+alone = await session.generate("The old clock", seed=11, **options)
+crowd = session.generate(["A", "crowd", "of", "others"], max_tokens=40)
+together, _ = await session.generate(["The old clock", "Another"], seed=11, **options), await crowd
+print(alone.text == together[0].text, repr(alone.text))
+
+drawn_by_chance = await session.generate("The old clock", **options)
+again = await session.generate("The old clock", seed=drawn_by_chance.seed, **options)
+print(again.text == drawn_by_chance.text, f"seed {drawn_by_chance.seed}")
+
+# %% [markdown]
+# ## How sure was it, and how surprised by the prompt?
+#
+# `logprobs` reports on the generated tokens, `prompt_logprobs` on the prompt's own: what the model thought of each token that
+# you wrote. Their mean gives the *perplexity*, the number of tokens that the model hesitates between on average.
+
+# %%
+for text in ("The cat sat on the mat.", "Mat the on sat cat the.", "Tom had a red ball and a blue boat."):
+    done = await session.generate(text, max_tokens=1, prompt_logprobs=1)
+    surprise = -np.mean([entry.logprob for entry in done.prompt_logprobs])
+    print(f"perplexity {np.exp(surprise):8.1f}  {text}")
+
+# %%
+await session.generate("Tom had a red ball and a blue boat.", max_tokens=20, prompt_logprobs=3, logprobs=3)
+
+# %% [markdown]
+# ## What is not known is refused
+#
+# An option that is misspelt or out of range raises at once. Nothing is accepted and then ignored.
+
+# %%
+for wrong in ({"temprature": 0.7}, {"top_p": 1.5}):
+    try:
+        session.generate("x", **wrong)
+    except rekindle.errors.InvalidRequest as error:
+        print(error)
+
+# %%
+await session.aclose()

@@ -1,0 +1,168 @@
+# %% [markdown]
+# # 05 The prefix cache
+#
+# *When is a prompt's beginning not computed again, and how can I see it?*
+#
+# The keys and values of a token depend on the tokens before it and on nothing else. Two prompts with the same beginning have
+# the same keys and values there. The engine keeps them by page in a tree, and a new request starts where the tree ends.
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+import rekindle
+
+plt.rcParams.update(
+    {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
+)
+PAGE = 16
+session = await rekindle.open("tiny", page_size=PAGE)
+
+# %% [markdown]
+# A *shared prefix* is the normal case: a system prompt, few-shot examples, a document with several questions, a conversation
+# that goes on.
+
+# %%
+story = (
+    "Once upon a time there was a small green dragon called Zoe. Zoe lived in a cave near the river and liked "
+    "to paint. One day she found a golden key under a stone. She asked the owl, the fox and the old bear what the key "
+    "might open, but nobody knew. So she put it on a red string and wore it around her neck. "
+)
+length = len(session.tokenizer.encode(story))
+print(f"{length} tokens, {length // PAGE} full pages and {length % PAGE} tokens more")
+
+# %%
+miss = await session.generate(story + "Then", max_tokens=8)
+hit = await session.generate(story + "Suddenly", max_tokens=8)
+for done in (miss, hit):
+    print(done.usage)
+
+# %% [markdown]
+# The second request found the full pages that both prompts share. `explain` says it in words.
+
+# %%
+session.explain(hit)
+
+# %% [markdown]
+# ## What a step computes after a hit
+#
+# Step by step: the prefill begins at the first position that is not cached, and the pages in front of it are the same ones
+# that the first request filled. Nothing was copied.
+
+# %%
+async with session.paused():
+    third = session.submit(story + "Zoe", max_tokens=2)
+    report = await session.step()
+await third
+report
+
+# %% [markdown]
+# ## Why the last token is computed again
+#
+# Send a prompt that is cached *completely*, and still not all of it is taken from the cache.
+
+# %%
+exact = session.tokenizer.encode(story)[: 3 * PAGE]
+await session.generate(exact, max_tokens=1)
+again = await session.generate(exact, max_tokens=1)
+print(again.usage)
+
+# %% [markdown]
+# The cache holds keys and values, and not what comes out at the end of the network. To choose the next token the engine
+# needs the *logits* of the last position, so at least that position has to run through the model. Since pages are the unit of
+# sharing, and a page that others read must not be written, the last page is computed anew.
+#
+# ## The tree
+#
+# Below, three prompts share a beginning and then part. Every branch is stored once. `session.stats()` counts the nodes
+# of the tree, which are its pages.
+
+# %%
+await session.flush_cache()
+base = np.arange(100, 100 + 2 * PAGE).tolist()  # prompts may be token ids
+left, right = [*base, *[7] * PAGE], [*base, *[8] * PAGE]
+for ids in (base, left, right, [*left, *[9] * PAGE]):
+    done = await session.generate([*ids, 1], max_tokens=1)
+    print(f"{len(ids):3} tokens, {done.usage.cached_tokens:3} cached, {session.stats().cache.nodes} pages in the tree")
+
+# %% [markdown]
+# ## A conversation
+#
+# Each turn sends the whole conversation again. Without a cache the work per turn would grow with its length; with one, only
+# the newest messages are computed. The answer's own tokens are in the cache as well, since generating them filled pages too.
+
+# %%
+messages, prompt_tokens, cached = [], [], []
+for question in ("Who are you?", "Name three animals.", "What is 2 + 3?", "Tell me a story about a cat.", "Thank you!"):
+    messages.append({"role": "user", "content": question})
+    reply = await session.chat(messages, max_tokens=40)
+    messages.append({"role": "assistant", "content": reply.text})
+    prompt_tokens.append(reply.usage.prompt_tokens)
+    cached.append(reply.usage.cached_tokens)
+
+turns = np.arange(1, len(cached) + 1)
+plt.bar(turns, cached, label="from the cache")
+plt.bar(turns, np.array(prompt_tokens) - cached, bottom=cached, label="computed")
+plt.xlabel("turn")
+plt.ylabel("prompt tokens")
+plt.legend()
+plt.show()
+
+# %% [markdown]
+# ## What it saves
+#
+# The time to the first token, with and without a hit, over the length of the shared beginning.
+
+# %%
+rng = np.random.default_rng(0)
+lengths = [64, 128, 256, 512, 896]
+cold, warm = [], []
+for length in lengths:
+    times = {"cold": [], "warm": []}
+    for _ in range(3):
+        ids = rng.integers(300, 1500, length).tolist()
+        for name in ("cold", "warm"):
+            times[name].append((await session.generate([*ids, 5], max_tokens=1)).timings.first_token * 1e3)
+    cold.append(min(times["cold"]))
+    warm.append(min(times["warm"]))
+plt.plot(lengths, cold, "o-", label="miss")
+plt.plot(lengths, warm, "o-", label="hit")
+plt.ylim(0)
+plt.xlabel("prompt tokens")
+plt.ylabel("ms to the first token")
+plt.legend()
+plt.show()
+
+# %% [markdown]
+# ## Two requests at the same time
+#
+# What if two requests with the same new beginning arrive together? The second one waits for the first to compute it, and then
+# hits, rather than computing it twice.
+
+# %%
+ids = rng.integers(300, 1500, 320).tolist()
+first, second = await session.generate([[*ids, 1], [*ids, 2]], max_tokens=2)
+print(first.usage.cached_tokens, "and", second.usage.cached_tokens, "tokens from the cache")
+
+# %% [markdown]
+# ## Keeping and forgetting
+#
+# When pages run short, those that were not used for the longest time leave. `pin` keeps a prompt's pages for as long as you
+# like; `flush_cache` forgets all of them (requests that run keep theirs).
+
+# %%
+await session.generate(story, max_tokens=1)
+print(session.pin(story), "tokens are pinned")
+for _ in range(3):
+    await session.generate([rng.integers(300, 1500, 400).tolist() for _ in range(4)], max_tokens=1)
+print((await session.generate(story + "Then", max_tokens=1)).usage)
+print(session.unpin(story), "tokens may leave again")
+
+# %%
+session.stats()
+
+# %% [markdown]
+# Tutorial 06 follows the pages that leave the device, and tutorial 07 takes the cache through a restart of the kernel.
+
+# %%
+await session.aclose()

@@ -1,0 +1,181 @@
+# %% [markdown]
+# # 08 Streams, cancelling, timeouts and many tasks
+#
+# *How do I run many requests at once, stop some of them, and keep everything tidy?*
+#
+# A session is safe to use from any number of tasks, threads and event loops. This page uses [anyio](https://anyio.readthedocs.io),
+# which works on asyncio (what Jupyter runs) and on trio.
+
+# %%
+import time
+
+import anyio
+
+import rekindle
+from rekindle.errors import QueueFull, RequestAborted
+
+session = await rekindle.open("tiny", max_requests=8)
+warm = await session.generate("warm up", max_tokens=4)
+
+# %% [markdown]
+# ## A handle is a request that you can talk to
+#
+# `submit` returns at once. The handle tells where the request is and what it has produced so far. Await it for the result.
+
+# %%
+handle = session.submit("Once upon a time", max_tokens=80)
+await anyio.sleep(0.05)
+print(handle.status, len(handle.token_ids), "tokens so far")
+done = await handle
+print(handle.status, len(done.token_ids), "tokens")
+
+# %% [markdown]
+# In fact every call returns a handle: `generate` too, so a call that you forget to await complains about nothing and computes
+# nothing.
+
+# %%
+session.generate("nobody waits for this")
+
+# %% [markdown]
+# ## Leaving a stream ends the request
+#
+# `break` is enough. There is nothing to close: the request is aborted, its slot and pages are free within one step.
+
+# %%
+stream = session.stream("Once upon a time", max_tokens=400, ignore_eos=True)
+async for delta in stream:
+    print(delta.text, end="")
+    if "." in delta.text:
+        break
+await anyio.sleep(0.2)
+print(f"\n\n{stream.status}; {session.stats().running} requests run")
+
+# %% [markdown]
+# ## Timeouts
+#
+# Cancelling an await aborts exactly that request, whatever cancels it: `anyio.fail_after`, `asyncio.wait_for`, or the stop
+# button of the notebook. What it had produced stays on the handle.
+
+# %%
+slow = session.generate("Once upon a time", max_tokens=900, ignore_eos=True)
+with anyio.move_on_after(0.3):
+    await slow
+print(f"{slow.status} after {len(slow.token_ids)} tokens: {slow.text[:60]!r}…")
+
+# %% [markdown]
+# `cancel()` does the same from anywhere, another thread included. Who awaits the handle gets a `RequestAborted`.
+
+# %%
+handle = session.submit("Once upon a time", max_tokens=900, ignore_eos=True)
+await anyio.sleep(0.1)
+handle.cancel()
+try:
+    await handle
+except RequestAborted as error:
+    print(error)
+
+# %% [markdown]
+# ## Fan out
+#
+# A task group runs many things side by side and waits for all of them. Each task here asks for a name, then for a story about
+# it: two requests that depend on each other, times twelve. The engine mixes whatever is there into one batch at every step.
+
+# %%
+stories: dict[int, str] = {}
+
+
+async def tell(number: int) -> None:
+    name = await session.generate("The hero of this story is called", max_tokens=3, temperature=1.2, seed=number)
+    story = await session.generate(f"{name.text.strip()} went to the forest", max_tokens=24)
+    stories[number] = f"{name.text.strip()} went to the forest{story.text}"
+
+
+began = time.perf_counter()
+async with anyio.create_task_group() as group:
+    for number in range(12):
+        group.start_soon(tell, number)
+print(f"24 requests in {time.perf_counter() - began:.2f} s")
+for number in range(3):
+    print("-", stories[number].replace("\n", " "))
+
+# %% [markdown]
+# ## First come, first served
+#
+# To handle results in the order in which they end, send them through a memory object stream.
+
+# %%
+send, receive = anyio.create_memory_object_stream(8)
+
+
+async def produce(length: int, sender) -> None:
+    async with sender:
+        await session.generate("Once", max_tokens=length, ignore_eos=True)
+        await sender.send(length)
+
+
+async with anyio.create_task_group() as group, receive:
+    for length in (90, 10, 50):
+        group.start_soon(produce, length, send.clone())
+    send.close()
+    async for length in receive:
+        print("finished: the one with", length, "tokens")
+
+# %% [markdown]
+# ## The fastest of several
+#
+# Cancelling the task group's scope aborts the losers.
+
+# %%
+async with anyio.create_task_group() as group:
+
+    async def race(prompt: str) -> None:
+        done = await session.generate(prompt, max_tokens=120, temperature=1.0, seed=2)
+        print(f"{prompt!r} was first with {len(done.token_ids)} tokens")
+        group.cancel_scope.cancel()
+
+    for prompt in ("A short one:", "Once upon a time", "The end."):
+        group.start_soon(race, prompt)
+print(session.stats().aborted, "requests were aborted so far")
+
+# %% [markdown]
+# ## Backpressure
+#
+# A session bounds what it takes in: `max_queue` requests may wait beside those that run. Awaiting calls wait for a place. `submit`
+# can't wait, so it raises.
+
+# %%
+small = await rekindle.open("tiny", max_requests=2, max_queue=2)
+handles = []
+while len(handles) < 10:
+    try:
+        handles.append(small.submit(f"Story {len(handles)}:", max_tokens=400, ignore_eos=True))
+    except QueueFull as error:
+        print(error)
+        break
+for handle in handles:
+    handle.cancel()
+many = await small.generate([f"Story {number}:" for number in range(10)], max_tokens=4)  # waits in turn
+print(len(many), "completions")
+await small.aclose()
+
+# %% [markdown]
+# ## Without an event loop
+#
+# `generate_sync` and `stream_sync` block their thread and need no loop, so plain functions and thread pools can use the same
+# session, also while other cells are awaiting it.
+
+# %%
+from concurrent.futures import ThreadPoolExecutor
+
+with ThreadPoolExecutor(4) as pool:
+    lengths = pool.map(
+        lambda n: len(session.generate_sync("Count:", max_tokens=n, ignore_eos=True).token_ids), (3, 5, 7)
+    )
+    print(list(lengths))
+
+# %% [markdown]
+# Nothing was left behind. `check_integrity` counts every page and every place.
+
+# %%
+session.check_integrity()
+await session.aclose()

@@ -1,0 +1,95 @@
+"""`python tutorials/build.py [01 05 …]`: execute tutorials from a fresh kernel and keep their outputs beside them.
+
+The `.py` files are the source. A notebook holds no widget state (nothing could revive it), no execution times and no
+machine's paths, so that building it twice on one machine changes little but the measured numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbclient
+import nbformat
+
+FOLDER = Path(__file__).resolve().parent
+SECONDS = 600  # for one notebook on a busy machine; the tests ask for less
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+
+
+class CellError(RuntimeError):
+    """A cell raised, or printed what a reader should not see."""
+
+
+def sources(names: list[str] | None = None) -> list[Path]:
+    """The tutorials whose names start with one of `names`, or all."""
+    found = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+    return [path for path in found if not names or path.name.startswith(tuple(names))]
+
+
+def execute(source: Path, *, seconds: float = SECONDS) -> Any:
+    """The notebook with its outputs, from a kernel of its own; raises `CellError` naming the cell that is wrong."""
+    notebook = jupytext.read(source)
+    notebook.metadata = nbformat.NotebookNode(kernelspec=KERNEL, language_info={"name": "python"})
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=seconds,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(FOLDER)}},
+        record_timing=False,
+        store_widget_state=False,
+    )
+    client.execute()
+    for index, cell in enumerate(notebook.cells):
+        cell.id = f"{source.stem[:2]}-{index:02d}"  # the same in every build
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in map(kept, cell.outputs) if output is not None]
+            check(source, cell)
+    return notebook
+
+
+def kept(output: Any) -> Any:
+    """An output without what only a live kernel can show; None if nothing is left of it."""
+    data = output.get("data")
+    if data is None:
+        return output
+    data.pop("application/vnd.jupyter.widget-view+json", None)
+    return output if data else None
+
+
+def check(source: Path, cell: Any) -> None:
+    """Raise `CellError` for an error, a warning or anything else on stderr."""
+    for output in cell.outputs:
+        if output.output_type == "error":
+            wrong = f"{output.ename}: {output.evalue}"
+        elif output.output_type == "stream" and (output.name == "stderr" or "Warning" in output.text):
+            wrong = output.text
+        else:
+            continue
+        raise CellError(f"{source.name}: this cell\n\n{cell.source}\n\nprinted\n\n{wrong}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="numbers of tutorials; all of them by default")
+    failed = 0
+    for source in sources(parser.parse_args().names):
+        began = time.monotonic()
+        try:
+            notebook = execute(source)
+        except (CellError, nbclient.exceptions.CellExecutionError, nbclient.exceptions.CellTimeoutError) as error:
+            print(f"{source.name}: {error}", file=sys.stderr)
+            failed += 1
+            continue
+        target = source.with_suffix(".ipynb")
+        nbformat.write(notebook, target)
+        print(f"{target.name}: {time.monotonic() - began:.0f} s, {target.stat().st_size // 1024} KiB", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
