@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import checkpoints
 from rekindle.models import ModelConfig, MoeSpec, Precision
+from rekindle.models.checkpoint import load
 from rekindle.models.moe import Experts, block_rows
+from rekindle.models.replace import replace_weights
 
 E, INNER, G, K = 32, 24, 5, 2
 CONFIG = ModelConfig.from_hf(
@@ -92,3 +97,19 @@ def test_all_tokens_may_choose_the_same_experts() -> None:
 
 def test_blocks_follow_the_share_of_an_expert() -> None:
     assert [block_rows(rows, 8) for rows in (2, 16, 64, 512, 4096)] == [2, 4, 16, 64, 64]
+
+
+def test_sixteen_bit_experts_are_loaded_and_replaced_as_bits(tmp_path: Path) -> None:
+    raw = checkpoints.CASES["mixtral"]
+    state = checkpoints.tensors(raw)
+    loaded = load(checkpoints.write(tmp_path, raw, state, dtype="bfloat16"), dtype="bfloat16")
+    leaves = dict(zip(loaded.graph.paths, loaded.leaves, strict=True))
+    stack = leaves["layers.1.mlp.down.weight"]
+    assert stack.dtype == jnp.uint16, "floats of 16 bits would be widened as a whole in every step"
+    values = jax.lax.bitcast_convert_type(stack, jnp.bfloat16)
+    stored = np.stack([state[f"model.layers.1.block_sparse_moe.experts.{n}.w2.weight"] for n in range(4)])
+    np.testing.assert_array_equal(np.asarray(values), stored.astype(jnp.bfloat16))
+    given = leaves | {"layers.1.mlp.down.weight": values * 2}
+    replaced = dict(zip(loaded.graph.paths, replace_weights(loaded, given).leaves, strict=True))
+    doubled = jax.lax.bitcast_convert_type(replaced["layers.1.mlp.down.weight"], jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(doubled), np.asarray(values) * 2)
