@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rekindle.config import EngineConfig, Sampling
 
 if TYPE_CHECKING:
+    from rekindle.engine.processors import LogitsProcessor
     from rekindle.handle import Handle
     from rekindle.opening import open, open_sync
     from rekindle.records import Completion, FinishReason, TextDelta
@@ -21,6 +22,7 @@ _LAZY = {
     "Completion": "rekindle.records",
     "FinishReason": "rekindle.records",
     "Handle": "rekindle.handle",
+    "LogitsProcessor": "rekindle.engine.processors",
     "Session": "rekindle.session",
     "SessionStats": "rekindle.report",
     "StepReport": "rekindle.report",
@@ -35,6 +37,7 @@ __all__ = [
     "EngineConfig",
     "FinishReason",
     "Handle",
+    "LogitsProcessor",
     "Sampling",
     "Session",
     "SessionStats",

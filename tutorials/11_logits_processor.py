@@ -1,0 +1,151 @@
+# %% [markdown]
+# # 11 Write a logits processor
+#
+# *How do I change what the model may say, in my own code, at full speed?*
+#
+# A logits processor is a pure JAX function. It gets the logits of all rows that want it and some context, and returns new
+# logits. The engine compiles it into its step programs, so there is no trip to the host between two tokens, and rows that
+# did not ask for it are left alone.
+
+# %%
+import jax.numpy as jnp
+import numpy as np
+
+import rekindle
+from rekindle import LogitsProcessor, tiny
+from rekindle.text.tokenizer import Tokenizer
+
+tokenizer = Tokenizer.load(tiny.folder())
+
+# %% [markdown]
+# ## The smallest one
+#
+# Never the same token twice in a row. `context.last_token` has one entry per row.
+
+
+# %%
+def no_echo(logits, context):
+    rows = jnp.arange(logits.shape[0])
+    return logits.at[rows, context.last_token].set(-jnp.inf)
+
+
+no_echo = LogitsProcessor(no_echo, name="no-echo")
+
+# %% [markdown]
+# The *name* is what a request says to ask for it. Name and version are also part of the key under which compiled programs
+# are stored: change the version when you change the function, or a restarted kernel will load the old program.
+#
+# ## What is in the context
+#
+# Everything is an array over rows: `position` and `prompt_length`, `last_token`, `in_prompt` (which tokens the prompt holds) and
+# `generated` (how often each token was generated). With the last one a penalty of your own is one line.
+
+
+# %%
+def fresh_words(logits, context):
+    """Subtract more with every repetition: 0, 2, 8, 18, …"""
+    return logits - 2.0 * context.generated.astype(jnp.float32) ** 2
+
+
+# %% [markdown]
+# ## A constraint from the vocabulary
+#
+# Arrays from outside can be closed over; they become constants of the program. Here is one that allows only tokens without the
+# letter *e*, as in Georges Perec's novel.
+
+# %%
+texts = [tokenizer.decode([token], skip_special_tokens=False) for token in range(tokenizer.vocab_size)]
+has_e = np.array(["e" in text.lower() and not text.startswith("<|") for text in texts])
+print(f"{has_e.sum()} of {len(has_e)} tokens have an e")
+
+
+def lipogram(logits, context):
+    return jnp.where(has_e, -jnp.inf, logits)
+
+
+# %% [markdown]
+# ## One that looks at the position
+#
+# Grow impatient: the longer the answer, the likelier the end. Eos tokens get a bonus that grows with the number of generated
+# tokens.
+
+# %%
+ends = np.zeros(tokenizer.vocab_size, np.float32)
+ends[list(tokenizer.eos_ids)] = 1.0
+
+
+def impatient(logits, context):
+    age = context.position - context.prompt_length
+    return logits + 0.4 * age[:, None] * ends
+
+
+# %% [markdown]
+# ## Use them
+#
+# Processors are given to `open`, because they are compiled in. Each request names those that it wants; they run in the order
+# in which they were given here, before temperature and all other options.
+
+# %%
+session = await rekindle.open(
+    "tiny",
+    max_requests=4,
+    max_tokens_per_step=64,
+    processors=[
+        no_echo,
+        LogitsProcessor(fresh_words, name="fresh-words"),
+        LogitsProcessor(lipogram, name="no-e"),
+        LogitsProcessor(impatient, name="impatient"),
+    ],
+)
+
+for names in ((), "no-e", "fresh-words", ("no-e", "fresh-words")):
+    done = await session.generate("Once upon a time", max_tokens=30, processors=names)
+    print(f"{names!s:25}{done.text!r}\n")
+
+# %% [markdown]
+# Is there an *e*? The engine's claim is easy to check.
+
+# %%
+many = await session.generate("Tom saw", n=4, temperature=1.0, seed=0, max_tokens=40, processors="no-e")
+print([done.text.lower().count("e") for done in many])
+
+# %% [markdown]
+# And the impatient one, on questions whose answers run on:
+
+# %%
+question = [{"role": "user", "content": "Tell me a story about a cat."}]
+for names in ((), "impatient"):
+    reply = await session.chat(question, max_tokens=200, processors=names)
+    print(f"{names!s:12} {len(reply.token_ids):3} tokens, {reply.finish_reason}: …{reply.text[-40:]!r}")
+
+# %% [markdown]
+# ## Mixed batches
+#
+# Rows with and without processors share a step. The neighbour's text is the one that it has alone.
+
+# %%
+alone = await session.generate("Once upon a time", max_tokens=20)
+pair = [session.submit("Once upon a time", max_tokens=20, processors=names) for names in ((), "no-e")]
+plain, constrained = [await handle for handle in pair]
+print(plain.text == alone.text, constrained.text == alone.text)
+
+# %% [markdown]
+# ## What it costs
+#
+# A step with such a row runs in a variant of its program, `…p`, which holds all processors. They were compiled once. Steps without
+# such rows run in the plain program and pay nothing.
+
+# %%
+session.programs()
+
+# %% [markdown]
+# A name that nobody registered is refused when the request is made, not when it runs.
+
+# %%
+try:
+    await session.generate("x", processors="no-f")
+except rekindle.errors.RekindleError as error:
+    print(error)
+
+# %%
+await session.aclose()
