@@ -12,7 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle_kernels import Call, init_pages, pallas_gpu, pallas_gpu_write, pallas_tpu, tiles, tune, tuning, write_kv
+from rekindle_kernels import (
+    Call,
+    bench_gpu,
+    init_pages,
+    pallas_gpu,
+    pallas_gpu_write,
+    pallas_tpu,
+    tiles,
+    tune,
+    tuning,
+    write_kv,
+)
 
 CALL = Call(
     platform="gpu", tokens=8, decode_rows=8, sequences=8, heads=8, kv_heads=2, head_dim=128, page_size=16,
@@ -116,3 +127,20 @@ def test_tuner_passes_over_what_does_not_compile_and_prints_the_fastest(capsys: 
     assert found is not None
     assert found[0] == small
     assert "block_k=0" in capsys.readouterr().err
+
+
+def test_gpu_benchmark_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_gpu.main() == 1
+    assert "needs a GPU" in capsys.readouterr().out
+
+
+def test_gpu_benchmark_builds_every_contestant() -> None:
+    small = replace(bench_gpu.DECODE, rows=1, context=256, chunk=256, heads=2, kv_heads=1, head_dim=16, page_size=16)
+    for build in (bench_gpu.decode_runs, bench_gpu.prefill_runs):
+        runs = build(small)
+        dense = runs["jax.nn.dot_product_attention xla, dense"]()
+        ours = next(iter(runs.values()))()
+        assert dense.size == ours.size
+        rival = runs.get("jax pallas paged_attention")
+        if rival is not None:
+            assert jax.eval_shape(rival).shape == ours.shape

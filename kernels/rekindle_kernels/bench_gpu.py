@@ -1,0 +1,120 @@
+"""`python -m rekindle_kernels.bench_gpu`: the GPU kernels beside cuDNN and JAX's own, after a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.gpu import paged_attention as rival
+
+from rekindle_kernels import pages, pallas_gpu, pallas_gpu_write
+from rekindle_kernels.api import current_platform, paged_attention
+from rekindle_kernels.bench import Shape, filled, matmul_rate, medians, read_bandwidth, table
+
+# The shapes that the kernels are judged by: 64 rows of 4096 keys with groups of 8, and prompts of 2048 tokens.
+DECODE = Shape(rows=64, context=4096, heads=64, kv_heads=8, head_dim=128, page_size=16, layers=1)
+PREFILL = replace(DECODE, rows=4, context=2048, chunk=2048, heads=32)
+Runs = dict[str, Callable[[], Any]]
+
+
+def guarded(runs: Runs) -> Runs:
+    """Those that run on this device; the others say why not."""
+    kept: Runs = {}
+    for name, run in runs.items():
+        try:
+            jax.block_until_ready(run())
+            kept[name] = run
+        except Exception as error:
+            print(f"{name}: {str(error).splitlines()[0][:150]}")
+    return kept
+
+
+def decode_runs(shape: Shape) -> Runs:
+    rows, context, scale = shape.rows, shape.context, shape.head_dim**-0.5
+    kv = filled(shape, rows, "bfloat16", 0)
+    q = jax.random.normal(jax.random.key(1), (rows, shape.heads, shape.head_dim), jnp.bfloat16)
+    lens = jnp.full((rows,), context, jnp.int32)
+    rest = (lens, jnp.zeros(1, jnp.int32), jnp.int32(0))
+    ours = jax.jit(partial(paged_attention, decode_rows=rows, scale=scale))
+    runs: Runs = {
+        name: partial(ours, q, kv, table(shape, rows, widen), *rest)
+        for name, widen in (("decode", 1), ("decode, table twice as wide", 2))
+    }
+    for splits in (1, 2, 4, 8):
+        run = jax.jit(partial(pallas_gpu.attention, decode_rows=rows, scale=scale, splits=splits))
+        runs[f"decode, {splits} splits"] = partial(run, q, kv, table(shape, rows), *rest)
+    scaled = q * scale
+    k, v = (kv.pages[:, half].swapaxes(0, 1) for half in (0, 1))
+    runs["jax pallas paged_attention"] = partial(rival.paged_attention, scaled, k, v, table(shape, rows), lens)
+    dense = jnp.ones((rows, context, shape.kv_heads, shape.head_dim), jnp.bfloat16)
+    for name in ("cudnn", "xla"):
+        attend = jax.jit(partial(jax.nn.dot_product_attention, implementation=name))
+        runs[f"jax.nn.dot_product_attention {name}, dense"] = partial(attend, q[:, None], dense, dense)
+    return runs
+
+
+def prefill_runs(shape: Shape) -> Runs:
+    rows, chunk = shape.rows, shape.chunk
+    kv = filled(shape, rows, "bfloat16", 0)
+    q = jax.random.normal(jax.random.key(1), (rows * chunk, shape.heads, shape.head_dim), jnp.bfloat16)
+    starts = jnp.arange(rows + 1, dtype=jnp.int32) * chunk
+    lens = jnp.full((rows,), shape.context, jnp.int32)
+    ours = jax.jit(partial(paged_attention, decode_rows=0, scale=shape.head_dim**-0.5))
+    runs: Runs = {"prefill": partial(ours, q, kv, table(shape, rows), lens, starts, jnp.int32(rows))}
+    dense = jnp.ones((rows, chunk, shape.kv_heads, shape.head_dim), jnp.bfloat16)
+    for name in ("cudnn", "xla"):
+        attend = jax.jit(partial(jax.nn.dot_product_attention, is_causal=True, implementation=name))
+        runs[f"jax.nn.dot_product_attention {name}, dense"] = partial(
+            attend, q.reshape(rows, chunk, *q.shape[1:]), dense, dense
+        )
+    return runs
+
+
+def write_runs(shape: Shape, tokens: int) -> Runs:
+    """Writing a step's keys and values; both copy the pages too, since nothing is donated: only compare them."""
+    kv = filled(shape, 1, "bfloat16", 0)
+    values = jax.random.normal(jax.random.key(1), (tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
+    at = jnp.arange(tokens)
+    rest = (values, values, 1 + at // shape.page_size, at % shape.page_size)
+    kernels = {"scatter": pages.write_kv, "kernel": pallas_gpu_write.write_kv}
+    return {f"write {tokens} tokens, {name}": partial(jax.jit(write), kv, *rest) for name, write in kernels.items()}
+
+
+def check() -> None:
+    """Raises when the compiled kernels disagree with the oracle on a small mixed batch."""
+    shape = replace(DECODE, context=512, chunk=200, heads=16, kv_heads=2)
+    kv = filled(shape, 3, "bfloat16", 0)
+    q = jax.random.normal(jax.random.key(1), (2 + shape.chunk, shape.heads, shape.head_dim), jnp.bfloat16)
+    lens, starts = jnp.array([1, 500, 512], jnp.int32), jnp.array([0, shape.chunk], jnp.int32)
+    rest = (table(shape, 3), lens, starts, jnp.int32(1))
+    run = partial(paged_attention, decode_rows=2, scale=shape.head_dim**-0.5)
+    got, want = run(q, kv, *rest), run(q.astype(jnp.float32), kv, *rest, implementation="reference")
+    worst = float(jnp.max(jnp.abs(got.astype(jnp.float32) - want)))
+    assert worst < 3e-2, f"the compiled kernels are off by {worst}"
+
+
+def main() -> int:
+    if current_platform() != "gpu":
+        print(f"needs a GPU, this is {current_platform()}; rekindle_kernels.bench measures anywhere")
+        return 1
+    check()
+    copy, matmul = read_bandwidth(), matmul_rate("bfloat16")
+    size = 2 * 2 * DECODE.rows * DECODE.context * DECODE.kv_heads * DECODE.head_dim
+    for name, seconds in medians(guarded(decode_runs(DECODE)), 30).items():
+        print(f"{name:48s}{1e3 * seconds:10.3f} ms{size / seconds / 1e9:10.1f} GB/s   {size / seconds / copy:6.0%}")
+    work = 2 * PREFILL.rows * PREFILL.heads * PREFILL.head_dim * PREFILL.chunk * (PREFILL.chunk + 1)
+    for name, seconds in medians(guarded(prefill_runs(PREFILL)), 30).items():
+        print(f"{name:48s}{1e3 * seconds:10.3f} ms{work / seconds / 1e12:10.1f} TFLOP/s{work / seconds / matmul:6.0%}")
+    for tokens in (64, 2048):
+        for name, seconds in medians(guarded(write_runs(DECODE, tokens)), 30).items():
+            print(f"{name:48s}{1e3 * seconds:10.3f} ms")
+    print(f"copy {copy / 1e9:.0f} GB/s, matmul {matmul / 1e12:.0f} TFLOP/s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
