@@ -117,9 +117,9 @@ class Runner:
                 self._admit(row)
         upload = self._take_upload(bucket)
         upload.pack(plan, self._constants)
-        ints, floats = jax.device_put((upload.ints, upload.floats))
         dispatched = time.perf_counter() - moving  # the copy is part of what the step costs
-        self._kv, self._state, output = program(self._leaves, self._kv, self._state, ints, floats)
+        # numpy goes in as it is: an explicit device_put of both costs 60 of the 190 µs that a dispatch takes.
+        self._kv, self._state, output = program(self._leaves, self._kv, self._state, upload.ints, upload.floats)
         output.rows.copy_to_host_async()
         return InFlight(plan, bucket, output, upload, leaving, dispatched, time.perf_counter() - start)
 
@@ -216,8 +216,7 @@ class Runner:
         if sampling.penalised or sampling.logit_bias or sampling.min_tokens or sampling.processors:
             program = self.programs.get(ADMIT)
             size = self.programs.width * self.programs.kv[0].page_size
-            ints, floats = jax.device_put(pack_admission(row, size))
-            self._state = program(self._state, ints, floats)
+            self._state = program(self._state, *pack_admission(row, size))
         self._constants.put(row)
         self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
 
