@@ -42,6 +42,7 @@ def execute(source: Path, *, seconds: float = SECONDS) -> Any:
         resources={"metadata": {"path": str(FOLDER)}},
         record_timing=False,
         store_widget_state=False,
+        coalesce_streams=True,
     )
     client.execute()
     for index, cell in enumerate(notebook.cells):
