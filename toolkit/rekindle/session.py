@@ -11,11 +11,13 @@ from typing import Any, Self
 import numpy as np
 
 from rekindle import html
+from rekindle.cacheview import CacheView
 from rekindle.call import Call, Once
 from rekindle.config import EngineConfig, Sampling
 from rekindle.engine.base import RunnerLike, SchedulerLike
 from rekindle.errors import InvalidRequest
 from rekindle.handle import Batch, Handle
+from rekindle.keeper import Keeper, SaveReport
 from rekindle.pausing import Paused
 from rekindle.prompts import Prompt, PromptLike, parse, parse_one
 from rekindle.records import Completion, IntArray, TextDelta
@@ -78,6 +80,7 @@ class Session:
     def _attach(self, host: Host, engine: Engine) -> None:
         self._host = host
         self._engine = engine
+        self._keeper = Keeper(host, engine)
         self._pauses = 0
         # The host knows nothing of the session, so that dropping the last reference to it and its handles closes it.
         weakref.finalize(self, host.close).atexit = False
@@ -256,6 +259,15 @@ class Session:
 
     # The cache and the weights.
 
+    @property
+    def cache(self) -> CacheView:
+        """The prefix cache: `tree()`, `stats()`, `explain(prompt)`, `prune`, `clear`, snapshots, prefixes as files."""
+        return CacheView(self)
+
+    def save(self, name: str) -> Call[SaveReport]:
+        """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only what is new."""
+        return Once(self._keeper.save, name)
+
     def pin(self, prompt: PromptLike) -> int:
         """Keep the cached pages of a prompt until `unpin`; how many of its tokens that covers.
 
@@ -332,6 +344,9 @@ class Session:
         """
         if self._host.forked:
             return  # its threads are the parent's
+        if self.config.restore is not None and not self.closed:
+            await self._keeper.finish()
+        self._keeper.stop()
         self._host.close(drain)
         await self._host.ended.get()
         self._host.join(1.0)  # it has nothing left to do but return

@@ -6,8 +6,9 @@ from rekindle.cache.digest import page_digest, page_keys, root_digest
 from rekindle.cache.host import HostTier
 from rekindle.cache.node import Node
 from rekindle.cache.pool import PagePool, pages_for
+from rekindle.cache.statistics import CacheStatistics
 from rekindle.cache.tiers import Tiers
-from rekindle.cache.tree import CacheStatistics, PrefixCache, PrefixMatch, Published
+from rekindle.cache.tree import PrefixCache, PrefixMatch, Published
 
 __all__ = [
     "CacheStatistics",

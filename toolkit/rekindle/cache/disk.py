@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from rekindle.cache.segment import PARTIAL, Page, Payload, Segment, pages_of, write_segment
 from rekindle.cache.snapshot import Identity, protected
@@ -194,7 +193,7 @@ class DiskTier:
         """Segments by age."""
         with contextlib.suppress(OSError):
             names = sorted(entry.name for entry in os.scandir(self.pages_folder) if entry.is_dir())
-            ordered = sorted((name for name in names if not name.startswith((PARTIAL, "."))), key=_age)
+            ordered = sorted((name for name in names if not name.startswith(PARTIAL)), key=_age)
             return [self.pages_folder / name for name in ordered]
         return []
 
@@ -262,7 +261,7 @@ class DiskTier:
         """Whether this process alone may remove now."""
         try:
             self.pages_folder.mkdir(parents=True, exist_ok=True)
-            file = (self.pages_folder / ".lock").open("w")
+            file = (self.folder / ".pages.lock").open("w")
         except OSError:
             yield False
             return
@@ -289,5 +288,3 @@ def _size(path: Path) -> tuple[int, float]:
     except OSError:
         return total, 0.0
 
-
-__all__: list[Any] = ["DiskStatistics", "DiskTier"]

@@ -26,6 +26,7 @@ from rekindle.cache.digest import page_keys
 from rekindle.cache.eviction import EvictionQueue
 from rekindle.cache.node import Node, NodeTable
 from rekindle.cache.pool import PagePool
+from rekindle.cache.statistics import CacheStatistics
 from rekindle.records import IntArray, PageMove
 
 
@@ -46,25 +47,6 @@ class Published(NamedTuple):
     node: Node  # the deepest one
     pages: list[int]  # its pages from now on
     duplicates: list[int]  # its former pages, to be released when no step in flight reads them any more
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """Sizes now, and counts since the cache was made."""
-
-    nodes: int
-    device_pages: int  # in the tree, held or not
-    evictable_pages: int
-    pinned_pages: int
-    forgotten_nodes: int
-    matches: int  # admissions that looked for a prefix
-    hits: int  # of them, those that found one
-    device_hit_pages: int
-    host_hit_pages: int
-    published_pages: int
-    merged_pages: int  # computed twice, kept once
-    evicted_pages: int
-    offloaded_pages: int
 
 
 class PrefixCache:
@@ -114,6 +96,18 @@ class PrefixCache:
     def digest_of(self, node: Node) -> bytes:
         """The page's name in every process; computed once."""
         return self._table.digest_of(node)
+
+    def has(self, node: Node) -> bool:
+        """It is still part of the tree."""
+        return node in self._table
+
+    def find(self, tokens: IntArray) -> list[Node]:
+        """The known nodes of a prompt, wherever their payloads are; counts nothing."""
+        return self._table.find(self.root, self.keys(tokens), tokens)
+
+    def near(self, node: Node) -> bool:
+        """Its payload is in host memory."""
+        return self._absent.restorable(node)
 
     # -- looking up
 
@@ -250,14 +244,14 @@ class PrefixCache:
         node.last_use = self.clock()
         self._leaves.offer(node)
 
-    def evict(self, count: int) -> list[PageMove]:
+    def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:
         """Free up to `count` device pages; returns those whose content has to be read out before it is overwritten."""
         moves = []
         for _ in range(count):
             node = self._leaves.pop()
             if node is None:
                 break
-            move = self._absent.depart(node)
+            move = self._absent.depart(node) if read_out else None
             if move is not None:
                 moves.append(move)
             self._leave(node)
