@@ -69,14 +69,7 @@ def _build(order: Order) -> Engine:
     config = order.config
     loaded = order.model if isinstance(order.model, LoadedModel) else _load(order.model, order)
     config = resolve(config, loaded.config)
-    programs = Programs(
-        loaded.config,
-        loaded.graph,
-        loaded.leaves,
-        config,
-        processors=order.processors,
-        store=_store(loaded, config, order.processors),
-    )
+    programs = stored_programs(loaded, config, order.processors)
     precompile = _precompile(config.precompile)
     tiers = _tiers(loaded, config, str(order.model) if loaded is not order.model else loaded.config.model_type)
     runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=precompile == "background")
@@ -137,19 +130,20 @@ def _detokenizer(tokenizer: Tokenizer) -> Callable[[Sampling], DetokenizerLike]:
     return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
 
 
-def _store(loaded: LoadedModel, config: EngineConfig, processors: Sequence[LogitsProcessor]) -> ProgramStore:
-    """Programs of earlier sessions; weights don't matter to them, only what the model looks like."""
+def stored_programs(model: LoadedModel, config: EngineConfig, processors: Sequence[LogitsProcessor] = ()) -> Programs:
+    """The programs of a resolved config, with those of earlier sessions; weights don't matter to them, only shapes."""
     fields = {
         "environment": identity.environment(),
-        "model": loaded.config.digest(),
+        "model": model.config.digest(),
         "leaves": [
-            (path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(loaded.graph.paths, loaded.leaves, strict=True)
+            (path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)
         ],
         "config": identity.config_fields(config),
         "processors": [(processor.name, processor.version) for processor in processors],
     }
     folder = cache_folder(config.cache_dir) / "programs"
-    return ProgramStore(ExecutableStore(folder), loaded.config.model_type, identity.digest(fields))
+    store = ProgramStore(ExecutableStore(folder), model.config.model_type, identity.digest(fields))
+    return Programs(model.config, model.graph, model.leaves, config, processors=processors, store=store)
 
 
 def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:

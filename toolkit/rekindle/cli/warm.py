@@ -1,0 +1,45 @@
+"""`rekindle warm MODEL`: compile a model's programs into the store, so that the first session only loads them.
+
+Needs the model's config.json alone: programs depend on shapes, not on weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+
+from rekindle.assemble import TINY, stored_programs
+from rekindle.cli.main import engine_options
+from rekindle.config import EngineConfig
+from rekindle.engine.resolve import resolve
+from rekindle.engine.warming import Warmed, warm
+from rekindle.models.base import LoadedModel, abstract_model
+from rekindle.models.checkpoint import inspect, resolve_dtype
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = EngineConfig.of(engine_options(arguments))
+    checkpoint = inspect(TINY if arguments.model == "tiny" else arguments.model)
+    model = checkpoint.config
+    graph, leaves = abstract_model(model, resolve_dtype(options.dtype, model), options.quantize)
+    config = resolve(options, model, weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
+    programs = stored_programs(LoadedModel(model, graph, leaves, "shapes only"), config)  # type: ignore[arg-type]
+    start = time.perf_counter()
+    warm(programs, progress=None if arguments.json else show)
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(record) for record in programs.manifest()], indent=1))
+    else:
+        print(f"{len(programs.manifest())} programs are ready after {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+def show(warmed: Warmed) -> None:
+    program = warmed.program
+    print(
+        f"[{warmed.done:2}/{warmed.total}] {program.name:8} {program.origin} in {program.seconds:.2f} s",
+        file=sys.stderr,
+        flush=True,
+    )
