@@ -1,6 +1,6 @@
 """`rekindle warm MODEL`: compile a model's programs into the store, so that the first session only loads them.
 
-Needs the model's config.json alone: programs depend on shapes, not on weights.
+Reads no weights: programs depend on shapes alone.
 """
 
 from __future__ import annotations
