@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from rekindle_kernels.calls import Call, Implementation, LayerKV
 from rekindle_kernels.pages import as_values
@@ -68,25 +69,25 @@ def attention(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """`paged_attention`, one sequence after the other."""
-    out = jnp.zeros(q.shape, jnp.float32)
     token = jnp.arange(q.shape[0])
-    for sequence in range(page_table.shape[0]):
+    # A decode row is a sequence with one query; prefill sequences beyond num_prefills have none.
+    rows = jnp.arange(decode_rows)
+    q_lens = jnp.where(jnp.arange(cu_q_lens.shape[0] - 1) < num_prefills, jnp.diff(cu_q_lens), 0)
+    firsts = jnp.concatenate([rows, decode_rows + cu_q_lens[:-1]])
+    counts = jnp.concatenate([jnp.ones_like(rows), q_lens])
+
+    def add_sequence(sequence: jax.Array, out: jax.Array) -> jax.Array:
+        kv_len, first, count = kv_lens[sequence], firsts[sequence], counts[sequence]
         keys, values = sequence_keys_values(kv, page_table[sequence])
-        kv_len = kv_lens[sequence]
-        if sequence < decode_rows:
-            first, count = jnp.asarray(sequence), jnp.asarray(1)
-            real = kv_len > 0
-        else:
-            s = sequence - decode_rows
-            first, count = decode_rows + cu_q_lens[s], cu_q_lens[s + 1] - cu_q_lens[s]
-            real = (s < num_prefills) & (kv_len > 0)
         positions = kv_len - count + (token - first)
         here = attend(
             q, keys, values, positions, kv_len,
             scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
         )  # fmt: skip
-        mine = (token >= first) & (token < first + count) & real
-        out = jnp.where(mine[:, None, None], here, out)
+        mine = (token >= first) & (token < first + count) & (kv_len > 0)
+        return jnp.where(mine[:, None, None], here, out)
+
+    out = lax.fori_loop(0, page_table.shape[0], add_sequence, jnp.zeros(q.shape, jnp.float32))
     return out.astype(q.dtype)
 
 

@@ -26,8 +26,12 @@ compare within a run.
            this file, float32 pages, page 16                      187            1768            5433
            no paging: dense buffers per row, float32 / int8     91 /  92       897 / 614     1948 / 1406
 
+Dense float32 segments of growing width per row (256, 256, 512, 1024, ...), read in place under `lax.cond`, against this
+file on bfloat16 pages of 16: 112 instead of 130 (2 x 256), 1113 / 1212 (32 x 256), 1764 / 2124 (8 x 2048, K=3),
+1475 / 2539 (2 x 8192): not enough for twice the memory and for copies wherever a page is shared.
+
 Chunks cost a little where all rows are equally long and save what ragged rows do not own. The parts, over data that
-comes from memory: queries x keys in GB/s read float32 12 (keys transposed 20), bfloat16 12, int8 with keys on the left 17;
+comes from memory: queries x keys in GB/s read float32 12 (keys transposed 20), bfloat16 12, int8 (keys left) 17;
 weights x values float32 29, bfloat16 15, int8 14. So bfloat16 is bound by the products' packing and float32 by memory.
 Multiply-and-reduce instead of a product is slower but for float32 values. Gathers, GB/s copied: [rows, S·D] 20-29,
 [rows, S, D] 8-12, a loop of dynamic slices 9, concatenated slices 10.

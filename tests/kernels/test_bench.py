@@ -8,7 +8,8 @@ import pytest
 
 from rekindle_kernels import bench
 
-TOY = ["--rows=2", "--context=64", "--chunk=16", "--heads=4", "--kv-heads=2", "--head-dim=16", "--page-size=16", "--layers=2", "--repeats=1"]
+SIZES = {"rows": 2, "context": 64, "chunk": 16, "heads": 4, "kv-heads": 2, "head-dim": 16, "page-size": 16, "layers": 2}
+TOY = [*(f"--{name}={size}" for name, size in SIZES.items()), "--repeats=1"]
 
 
 def test_json_has_every_line(capsys: pytest.CaptureFixture[str]) -> None:
