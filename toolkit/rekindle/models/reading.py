@@ -124,7 +124,7 @@ def _read(
     meter: Meter,
 ) -> None:
     part, entry = piece.part, piece.entry
-    index = part[2]  # mypy takes part.index for the method of tuples
+    index = part.place
     whole = piece.stop - piece.start == (part.shape[0] if part.shape else 1)
     shape = part.shape if whole else (piece.stop - piece.start, *part.shape[1:])
     row_bytes = entry.nbytes // max(1, part.shape[0] if part.shape else 1)
