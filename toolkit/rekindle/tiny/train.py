@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from rekindle.models.base import Graph, random_model
 from rekindle.models.checkpoint import load
 from rekindle.models.config import ModelConfig
-from rekindle.tiny import card, export, tokenizer
+from rekindle.tiny import card, export, headstart, tokenizer
 from rekindle.tiny.batches import batch
 from rekindle.tiny.objective import mean_loss
 from rekindle.tiny.recipe import Recipe
@@ -65,11 +65,14 @@ def make_optimizer(recipe: Recipe, graph: Graph) -> optax.GradientTransformation
 
 
 def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array, ...]]:
-    """Random weights; every block starts as the identity, and the head as a uniform guess."""
+    """Random weights, blocks that start as the identity, a head that guesses uniformly; then the head start."""
     model = random_model(config, seed=recipe.seed)
-    named = zip(model.graph.paths, model.leaves, strict=True)
-    last = ("attention.out.weight", "mlp.down.weight", "head.weight")
-    return model.graph, tuple(jnp.zeros_like(leaf) if path.endswith(last) else leaf for path, leaf in named)
+    weights = {path: np.array(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
+    for path, weight in weights.items():
+        if path.endswith(("attention.out.weight", "mlp.down.weight", "head.weight")):
+            weight[:] = 0.0
+    headstart.give(weights, config, recipe.seed)
+    return model.graph, tuple(jnp.asarray(weight) for weight in weights.values())
 
 
 @cache

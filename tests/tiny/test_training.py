@@ -1,0 +1,120 @@
+"""Training is deterministic to the bit, and a resumed run equals an uninterrupted one."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from rekindle.models.checkpoint import load
+from rekindle.models.config import ModelConfig
+from rekindle.tiny import evaluate, export, tokenizer
+from rekindle.tiny.batches import PAD, batch, encoded, pack
+from rekindle.tiny.objective import causal, logits, losses
+from rekindle.tiny.recipe import Recipe, Stage
+from rekindle.tiny.train import Progress, initial, schedule, train
+
+pytest.importorskip("optax")
+SMALL = Recipe(
+    steps=6,
+    stages=(Stage(2, 48, 0.5, copying=0.5), Stage(1, 96, 0.5)),  # each compiles once, most of this file's time
+    checkpoint_every=2,
+    vocab_size=320,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+)
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return tokenizer.train(SMALL.vocab_size, sample=100)
+
+
+def run(words: Tokenizer, work: Path, stop_after: int | None = None) -> tuple[list[float], list[np.ndarray]]:
+    progress: list[Progress] = []
+    _, leaves = train(SMALL, words, work, stop_after=stop_after, report=progress.append)
+    return [step.loss for step in progress], [np.asarray(leaf) for leaf in leaves]
+
+
+def test_a_run_repeats_to_the_bit_and_a_resumed_one_equals_it(words: Tokenizer, tmp_path: Path) -> None:
+    losses_once, leaves_once = run(words, tmp_path / "once")
+    losses_again, leaves_again = run(words, tmp_path / "again")
+    before, _ = run(words, tmp_path / "resumed", stop_after=4)
+    after, leaves_resumed = run(words, tmp_path / "resumed")
+    assert len(losses_once) == 6 and len(before) == 4 and len(after) == 2
+    assert losses_once == losses_again == before + after
+    for once, again, resumed in zip(leaves_once, leaves_again, leaves_resumed, strict=True):
+        np.testing.assert_array_equal(once, again)
+        np.testing.assert_array_equal(once, resumed)
+    assert losses_once[-1] < losses_once[0]
+
+
+def test_windows_hold_whole_documents_from_the_start(words: Tokenizer) -> None:
+    windows = pack(encoded(words, "windows"), 6, 400)
+    end = words.token_to_id("<|endoftext|>")
+    known = [tuple(ids) for ids in islice(encoded(words, "windows"), 400)]
+    for window in windows:
+        used = window[window != PAD]
+        assert (window[len(used) :] == PAD).all()
+        ends = np.flatnonzero(used == end) + 1
+        found = [tuple(part.tolist()) for part in np.split(used, ends) if part.size]
+        assert all(part in known for part in found if part[-1] == end)
+        assert used[-1] == end or len(used) == 400
+    assert (windows != PAD).mean() > 0.9
+
+
+def test_batches_follow_the_stages(words: Tokenizer) -> None:
+    assert [batch(words, SMALL, step).shape for step in range(6)] == [(2, 49)] * 3 + [(1, 97)] * 3
+    assert not np.array_equal(batch(words, SMALL, 0), batch(words, SMALL, 1))
+
+
+def test_attention_is_causal_and_equals_the_plain_formula() -> None:
+    B, S, H, K, D = 2, 10, 4, 2, 8
+    q, k, v = (jax.random.normal(jax.random.key(i), (B * S, n, D)) for i, n in enumerate((H, K, K)))
+    found = causal(B, S, 0.3)(0, q, k, v).reshape(B, S, H, D)
+    k, v = (jnp.repeat(x.reshape(B, S, K, D), H // K, axis=2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bshd->bhqs", q.reshape(B, S, H, D), k) * 0.3
+    scores = jnp.where(jnp.tril(jnp.ones((S, S), bool)), scores, -jnp.inf)
+    np.testing.assert_allclose(found, jnp.einsum("bhqs,bshd->bqhd", jax.nn.softmax(scores), v), atol=1e-5)
+
+
+def test_padding_counts_for_nothing() -> None:
+    graph, leaves = initial(SMALL, ModelConfig.from_hf(SMALL.config([0], 0)))
+    windows = jnp.arange(20, dtype=jnp.int32).reshape(2, 10)
+    padded = jnp.pad(windows, ((0, 0), (0, 6)), constant_values=PAD)
+    loss, counts, _ = losses(graph, leaves, windows)
+    more, fewer, _ = losses(graph, leaves, padded)
+    np.testing.assert_allclose(more[:, :9], loss, atol=1e-5)
+    assert not fewer[:, 9:].any() and not more[:, 9:].any() and counts.all()
+
+
+def test_rates_rise_stay_and_fall_to_zero() -> None:
+    recipe = Recipe(steps=100, warmup=0.1, decay=0.4)
+    rate = schedule(recipe, 1.0)
+    assert [float(rate(step)) for step in (0, 10, 60, 80, 100)] == pytest.approx([0.1, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_the_exported_folder_computes_what_was_trained(words: Tokenizer, tmp_path: Path) -> None:
+    graph, leaves = initial(SMALL, ModelConfig.from_hf(SMALL.config([0], 0)))
+    rounded = tuple(leaf.astype(jnp.bfloat16).astype(jnp.float32) if leaf.ndim == 2 else leaf for leaf in leaves)
+    export.write(SMALL, words, graph, leaves, tmp_path)
+    model = load(tmp_path, dtype="float32")
+    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+    np.testing.assert_allclose(
+        logits(model.graph, model.leaves, tokens), logits(graph, rounded, tokens), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_exact_answers_are_those_that_greedy_decoding_gives(words: Tokenizer) -> None:
+    ids, start = evaluate.last_answer(words, [("What is your name?", "My name is Ember.")])
+    assert words.decode(ids[start:], skip_special_tokens=False) == "My name is Ember.<|im_end|>"
+    assert words.decode(ids[:start], skip_special_tokens=False).endswith("<|im_start|>assistant\n")
