@@ -287,4 +287,3 @@ def _size(path: Path) -> tuple[int, float]:
         return total, path.stat().st_mtime
     except OSError:
         return total, 0.0
-

@@ -154,11 +154,12 @@ class Segment:
         Not mapped into memory: when a mapped file shrinks, reading it kills the process.
         """
         data = np.empty(self.page_bytes, np.uint8)
+        view = memoryview(data)  # type: ignore[arg-type]
         file = os.open(self.path / _ITEM / "pages", os.O_RDONLY)
         try:
-            done = os.preadv(file, [data], index * self.page_bytes)
+            done = os.preadv(file, [view], index * self.page_bytes)
             while 0 < done < self.page_bytes:
-                more = os.preadv(file, [data[done:]], index * self.page_bytes + done)
+                more = os.preadv(file, [view[done:]], index * self.page_bytes + done)
                 if not more:
                     break
                 done += more
