@@ -31,6 +31,7 @@ LAYERS = {
     "rekindle.prompts": 6,
     "rekindle.report": 6,
     "rekindle.session": 6,
+    "rekindle.views": 6,
     "rekindle.tiny": 7,
     "rekindle.bench": 7,
     "rekindle.notebook": 7,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from rekindle import html
 from rekindle.cache import Node, PrefixCache, Tiers, snapshot
 from rekindle.cache.costs import Rates
 from rekindle.cache.disk import DiskStatistics
@@ -65,6 +66,16 @@ class TreeView:
             lines.append(f"… and {self.total_pages - self.shown_pages} more pages")
         return "\n".join(lines) or "(empty)"
 
+    def __repr__(self) -> str:
+        return f"<TreeView: {self.shown_pages} of {self.total_pages} pages>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("\u2003" * node.depth + node.text, node.tokens, node.start, node.tier, node.visits, round(node.age))
+            for node in self.nodes
+        ]
+        return html.table(["text", "tokens", "from", "where", "visits", "seconds ago"], rows)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -113,6 +124,23 @@ class CacheStats:
             f"disk    {mib(self.disk_bytes)}, {self.disk_hit_tokens} tokens read",
         ]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<CacheStats: {self.hits} of {self.lookups} requests hit, {self.saved_tokens} tokens saved>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (tier, getattr(self, f"{tier}_bytes") / 2**20, getattr(self, f"{tier}_hit_tokens"))
+            for tier in ("device", "host", "disk")
+        ]
+        return html.block(
+            html.line(f"{self.hits} of {self.lookups} requests hit", f"{self.saved_tokens:,} tokens were not computed"),
+            html.table(["", "MiB", "tokens hit"], rows),
+            html.line(
+                f"{self.evicted_pages} pages left the device", f"{self.offloaded_pages} of them for host memory",
+                f"{self.refused_copies} copies were slower than computing",
+            ),
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,7 +250,15 @@ class CacheView:
             compute = costs.compute_seconds(below) if costs is not None else None
             mode = costs.mode if costs is not None else "always"
             copies = mode == "always" or (mode == "measured" and (compute is None or fetch <= compute))
-            return PrefixExplanation(len(tokens), *(counts[tier] * size for tier in TIERS), copies, fetch, compute)
+            return PrefixExplanation(
+                prompt_tokens=len(tokens),
+                device_tokens=counts["device"] * size,
+                host_tokens=counts["host"] * size,
+                disk_tokens=counts["disk"] * size,
+                copies=copies,
+                fetch_seconds=fetch,
+                compute_seconds=compute,
+            )
 
         return self._ask(explain)
 
@@ -279,7 +315,16 @@ class CacheView:
         return Once(keeper.run, lambda: keeper.import_prefix(source))
 
     def __repr__(self) -> str:
-        return "<rekindle cache, closed>" if self._session.closed else f"<rekindle cache>\n{self.stats()}"
+        return "<rekindle cache, closed>" if self._session.closed else f"<rekindle cache of {self._session.model}>"
+
+    def _repr_html_(self) -> str:
+        if self._session.closed:
+            return html.line("cache of a closed session")
+        return html.block(self.stats()._repr_html_(), self.tree(limit=50)._repr_html_(), title="Prefix cache")
+
+    def view(self, *, limit: int = 200) -> Any:
+        """The tree, live: fold and unfold it, and type a prompt to see what it would hit."""
+        return self._session.view.tree(limit=limit)
 
     # -- inside
 

@@ -185,6 +185,18 @@ class ProgramReport:
     traces: int
     compilations: int
 
+    @classmethod
+    def of(cls, runner: Any) -> ProgramReport:
+        """A fake runner may have no programs."""
+        programs, figures = getattr(runner, "programs", None), as_mapping(runner.statistics())
+        return cls(
+            programs=programs.manifest() if programs is not None else (),
+            steps=dict(figures.get("programs", {})),
+            total=len(programs.keys) if programs is not None else 0,
+            traces=figures.get("traces", 0),
+            compilations=figures.get("compilations", 0),
+        )
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.programs)
 

@@ -21,7 +21,7 @@ from rekindle.keeper import Keeper, SaveReport
 from rekindle.pausing import Paused
 from rekindle.prompts import Prompt, PromptLike, parse, parse_one
 from rekindle.records import Completion, IntArray, TextDelta
-from rekindle.report import ProgramReport, SessionStats, StepReport, as_mapping
+from rekindle.report import ProgramReport, SessionStats, StepReport
 from rekindle.tasks.host import Host, wait
 from rekindle.tasks.mailbox import Slot
 from rekindle.tasks.messages import (
@@ -34,6 +34,7 @@ from rekindle.tasks.messages import (
 )
 from rekindle.tasks.ports import run_sync
 from rekindle.text.detokenizer import Detokenizer
+from rekindle.views import Views
 
 
 class Session:
@@ -226,18 +227,19 @@ class Session:
         self._host.check()
         return wait(self._host.call(snapshot))
 
+    def watch(self) -> Any:
+        """A live dashboard: throughput, queue, the batch over time, pages by tier. Show it at the end of a cell."""
+        return self.view.dashboard()
+
+    @property
+    def view(self) -> Views:
+        """Live views: `session.view.stream(prompt)`, `session.view.chat()`, …"""
+        return Views(self)
+
     def programs(self) -> ProgramReport:
         """The compiled programs that are ready, and where each came from."""
         self._host.check()
-        runner = self._engine.runner
-        programs, figures = getattr(runner, "programs", None), as_mapping(runner.statistics())
-        return ProgramReport(
-            programs=programs.manifest() if programs is not None else (),
-            steps=dict(figures.get("programs", {})),
-            total=len(programs.keys) if programs is not None else 0,
-            traces=figures.get("traces", 0),
-            compilations=figures.get("compilations", 0),
-        )
+        return ProgramReport.of(self._engine.runner)
 
     def explain(self, request: Handle | Completion | str) -> Any:
         """Why a request waits, was preempted, hit or missed the cache, in words and numbers."""

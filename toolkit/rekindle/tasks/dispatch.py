@@ -36,6 +36,7 @@ class Dispatch:
         self.engine = engine
         self.tickets: dict[str, Ticket] = {}  # live sequences: intake adds, detokenize removes
         self.mailboxes: set[Mailbox] = set()  # live submissions, in the streams or behind
+        self.observers: list[schedule.Observer] = []  # of committed steps
         self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * places + 64)
         self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
         turns, turned = anyio.create_memory_object_stream[Turn](1)
@@ -44,7 +45,7 @@ class Dispatch:
         self._streams = (submitted, inbox, turns, turned, events, happened, from_intake, from_step, from_detokenize)
         self._tasks: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (
             partial(intake.run, submitted, from_intake, engine, self.tickets),
-            partial(schedule.run, inbox, turns, events, engine.scheduler, engine.recover),
+            partial(schedule.run, inbox, turns, events, engine.scheduler, engine.recover, self.observers),
             partial(step.run, turned, from_step, engine.runner, device),
             partial(detokenize.run, happened, from_detokenize, self.tickets),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import anyio
@@ -12,7 +12,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from rekindle.engine.base import SchedulerLike
 from rekindle.errors import RekindleError
-from rekindle.records import FinishReason, Request, StepPlan, TokenEvent
+from rekindle.records import FinishReason, Request, StepPlan, StepResult, TokenEvent
 from rekindle.tasks.mailbox import Slot
 from rekindle.tasks.messages import (
     Abort,
@@ -29,6 +29,7 @@ from rekindle.tasks.messages import (
     Turn,
 )
 
+Observer = Callable[[StepResult], object]
 STALL_SECONDS = 30.0  # how long a scheduler may have work and plan nothing before that counts as a defect
 
 
@@ -38,9 +39,13 @@ async def run(
     outbox: MemoryObjectSendStream[Events],
     scheduler: SchedulerLike,
     recover: Callable[[], bool] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> None:
-    """Ends when it was told to drain and no request is left. `recover` is called on the device after a failed step."""
-    desk = Desk(scheduler, recover)
+    """Ends when it was told to drain and no request is left. `recover` is called on the device after a failed step.
+
+    `observers` see every committed step; they must be quick, and nothing waits for them.
+    """
+    desk = Desk(scheduler, recover, observers)
     async with inbox, turns, outbox:
         while True:
             with anyio.move_on_after(desk.patience):
@@ -66,8 +71,14 @@ def _next(inbox: MemoryObjectReceiveStream[ScheduleMessage]) -> ScheduleMessage 
 class Desk:
     """The synchronous core of the task: messages in, turns and events out."""
 
-    def __init__(self, scheduler: SchedulerLike, recover: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: SchedulerLike,
+        recover: Callable[[], bool] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self._scheduler = scheduler
+        self._observers = observers
         self._recover = recover
         self._last: StepPlan | None = None  # dispatched, its result not asked for
         self._turning = False  # a turn is on its way
@@ -182,6 +193,8 @@ class Desk:
         events: list[TokenEvent] = []
         if outcome.result is not None:
             events += self._scheduler.commit(outcome.result)
+            for observe in self._observers:
+                observe(outcome.result)
         for plan, cause in outcome.failed:
             events += self._scheduler.fail(plan, cause)
             if self._last is plan:

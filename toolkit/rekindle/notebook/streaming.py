@@ -1,0 +1,49 @@
+"""A request's text while it is made, with a button that stops it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from rekindle import html
+from rekindle.notebook.live import Live
+from rekindle.tasks.ports import run_sync
+
+if TYPE_CHECKING:
+    from rekindle.session import Session
+
+
+class StreamView(Live):
+    """`StreamView(session, prompt, **options)`; the request runs as soon as it is made. `handle` is its handle."""
+
+    def __init__(self, session: Session, prompt: Any, **options: Any) -> None:
+        self._stop_button = ipywidgets.Button(description="Stop", icon="stop", layout={"width": "6em"})
+        super().__init__(self._stop_button)
+        self.handle = session.submit(prompt, **options)
+        self._seen = 0
+        self._stop_button.on_click(lambda button: self.stop())
+        self.start()
+
+    @property
+    def ended(self) -> bool:
+        return self.handle.done
+
+    def wait(self) -> None:
+        """Blocks until there is another delta: an idle view costs nothing."""
+        mailbox = self.handle._mailbox
+        run_sync(mailbox.more(self._seen))
+        self._seen = len(mailbox.deltas)
+
+    def stop(self) -> None:
+        """Cancel the request; what it has produced stays."""
+        self._stop_button.disabled = True
+        self.handle.cancel()
+        super().stop()
+
+    def draw(self) -> str:
+        handle = self.handle
+        if handle.done:
+            return handle._repr_html_()
+        asked = html.text(html.shortened(handle.prompt, 400)) if handle.prompt else ""
+        return html.block(html.line(handle.id, f"{len(handle.token_ids)} tokens so far"), asked, html.text(handle.text))
