@@ -2,55 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-import checkpoints
-import rekindle
-from rekindle.reference import generate
-from rekindle.session import Session
-
-MODEL = checkpoints.case("llama")
-LENGTH, NEW = 70, 6
-
-
-@functools.cache
-def prompt(index: int) -> tuple[int, ...]:
-    """Eight pages of 8 tokens, the first four the same in all of them."""
-    shared = np.random.default_rng(0).integers(3, 160, 32)
-    own = np.random.default_rng(100 + index).integers(3, 160, LENGTH - 32)
-    return tuple(int(token) for token in (*shared, *own))
-
-
-@functools.cache
-def plain(index: int) -> tuple[int, ...]:
-    return tuple(generate(MODEL, prompt(index), NEW))
-
-
-def opened(folder: Path, **options: Any) -> Session:
-    settings: dict[str, Any] = {
-        "dtype": "float32", "page_size": 8, "device_pages": 17, "max_requests": 2, "max_tokens_per_step": 32,
-        "max_model_len": 128, "cache_dir": str(folder), "precompile": "lazy",
-    }  # fmt: skip
-    session = rekindle.open_sync(MODEL, **settings | options)
-    session._engine.scheduler.cache.host_tier.costs.mode = "always"
-    return session
+from tiered import ask, opened
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
-
-
-def ask(session: Session, index: int) -> int:
-    """Generate and compare; how many prompt tokens came from the cache."""
-    done = session.generate_sync(list(prompt(index)), max_tokens=NEW, ignore_eos=True)
-    assert done.token_ids == plain(index), f"prompt {index}"
-    return done.usage.cached_tokens
 
 
 def test_pages_that_left_for_host_memory_come_back_exact(programs: Path) -> None:

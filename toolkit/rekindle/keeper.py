@@ -266,7 +266,7 @@ class Keeper:
         return wait(self._host.call(lambda dispatch: function()))
 
     def _find(self, wanted: Callable[[Node, bytes, float], bool], most: int | None = None) -> Iterable[_Wanted]:
-        """Nodes in turn, parents first, a slice of the tree at a time; `most` slices go on where the last call ended."""
+        """Nodes in turn, parents first, a slice of the tree at a time; `most` of them from where it ended last."""
         cache = self.cache
         assert cache is not None
         nodes: list[Node] = self._ask(lambda: list(cache))

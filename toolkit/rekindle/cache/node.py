@@ -22,7 +22,8 @@ class Node:
     """
 
     __slots__ = (
-        "children", "depth", "device_children", "digest", "key", "last_use", "page", "parent", "pins", "row", "visits",
+        "children", "depth", "device_children", "digest", "key", "last_use", "page", "parent", "pins", "row", "score",
+        "visits",
     )  # fmt: skip
 
     def __init__(self, key: int, parent: Node | None, row: int, last_use: float) -> None:
@@ -35,6 +36,7 @@ class Node:
         self.device_children = 0  # of them, those with a device page
         self.visits = 0  # admissions that hit it
         self.last_use = last_use
+        self.score = 0.0  # the eviction policy's: grows with use
         self.pins = 0  # how many pins cover it
         self.digest: bytes | None = None  # computed when somebody asks
 

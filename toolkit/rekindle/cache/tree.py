@@ -154,7 +154,7 @@ class PrefixCache:
         now = self.clock()
         for node in match.nodes:
             node.visits += 1
-            node.last_use = now
+            self._leaves.used(node, now)
         self._counts["matches"] += 1
         self._counts["hits"] += bool(match.nodes)
         self._counts["device_hit_pages"] += match.on_device
@@ -190,9 +190,11 @@ class PrefixCache:
         added = self._table.add(known[-1] if known else parent, keys[len(known) :], tokens[rest:], now, kept)
         if added is None:
             return None
+        for node in added:
+            self._leaves.used(node, now)
         final, shared, duplicates = list(pages), [], []
         for index, node in enumerate(known):
-            node.last_use = now
+            self._leaves.used(node, now)
             if not node.page:
                 self._attach(node, pages[index])
                 kept.append(pages[index])
@@ -241,7 +243,7 @@ class PrefixCache:
     def settle(self, node: Node) -> None:
         """A sequence whose deepest published node this is has released its pages."""
         # It was in use until now. Its ancestors can keep an older time: they leave after it in any case.
-        node.last_use = self.clock()
+        self._leaves.used(node, self.clock())
         self._leaves.offer(node)
 
     def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:

@@ -1,0 +1,19 @@
+"""Preempted requests, and those whose pages were offloaded and brought back, produce the tokens of a quiet run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiered import NEW, ask, opened, plain, prompt
+
+
+def test_lesson_07_preempted_and_offloaded_requests_are_exact(tmp_path: Path) -> None:
+    with opened(tmp_path, device_pages=13, max_requests=4, disk_memory=0) as session:
+        handles = [session.submit(list(prompt(index)), max_tokens=NEW + 26, ignore_eos=True) for index in (0, 1, 2, 3)]
+        for index, handle in enumerate(handles):
+            assert handle.result_sync().token_ids[:NEW] == plain(index)
+        stats = session.stats()
+        assert stats.cache.offloaded_pages > 0
+        assert [ask(session, index) > 0 for index in (0, 1, 2, 3)] == [True] * 4
+        assert session.stats().cache.host_hit_pages > 0
+        session.check_integrity()

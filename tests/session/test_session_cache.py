@@ -1,0 +1,172 @@
+"""`session.cache`, `save` and `restore`, through the public API: every path of a page gives the plain loop's tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rekindle.errors import ConfigError, SnapshotRefused, StoreError
+from rekindle.records import Status
+from tiered import MODEL, NEW, ask, opened, plain, prompt
+
+
+def test_saved_pages_are_exact_in_the_next_session(tmp_path: Path) -> None:
+    with opened(tmp_path) as session:
+        for index in (0, 1, 2):
+            ask(session, index)
+        tree = session.cache.tree()
+        assert tree.tokens == 32 + 3 * 40
+        assert {node.tier for node in tree.nodes} == {"device", "host"}
+        assert str(tree).count("tokens at 32") == 3
+        first = session.save("mine").result_sync()
+        assert (first.pages, first.skipped) == (19, 0)
+        assert first.written > 0
+        second = session.save("mine").result_sync()
+        assert (second.pages, second.written) == (19, 0), "nothing changed"
+        ask(session, 3)
+        third = session.save("mine").result_sync()
+        assert (third.pages, third.written) == (24, 5), "only what changed"
+        assert [info.name for info in session.cache.snapshots()] == ["mine"]
+        session.cache.export_prefix(prompt(0), tmp_path / "prefix").result_sync()
+        session.check_integrity()
+    with opened(tmp_path, restore="mine") as session:
+        there = session.cache.explain(prompt(1))
+        assert (there.disk_tokens, there.cached_tokens, there.reused_tokens) == (64, 64, 64)
+        assert "64 on disk" in str(there)
+        assert [ask(session, index) for index in (0, 1, 0, 2, 3)] == [64] * 5
+        stats = session.cache.stats()
+        assert stats.disk_hit_tokens > 0
+        assert stats.saved_tokens == 5 * 64
+        assert stats.disk is not None
+        assert stats.disk.damaged == 0
+        session.check_integrity()
+        # A mixture: a part is on the device, a part in host memory, a part nowhere.
+        session.cache.clear(tier="disk").result_sync()
+        session.cache.prune(to=6 * stats.page_bytes)
+        assert [ask(session, index) > 0 for index in (0, 1, 2)] == [True] * 3
+        session.cache.clear(tier="device").result_sync()
+        assert session.cache.stats().device_pages == 0
+        ask(session, 0)
+        session.cache.clear().result_sync()
+        assert session.cache.tree().nodes == ()
+        assert session.cache.explain(prompt(0)).cached_tokens == 0
+        # From a file.
+        assert session.cache.import_prefix(tmp_path / "prefix").result_sync() == 64
+        assert session.cache.explain(prompt(0)).host_tokens == 64
+        assert ask(session, 0) == 64
+        session.check_integrity()
+
+
+def test_pages_for_something_else_are_refused_or_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as session:
+        ask(session, 0)
+        session.save("mine").result_sync()
+        session.cache.export_prefix(prompt(0), tmp_path / "prefix").result_sync()
+    other = dataclasses.replace(MODEL, fingerprint="other weights")
+    for options, reason in (({}, "belongs to weights"), ({"page_size": 16}, "page size is 8")):
+        with pytest.raises(SnapshotRefused, match=reason):
+            opened(tmp_path, model=other if not options else MODEL, restore="mine", **options)
+    with pytest.raises(StoreError, match="there are: mine"):
+        opened(tmp_path, restore="yours")
+    with pytest.raises(ConfigError, match="disk_memory"):
+        opened(tmp_path, restore="auto", disk_memory=0)
+    caplog.set_level(logging.INFO, "rekindle.cache")
+    with opened(tmp_path, model=other, restore="auto") as session:
+        assert session.cache.explain(prompt(0)).cached_tokens == 0
+        with pytest.raises(SnapshotRefused):
+            session.cache.import_prefix(tmp_path / "prefix").result_sync()
+    assert sum("nothing is kept for this model" in record.message for record in caplog.records) == 1
+
+
+def test_damaged_pages_are_reported_once_and_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as session:
+        for index in (0, 1):
+            ask(session, index)
+        session.save("mine").result_sync()
+    for file in (tmp_path / "pages").rglob("rekindle/pages"):
+        data = bytearray(file.read_bytes())
+        for at in range(100, len(data), 6000):
+            data[at] ^= 4
+        file.write_bytes(data)
+    with opened(tmp_path, restore="mine") as session:
+        assert ask(session, 0) == 0, "its first page is damaged"
+        assert 32 <= ask(session, 1) < 64, "what it shares was just computed, of the rest some is damaged"
+        session.check_integrity()
+        assert sum("does not match its checksum" in record.message for record in caplog.records) <= len(
+            list((tmp_path / "pages").iterdir())
+        )
+        assert any("does not match its checksum" in record.message for record in caplog.records)
+
+
+def test_what_was_computed_outlives_a_killed_process(tmp_path: Path) -> None:
+    """Without any save: pages are kept in the background once they are cold."""
+    script = Path(__file__).parent.parent / "tiered.py"
+    with subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().strip() == "saved", "the other process died"
+        finally:
+            process.kill()
+    with opened(tmp_path, restore="auto") as session:
+        assert session.cache.explain(prompt(0)).disk_tokens == 64
+        assert ask(session, 0) == 64
+        session.check_integrity()
+
+
+def test_pinned_prefixes_stay_through_pressure(tmp_path: Path) -> None:
+    with opened(tmp_path, host_memory=0, disk_memory=0) as session:
+        ask(session, 0)
+        assert session.cache.pin(prompt(0)) == 64
+        for index in (1, 2, 3, 4):
+            ask(session, index)
+        assert ask(session, 0) == 64
+        assert any(node.pinned for node in session.cache.tree().nodes)
+        assert session.cache.unpin(prompt(0)) == 64
+        with pytest.raises(ConfigError, match="disk_memory"):
+            session.save("mine").result_sync()
+        session.check_integrity()
+
+
+def test_a_request_waits_aside_while_its_pages_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as session:
+        ask(session, 0)
+        session.save("mine").result_sync()
+    with opened(tmp_path, restore="mine") as session:
+        disk = session._keeper.tiers.disk  # type: ignore[union-attr]
+        assert disk is not None
+        load = disk.load
+        monkeypatch.setattr(disk, "load", lambda digest: (time.sleep(0.2), load(digest))[1])
+        slow = session.submit(list(prompt(0)), max_tokens=NEW, ignore_eos=True)
+        other = [5, 6, 7]
+        quick = session.generate_sync(other, max_tokens=1)
+        assert quick.usage.cached_tokens == 0
+        assert slow.status is Status.LOADING
+        done = slow.result_sync()
+        assert done.token_ids == plain(0)
+        assert done.usage.cached_tokens == 64
+        aborted = session.submit(list(prompt(0)), max_tokens=NEW)
+        aborted.cancel()
+        session.check_integrity()
+
+
+def test_int8_pages_are_kept_as_such(tmp_path: Path) -> None:
+    options = {"max_tokens": NEW, "ignore_eos": True}
+    with opened(tmp_path, kv_dtype="int8") as session:
+        cold = session.generate_sync(list(prompt(0)), **options)
+        session.save("small").result_sync()
+        small = session.cache.stats().page_bytes
+    with opened(tmp_path, kv_dtype="int8", restore="small") as session:
+        again = session.generate_sync(list(prompt(0)), **options)
+        assert again.usage.cached_tokens == 64
+        assert again.token_ids == cold.token_ids
+        session.check_integrity()
+    with pytest.raises(SnapshotRefused, match="pages hold 'int8'"):
+        opened(tmp_path, restore="small")
+    with opened(tmp_path) as session:
+        assert small < 0.5 * session.cache.stats().page_bytes

@@ -1,0 +1,118 @@
+"""Made-up but typical loads, as the pages that each request reads: what the eviction policies are compared on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+Request = list[int]  # its pages from the root on; a page's number stands for its whole prefix
+
+
+class Trace:
+    """Requests over a growing set of pages."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.parents: list[int] = []  # of each page, -1 at the root
+        self._known: dict[tuple[int, object], int] = {}
+
+    def extend(self, pages: Request, *labels: object) -> Request:
+        """The prompt that goes on with one page for each label; equal labels after equal prefixes are equal pages."""
+        longer = list(pages)
+        for label in labels:
+            parent = longer[-1] if longer else -1
+            page = self._known.setdefault((parent, label), len(self.parents))
+            if page == len(self.parents):
+                self.parents.append(parent)
+            longer.append(page)
+        return longer
+
+    def fresh(self, pages: Request, count: int) -> Request:
+        """The prompt with `count` pages that nobody else has."""
+        return self.extend(pages, *((len(self.parents), at) for at in range(count)))
+
+
+def zipf(draw: random.Random, count: int) -> int:
+    """0 … count-1, the first ones most often."""
+    return min(count - 1, int(count ** draw.random()) - 1)
+
+
+def chats(draw: random.Random, requests: int) -> Trace:
+    """Conversations under three system prompts; 24 are open at a time, and each turn repeats what came before."""
+    trace = Trace()
+    systems = [trace.fresh([], 4) for _ in range(3)]
+    talks = [systems[0]] * 24
+    for _ in range(requests):
+        which = zipf(draw, len(talks))
+        talks[which] = trace.fresh(talks[which], draw.randint(1, 3))
+        trace.requests.append(talks[which])
+        talks[which] = trace.fresh(talks[which], draw.randint(1, 4))
+        if draw.random() < 0.15:
+            talks[which] = draw.choice(systems)
+            draw.shuffle(talks)
+    return trace
+
+
+def system_prompts(draw: random.Random, requests: int) -> Trace:
+    """Forty long shared prompts of very different popularity, each followed by a question nobody repeats."""
+    trace = Trace()
+    systems = [trace.fresh([], draw.randint(6, 24)) for _ in range(40)]
+    for _ in range(requests):
+        trace.requests.append(trace.fresh(systems[zipf(draw, 40)], draw.randint(2, 6)))
+    return trace
+
+
+def agents(draw: random.Random, requests: int) -> Trace:
+    """Ten agents in tool loops: every call repeats the whole transcript, and a finished one is never seen again."""
+    trace = Trace()
+    tools = [trace.fresh([], 12) for _ in range(5)]
+    running: list[tuple[Request, int]] = []
+    for _ in range(requests):
+        while len(running) < 10:
+            running.append((trace.fresh(draw.choice(tools), 2), draw.randint(4, 20)))
+        which = draw.randrange(len(running))
+        transcript, left = running[which]
+        trace.requests.append(transcript)
+        running[which] = trace.fresh(transcript, draw.randint(1, 3)), left - 1
+        if left == 1:
+            del running[which]
+    return trace
+
+
+def documents(draw: random.Random, requests: int) -> Trace:
+    """Three of sixty documents in any order before each question: only the first ones are often a shared prefix."""
+    trace = Trace()
+    system = trace.fresh([], 2)
+    for _ in range(requests):
+        chosen: list[int] = []
+        while len(chosen) < 3:
+            document = zipf(draw, 60)
+            if document not in chosen:
+                chosen.append(document)
+        draw.shuffle(chosen)
+        prompt = system
+        for document in chosen:
+            prompt = trace.extend(prompt, *((document, part) for part in range(4)))
+        trace.requests.append(trace.fresh(prompt, 1))
+    return trace
+
+
+def mixture(draw: random.Random, requests: int) -> Trace:
+    """All of the above through one cache."""
+    trace = Trace()
+    parts = [make(draw, requests // 4) for make in (chats, system_prompts, agents, documents)]
+    order = [index for index, part in enumerate(parts) for _ in part.requests]
+    draw.shuffle(order)
+    todo = [iter(part.requests) for part in parts]
+    for index in order:
+        trace.requests.append(trace.extend([], *((index, page) for page in next(todo[index]))))
+    return trace
+
+
+TRACES: dict[str, Callable[[random.Random, int], Trace]] = {
+    "chat sessions": chats,
+    "system prompts": system_prompts,
+    "agents": agents,
+    "documents": documents,
+    "mixture": mixture,
+}
