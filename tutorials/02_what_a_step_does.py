@@ -180,21 +180,16 @@ session = await rekindle.open("tiny", page_size=8, dtype="float32")
 
 async with session.paused():
     handle = session.submit("Once upon a time", max_tokens=12)
-    first = await session.step()
-first
-
-# %% [markdown]
-# That was the prefill: all positions of the prompt at once, written to the first page, and one token sampled from the last
-# row of logits. Now the decode steps, one position each. When a page is full the next one is taken from the pool.
-
-# %%
-async with session.paused():
     reports = []
     while not handle.done:
-        report = await session.step()
-        if report is None:
-            break
-        reports.append(report)
+        reports.append(await session.step())
+reports[0]
+
+# %% [markdown]
+# The first step is the prefill: all positions of the prompt at once, written to the first page, and one token sampled from the
+# last row of logits. The rest are decode steps, one position each. When a page is full the next one is taken from the pool.
+
+# %%
 for report in reports:
     print(report.rows[0])
 

@@ -16,7 +16,7 @@ plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
 )
 session = await rekindle.open("tiny", seed=0)
-PROMPT = "Once upon a time, there was a little"
+PROMPT = "One day, Tom found a"
 
 # %% [markdown]
 # `logprobs=20` reports the twenty most likely tokens at each position, before any option was applied. That is the model's
@@ -94,12 +94,14 @@ compare(
 
 # %% [markdown]
 # `min_p` adapts: where the model is sure it keeps one token, where it is not it keeps many. That is easy to see without the
-# engine.
+# engine, on two places of a story.
 
 # %%
-ordered = np.sort(model)[::-1]
-for p in (0.05, 0.2, 0.5):
-    print(f"min_p={p}: keeps {np.sum(ordered >= p * ordered[0])} tokens here")
+for prompt in ("One day, Tom found a", "Once upon a time, a brave girl called"):
+    done = await session.generate(prompt, max_tokens=1, logprobs=20)
+    ordered = np.exp(done.logprobs[0].top_logprobs)
+    kept = {p: int(np.sum(ordered >= p * ordered[0])) for p in (0.05, 0.2, 0.5)}
+    print(f"{prompt!r}: " + ", ".join(f"{count} tokens at min_p={p}" for p, count in kept.items()))
 
 # %% [markdown]
 # ## Biases and masks
@@ -130,7 +132,9 @@ settings = {
     "repetition 1.3": {"repetition_penalty": 1.3},
 }
 for name, options in settings.items():
-    done = await session.generate("Name ten animals: cat, dog,", max_tokens=48, ignore_eos=True, **options)
+    done = await session.generate(
+        "Lily likes apples. Tom likes apples. Lily likes", max_tokens=48, ignore_eos=True, **options
+    )
     repeated = 1 - len(set(done.token_ids)) / len(done.token_ids)
     print(f"{name:15} {repeated:4.0%} repeated  {done.text[:70]!r}")
 
@@ -171,10 +175,14 @@ print(again.text == drawn_by_chance.text, f"seed {drawn_by_chance.seed}")
 # you wrote. Their mean gives the *perplexity*, the number of tokens that the model hesitates between on average.
 
 # %%
-for text in ("The cat sat on the mat.", "Mat the on sat cat the.", "Tom had a red ball and a blue boat."):
+for text in (
+    "Once upon a time, a boy called Tom lived in the forest.",
+    "Forest the in lived Tom called boy a, time a upon once.",
+    "What is the capital of Japan?",
+):
     done = await session.generate(text, max_tokens=1, prompt_logprobs=1)
     surprise = -np.mean([entry.logprob for entry in done.prompt_logprobs])
-    print(f"perplexity {np.exp(surprise):8.1f}  {text}")
+    print(f"perplexity {np.exp(surprise):9,.1f}  {text}")
 
 # %%
 await session.generate("Tom had a red ball and a blue boat.", max_tokens=20, prompt_logprobs=3, logprobs=3)

@@ -83,7 +83,9 @@ base = np.arange(100, 100 + 2 * PAGE).tolist()  # prompts may be token ids
 left, right = [*base, *[7] * PAGE], [*base, *[8] * PAGE]
 for ids in (base, left, right, [*left, *[9] * PAGE]):
     done = await session.generate([*ids, 1], max_tokens=1)
-    print(f"{len(ids):3} tokens, {done.usage.cached_tokens:3} cached, {session.stats().cache.nodes} pages in the tree")
+    print(
+        f"{len(ids) + 1:3} tokens, {done.usage.cached_tokens:3} cached, {session.stats().cache.nodes} pages in the tree"
+    )
 
 # %% [markdown]
 # ## A conversation

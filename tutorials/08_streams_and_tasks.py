@@ -60,6 +60,7 @@ print(f"\n\n{stream.status}; {session.stats().running} requests run")
 slow = session.generate("Once upon a time", max_tokens=900, ignore_eos=True)
 with anyio.move_on_after(0.3):
     await slow
+await anyio.sleep(0.1)
 print(f"{slow.status} after {len(slow.token_ids)} tokens: {slow.text[:60]!r}…")
 
 # %% [markdown]

@@ -235,4 +235,6 @@ from rekindle import Session
 with Session(make_scheduler(), Poet(), Letters(), config, detokenizer=LetterByLetter, model="poet") as session:
     done = await session.generate("the fire", max_tokens=20)
     time.sleep(0.1)  # the notebook is blocked, the session is not
-    print(repr(done), session.stats(), sep="\n\n")
+    stats = session.stats()
+print(done.text)
+stats

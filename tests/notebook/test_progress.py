@@ -1,0 +1,87 @@
+"""One progress, three places to show it, and silence when it is quick or asked to be quiet."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any, NamedTuple
+
+import pytest
+
+from rekindle.models.progress import Progress as Loaded
+from rekindle.notebook import Progress, progress
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(progress, "time", made)
+    return made
+
+
+def run(shown: Progress, clock: Clock, seconds: float, steps: int = 100) -> None:
+    for step in range(1, steps + 1):
+        clock.now += seconds / steps
+        shown(Loaded(step, steps, clock.now))
+
+
+def test_a_terminal_gets_a_bar_on_one_line(clock: Clock) -> None:
+    out = io.StringIO()
+    run(Progress("loading", backend="terminal", stream=out), clock, 4.0)
+    text = out.getvalue()
+    assert text.count("\n") == 1
+    assert text.endswith("\n")
+    assert "[████████████████████] loading" in text.split("\r")[-1]
+    assert 2 < text.count("\r") <= 4.0 / progress.INTERVAL + 1
+
+
+def test_what_is_quick_shows_nothing(clock: Clock) -> None:
+    out = io.StringIO()
+    run(Progress("loading", backend="terminal", stream=out), clock, 0.4)
+    assert out.getvalue() == ""
+
+
+def test_quiet_shows_nothing(clock: Clock) -> None:
+    out = io.StringIO()
+    run(Progress("loading", backend="terminal", stream=out, quiet=True), clock, 4.0)
+    assert out.getvalue() == ""
+
+
+def test_a_log_gets_few_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rekindle.progress"):
+        run(Progress("loading", stream=io.StringIO()), clock, 60.0)  # no terminal, no notebook
+    assert 5 <= len(caplog.records) <= 8
+
+
+def test_a_notebook_gets_a_widget_that_is_closed_at_the_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("IPython")
+    shown: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    bar = Progress("loading", backend="widget")
+    clock.now = 1.0
+    bar(Loaded(1, 4, 1.0))
+    assert shown[0].children[0].value == 0.25
+    assert "loading" in shown[0].children[1].value
+    clock.now = 2.0
+    bar(Loaded(4, 4, 2.0))
+    assert len(shown) == 1
+    assert shown[0].comm is None, "it was closed"
+
+
+def test_programs_are_named(clock: Clock) -> None:
+    class Record(NamedTuple):
+        name: str
+
+    class Warmed(NamedTuple):
+        program: Record
+        done: int
+        total: int
+
+    assert Progress("compiling").line(Warmed(Record("r2t32"), 1, 8)) == "compiling: 1 of 8 programs, r2t32"
