@@ -8,6 +8,7 @@
 
 # %%
 import shutil
+import subprocess
 import tempfile
 import textwrap
 
@@ -24,7 +25,7 @@ class Kernel:
     """A Jupyter kernel of our own."""
 
     async def start(self):
-        self.manager, self.client = await start_new_async_kernel()
+        self.manager, self.client = await start_new_async_kernel(stderr=subprocess.DEVNULL)
         return self
 
     async def run(self, code: str) -> str:

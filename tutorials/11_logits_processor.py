@@ -139,7 +139,7 @@ print(plain.text == alone.text, constrained.text == alone.text)
 session.programs()
 
 # %% [markdown]
-# A name that nobody registered is refused when the request is made, not when it runs.
+# A name that nobody registered is refused before it runs.
 
 # %%
 try:

@@ -147,7 +147,7 @@ class TestChat:
         view.send("hello")
         first = view._handle
         view.again()
-        assert first.status is Status.ABORTED or first.done
+        eventually(lambda: first.status is Status.ABORTED)
         assert view._handle is not first
         view.edit()
         assert view.messages == []

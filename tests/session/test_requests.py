@@ -526,3 +526,11 @@ async def test_closed_sessions_refuse(session: Session) -> None:
         with pytest.raises(SessionClosed, match="Open another one"):
             use()
     assert other.closed and "closed" in repr(other)
+
+
+@anyio_test
+async def test_a_processor_that_nobody_registered_is_refused_before_it_runs(session: Session) -> None:
+    with pytest.raises(InvalidRequest, match="known: none") as caught:
+        await session.generate("hello", processors="no-e")
+    assert caught.value.field == "processors"
+    assert session._engine.runner.plans == []

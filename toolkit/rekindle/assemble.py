@@ -112,6 +112,7 @@ def _build(order: Order) -> Engine:
         swap=weights.swap,
         recover=lambda: recover(runner),
         release=release,
+        processors=tuple(processor.name for processor in order.processors),
     )
 
 

@@ -13,7 +13,7 @@ from rekindle.call import Call
 from rekindle.config import Sampling
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, SessionClosed
 from rekindle.prompts import Prompt
-from rekindle.records import Status, TextDelta, TokenLogprobs
+from rekindle.records import Completion, Status, TextDelta, TokenLogprobs
 from rekindle.tasks.host import Host, wait
 from rekindle.tasks.mailbox import Mailbox, Slot, fresh
 from rekindle.tasks.messages import Submission
@@ -229,7 +229,7 @@ class Handle(Call[Any]):
             return html.block(html.line(self.id, state, f"{len(self.token_ids)} tokens"), asked, html.text(self.text))
         if (error := self._mailbox.error) is not None:
             return html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self.text))
-        return html.block(*(result._repr_html_() for result in self._mailbox.results))
+        return html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion)))
 
 
 class Stream(AsyncIterator[TextDelta]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle import html
@@ -82,9 +82,9 @@ class StepReport:
         )
         lines = [head, *(f"  {row}" for row in self.rows)]
         if self.offloaded:
-            lines.append(f"  pages {_ranges(self.offloaded)} left for host memory")
+            lines.append(f"  pages {_ranges(sorted(self.offloaded))} left for host memory")
         if self.restored:
-            lines.append(f"  pages {_ranges(self.restored)} came back from host memory")
+            lines.append(f"  pages {_ranges(sorted(self.restored))} came back from host memory")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -102,8 +102,8 @@ class StepReport:
             )
             for row in self.rows
         ]
-        moved = [f"pages {_ranges(self.offloaded)} left for host memory"] if self.offloaded else []
-        moved += [f"pages {_ranges(self.restored)} came back from host memory"] if self.restored else []
+        moved = [f"pages {_ranges(sorted(self.offloaded))} left for host memory"] if self.offloaded else []
+        moved += [f"pages {_ranges(sorted(self.restored))} came back from host memory"] if self.restored else []
         return html.block(
             html.line(
                 f"{self.tokens} tokens in program {self.program}",
@@ -116,7 +116,7 @@ class StepReport:
         )
 
 
-def _ranges(pages: tuple[int, ...]) -> str:
+def _ranges(pages: Sequence[int]) -> str:
     """`3–5, 9` for (3, 4, 5, 9)."""
     runs: list[list[int]] = []
     for page in pages:

@@ -53,7 +53,7 @@ class Dashboard(Live):
             return self._last
         steps = tuple(self._recorder.steps)
         cached, asked = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)
-        parts = [
+        parts: list[str] = [
             html.line(
                 f"{self._recorder.rate():,.0f} tokens/s",
                 f"{figures.get('running', 0)} running",

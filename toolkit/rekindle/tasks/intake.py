@@ -115,6 +115,15 @@ def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: 
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
             wrong = ids[(ids < 0) | (ids >= vocab)][0].item()
             raise InvalidRequest(field, wrong, "is not a token id of this model", f"Use ids from 0 to {vocab - 1}")
+    for name in sampling.processors:
+        if name not in engine.processors:
+            known = ", ".join(map(repr, engine.processors)) or "none"
+            raise InvalidRequest(
+                "processors",
+                name,
+                "is not a processor of this session",
+                f"Give it to open(processors=[…]); known: {known}",
+            )
     seed = sampling.seed if sampling.seed is not None else seeds.getrandbits(32)
     eos_ids = frozenset() if sampling.ignore_eos else frozenset(int(token) for token in engine.tokenizer.eos_ids)
     return [

@@ -44,6 +44,7 @@ class Engine(NamedTuple):
     model: str = ""
     swap: Callable[[Any], bytes] | None = None  # on the device thread: other weights in, the cache's new root key out
     recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
+    processors: tuple[str, ...] = ()  # names that requests may ask for
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 
