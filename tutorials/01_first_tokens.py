@@ -51,6 +51,22 @@ async for delta in session.stream("Tom had a red ball.", max_tokens=40, temperat
     print(delta.text, end="")
 
 # %% [markdown]
+# For looking at text there is a *view*, with a button that stops it. The cell ends at once: generation happens in the
+# session's own thread, so you can go on working while the text appears.
+
+# %%
+view = session.view.stream("One day, Tom found a", max_tokens=120, temperature=0.8, seed=4, logprobs=3)
+view
+
+# %% [markdown]
+# A view's request can be awaited like any other.
+
+# %%
+done = await view.handle
+view.join(5)  # until the last picture is drawn
+print(done.usage.completion_tokens, "tokens, ended by", done.finish_reason)
+
+# %% [markdown]
 # ## Conversations
 #
 # `chat` puts messages into the form that the model was trained on, its *chat template*, and stops at the end of the
@@ -78,7 +94,11 @@ for message in messages:
 # ## Several prompts at once
 #
 # A list goes in, a list comes out. The prompts run together, in one batch: on most machines eight of them take hardly
-# longer than one (tutorial 03 shows why).
+# longer than one (tutorial 03 shows why). `watch()` is a live dashboard of what the session does meanwhile.
+
+# %%
+dashboard = session.watch()
+dashboard
 
 # %%
 many = await session.generate(["Once upon a time", "The sky is", "Lily opened the box and"], max_tokens=12)
@@ -95,6 +115,13 @@ for one in await session.generate("The dragon said:", n=3, max_tokens=16, temper
 # %% [markdown]
 # ## What the session has done
 #
+# Close the dashboard, and its last picture stays in the notebook.
+
+# %%
+dashboard.stop()
+dashboard.join(5)
+
+# %% [markdown]
 # Every public object has a readable form. `stats()` is a snapshot of the numbers.
 
 # %%

@@ -134,7 +134,7 @@ settings = {
     "int8": {"quantize": "int8"},
     "int8-weight": {"quantize": "int8-weight"},
 }
-models = {name: load(tiny.folder(), **options) for name, options in settings.items()}
+models = {name: load(tiny.folder(), **precision) for name, precision in settings.items()}
 megabytes = {name: model.nbytes / 1e6 for name, model in models.items()}
 plt.bar(megabytes.keys(), megabytes.values())
 plt.ylabel("MB of weights")
@@ -143,17 +143,17 @@ plt.show()
 # %% [markdown]
 # ## What did it cost?
 #
-# The honest measure is how much the model's opinions change: on a text that it would write itself, the *perplexity*, and how often
+# The honest measure is how much the model's opinions change: on a text that it wrote itself, the *perplexity*, and how often
 # the most likely token stays the same. `prompt_logprobs` reports both for every token of a text.
 
 # %%
-text = (
-    "Once upon a time, a gentle boy called Ben lived in the forest. One day Ben found an old map. It showed the way to a "
-    "treasure. Ben was very happy. He asked his friend Emma to come with him, and they walked to the old mill together."
-)
+options = {"max_requests": 2, "max_tokens_per_step": 128, "precompile": "lazy"}
+async with rekindle.open("tiny", dtype="float32", **options) as session:
+    told = await session.generate("Once upon a time", max_tokens=200, temperature=1.0, seed=7)
+text = [*told.prompt_token_ids, *told.token_ids]
 results = {}
-for name, options in settings.items():
-    async with rekindle.open("tiny", max_requests=2, max_tokens_per_step=128, precompile="lazy", **options) as session:
+for name, precision in settings.items():
+    async with rekindle.open("tiny", **options, **precision) as session:
         scored = await session.generate(text, max_tokens=1, prompt_logprobs=1)
         runs = [await session.generate("Once upon a time", max_tokens=64, ignore_eos=True) for _ in range(3)]
         speed = max(run.timings.decode_rate(64) for run in runs)

@@ -58,7 +58,7 @@ class Dashboard(Live):
                 f"{self._recorder.rate():,.0f} tokens/s",
                 f"{figures.get('running', 0)} running",
                 f"{figures.get('waiting', 0)} waiting",
-                f"{self._recorder.slowest() * 1e3:.0f} ms between steps (p99)",
+                f"{self._recorder.slowest() * 1e3:.0f} ms between tokens (p99)",
                 f"{cached / asked:.0%} of prompt tokens cached" if asked else "",
                 f"{figures.get('compilations', 0)} compilations",
             ),
