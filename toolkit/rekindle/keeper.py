@@ -168,7 +168,7 @@ class Keeper:
             nonlocal missing
             if digest in disk:
                 return False
-            ready = now - node.last_use >= cold and (node.visits > 0 or not visited)
+            ready = node.visits > 0 or (now - node.last_use >= cold and not visited)
             missing |= not ready
             return ready
 
@@ -181,6 +181,7 @@ class Keeper:
             total = sum(size(payload) for _, payload in pairs)
             if disk.room(total) < total:
                 disk.say("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer pages are not saved")
+                self._complete_at = version  # nothing changes before the tree does
                 break
             disk.write(pairs)
             written += total

@@ -26,6 +26,7 @@ log = logging.getLogger("rekindle.cache")
 SMALL = 4 << 20  # segments below this are merged when there are MANY of them
 MANY = 16
 STALE_PARTIAL_SECONDS = 3600.0
+FRESH_SECONDS = 600.0
 _TOUCH_SECONDS = 60.0
 
 
@@ -47,6 +48,8 @@ class DiskTier:
 
     def __init__(self, folder: Path, budget: int, identity: Identity) -> None:
         self.folder, self.budget = folder, budget
+        # Segments used more recently make no room for others: a tree larger than the budget would be written for ever.
+        self.fresh_seconds = FRESH_SECONDS
         self.identity = identity  # whose pages are written from now on; changes with the weights
         self.written = self.read = self.damaged = 0
         self._lock = threading.Lock()
@@ -138,9 +141,10 @@ class DiskTier:
         return max(0, min(size, self.budget - self.collect(reserve=min(size, self.budget))))
 
     def collect(self, *, reserve: int = 0) -> int:
-        """Remove what is beyond the budget less `reserve`, and what killed writers left; bytes still there.
+        """Remove what is beyond the budget and what killed writers left; returns how many bytes are still there.
 
-        Segments of snapshots go last. Does nothing while another process collects.
+        For a `reserve` only what was not used for a while goes, and nothing of a snapshot. Does nothing while another
+        process collects.
         """
         with self._exclusively() as alone:
             sizes = {path: _size(path) for path in self._paths()}
@@ -150,9 +154,10 @@ class DiskTier:
             self._remove_partials()
             if total + reserve > self.budget:
                 kept = protected(self.folder)
-                order = sorted(sizes, key=lambda path: (self._protects(path, kept), sizes[path][1]))
-                for path in order:
-                    if total + reserve <= self.budget:
+                order = sorted((self._protects(path, kept), used, path) for path, (_, used) in sizes.items())
+                fresh = time.time() - self.fresh_seconds
+                for listed, used, path in order:
+                    if total + reserve <= self.budget or (total <= self.budget and (listed or used > fresh)):
                         break
                     total -= sizes[path][0]
                     self._remove(path)

@@ -1,4 +1,4 @@
-"""`python -m rekindle.cache.simulate`: which page should leave? Policies replayed offline against the best in hindsight.
+"""`python -m rekindle.cache.simulate`: which page should leave? Policies replayed offline against hindsight.
 
 Computed pages in percent of all that the requests read, less is better; 2,000 requests of each load in traces.py, the
 room in pages. The last line is what a policy computes beyond the best in hindsight, averaged over the cases.

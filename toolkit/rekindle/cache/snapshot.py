@@ -186,7 +186,7 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
         parent, node = todo.pop()
         for first in below.get(parent, ()):
             run = [first]
-            while len(follow := below.get(run[-1].digest, ())) == 1:
+            while len(follow := below.get(run[-1].digest, [])) == 1:
                 run.append(follow[0])
             nodes = cache.graft_path(np.concatenate([page.tokens for page in run]), after=node)
             if nodes is None:
