@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import rekindle
 from rekindle.cli.main import engine_options, sampling_options
@@ -45,7 +46,7 @@ def _read() -> str | None:
         return None
 
 
-def _answer(session: rekindle.Session, messages: list[dict[str, str]], options: dict[str, object]) -> str:
+def _answer(session: rekindle.Session, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
     """Stream one answer; Ctrl-C ends it and keeps what was said so far."""
     handle = session.chat(messages, **options)
     said = ""

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rekindle.config import DTYPES, POLICIES, QUANTIZE
 from rekindle.errors import RekindleError
@@ -94,13 +95,13 @@ def _sampling_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--stop", action="append", default=[], help="stop at this text; may be given several times")
 
 
-def engine_options(arguments: argparse.Namespace) -> dict[str, object]:
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of `open()` that were given."""
     names = ("dtype", "quantize", "max_model_len", "max_requests", "policy", "cache_dir")
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 
 
-def sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
+def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of a request."""
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
     return {name: getattr(arguments, name) for name in names}

@@ -44,7 +44,7 @@ def config_fields(config: EngineConfig) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Everything outside the session that programs depend on."""
-    device = jax.config.jax_default_device or jax.local_devices()[0]
+    device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
     if isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
     return {
