@@ -11,8 +11,9 @@ import pytest
 
 import checkpoints
 from rekindle.errors import UnsupportedModel
-from rekindle.models import FAMILIES, ModelConfig, Precision, abstract_model, manifest, merge, random_model
+from rekindle.models import ModelConfig, Precision, abstract_model, manifest, merge, random_model
 from rekindle.models.config import _READERS
+from rekindle.models.registry import FAMILIES
 
 LLAMA = checkpoints.CASES["llama"]
 

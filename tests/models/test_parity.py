@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import checkpoints
 from golden.make import KEPT, NEW, PROMPT
 from rekindle import reference
-from rekindle.models import FAMILIES
+from rekindle.models.registry import FAMILIES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "logits.npz"
 TOLERANCE = 2e-4  # of the logits' standard deviation

@@ -4,11 +4,10 @@ from rekindle.models.base import Graph, LoadedModel, Model, abstract_model, merg
 from rekindle.models.config import AttentionSpec, ModelConfig, MoeSpec
 from rekindle.models.layers import Attend
 from rekindle.models.linear import Precision
-from rekindle.models.registry import FAMILIES, Family, family, manifest
+from rekindle.models.registry import Family, family, manifest
 from rekindle.models.weights import Manifest, Part, Source
 
 __all__ = [
-    "FAMILIES",
     "Attend",
     "AttentionSpec",
     "Family",
