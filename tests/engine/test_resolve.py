@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from checkpoints import CASES
 from driving import TINY
 from rekindle.config import EngineConfig
 from rekindle.engine.kv import abstract, page_bytes
@@ -29,6 +30,16 @@ def test_a_long_model_is_cut_to_the_default_length() -> None:
     longer = dataclasses.replace(MODEL, max_position_embeddings=131072)
     assert resolve(EngineConfig(), longer).max_model_len == 4096
     assert resolve(EngineConfig(max_model_len=8192), longer).max_model_len == 8192
+
+
+def test_prefixes_are_not_shared_where_keys_depend_on_the_length_of_the_prompt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    longrope = ModelConfig.from_hf(CASES["phi3-longrope-crossing"])  # its original context is 48 tokens
+    assert resolve(EngineConfig(max_model_len=48), longrope).prefix_cache
+    assert not caplog.records
+    assert not resolve(EngineConfig(max_model_len=64), longrope).prefix_cache
+    assert "no prefix cache" in caplog.text
 
 
 def test_memory_becomes_whole_pages() -> None:

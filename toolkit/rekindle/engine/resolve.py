@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ from rekindle.engine.kv import page_bytes
 from rekindle.errors import ConfigError, OutOfMemory
 from rekindle.models.config import ModelConfig
 
+log = logging.getLogger("rekindle.engine")
 LONGEST_DEFAULT = 4096
 PAGE_SIZES = {"cpu": 32, "gpu": 64, "tpu": 128}
 CPU_SHARE = 0.1  # of RAM
@@ -43,8 +45,23 @@ def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) 
             f"Use at least {max(config.max_requests, SMALLEST_ROWS)}",
         )
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
-    resolved = dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype, max_model_len=length, page_size=page_size)
+    resolved = dataclasses.replace(
+        config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_model_len=length,
+        page_size=page_size,
+        prefix_cache=config.prefix_cache and _shareable(model, length),
+    )
     return dataclasses.replace(resolved, **_pages(resolved, model, platform, weight_bytes))
+
+
+def _shareable(model: ModelConfig, length: int) -> bool:
+    """Whether equal tokens have equal keys. Dynamic and longrope models rotate those of long prompts otherwise."""
+    if model.rope_regime(length) == model.rope_regime(1):
+        return True
+    log.warning("no prefix cache: at prompts up to %d tokens this model rotates keys by the prompt's length", length)
+    return False
 
 
 def _dtype(asked: str, model: ModelConfig, platform: str) -> str:
