@@ -93,13 +93,13 @@ def test_copying_is_refused_when_it_costs_more_than_computing() -> None:
     costs = CostModel(page_size=10)
     assert costs.worth(5), "what was not measured counts as free"
     costs.observe(step(100, 0.1))  # 1 ms a token, 10 ms a page
-    costs.observe(step(0, 9.0, restored=1))  # the first transfer compiles and does not count
-    costs.observe(step(100, 0.12, restored=4))  # 5 ms a page beyond its tokens
+    costs.observe(step(100, 9.0, restored=4))  # says nothing about tokens
+    costs.copied(4, 0.02)  # 5 ms a page
     assert costs.rates.copy_page == pytest.approx(0.005)
     assert costs.compute_seconds(2) == pytest.approx(0.02)
     assert costs.worth(2)
     costs.loaded(1, 0.008)
     assert costs.worth(2, from_disk=1)
     assert not costs.worth(2, from_disk=2)
-    costs.observe(step(0, 1.0, restored=10))
+    costs.copied(10, 1.0)
     assert sum(costs.worth(2) for _ in range(32)) == 2, "now and then it is tried all the same"

@@ -15,14 +15,10 @@ _MOST_DECODE = 0.25  # a step with a larger share of decode rows says little abo
 class _Rate:
     """Seconds per unit, weighted by units, with a memory that fades."""
 
-    def __init__(self, *, skip: int = 0) -> None:
+    def __init__(self) -> None:
         self._units = self._seconds = 0.0
-        self._skip = skip  # the first transfer compiles its program
 
     def measured(self, units: float, seconds: float) -> None:
-        if self._skip:
-            self._skip -= 1
-            return
         self._units = _MEMORY * self._units + units
         self._seconds = _MEMORY * self._seconds + seconds
 
@@ -50,16 +46,16 @@ class CostModel:
         self.page_size = page_size
         self.mode: Literal["measured", "always", "never"] = "measured"
         self.refused = 0  # copies that would have cost more than computing
-        self._compute, self._copy, self._load = _Rate(), _Rate(skip=1), _Rate()
+        self._compute, self._copy, self._load = _Rate(), _Rate(), _Rate()
 
     def observe(self, result: StepResult) -> None:
-        """A committed step: what its tokens cost, and what its restored pages cost beyond that."""
+        """A committed step: what its tokens cost, unless copies or decoding took part of its time."""
         plan = result.plan
-        if plan.restore:
-            tokens = plan.tokens * (self._compute.value or 0.0)
-            self._copy.measured(len(plan.restore), max(0.0, result.device_seconds - tokens))
-        elif plan.prefill_tokens and len(plan.decode) <= _MOST_DECODE * plan.tokens:
+        if not plan.restore and plan.prefill_tokens and len(plan.decode) <= _MOST_DECODE * plan.tokens:
             self._compute.measured(plan.tokens, result.device_seconds)
+
+    def copied(self, pages: int, seconds: float) -> None:
+        self._copy.measured(pages, seconds)
 
     def loaded(self, pages: int, seconds: float) -> None:
         self._load.measured(pages, seconds)

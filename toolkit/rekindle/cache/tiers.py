@@ -90,6 +90,9 @@ class Tiers:
     def get(self, digest: bytes) -> Payload:
         return self.host.get(digest)
 
+    def copied(self, pages: int, seconds: float) -> None:
+        self.costs.copied(pages, seconds)
+
     # -- from disk
 
     @property
