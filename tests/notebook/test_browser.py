@@ -35,7 +35,8 @@ CELLS = (
 def lab(tmp_path: Path) -> Iterator[str]:
     """The address of a notebook in a JupyterLab of its own."""
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "views.ipynb")
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), tmp_path / "views.ipynb")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -89,9 +90,10 @@ def cell(page: Any, index: int) -> Any:
 
 
 def test_a_stream_is_stopped_and_views_are_shown(page: Any) -> None:
-    page.locator(".jp-Notebook .jp-CodeCell .cm-content").first.click()
+    page.get_by_text("| Idle").wait_for()  # a cell that is run before its kernel is there is lost
+    cell(page, 0).locator(".cm-content").click()
     run_next(page)
-    cell(page, 0).get_by_text("session ready").wait_for()
+    cell(page, 0).locator(".jp-OutputArea-output").get_by_text("session ready").wait_for()
     run_next(page)
     run_next(page)
     stop = cell(page, 2).get_by_role("button", name="Stop")
@@ -105,6 +107,7 @@ def test_a_stream_is_stopped_and_views_are_shown(page: Any) -> None:
     assert "RequestAborted" in stopped
     page.wait_for_timeout(1000)
     assert text.first.inner_text() == stopped, "the text went on"
+    cell(page, 3).locator(".cm-content").click()  # the button took the focus with it
     run_next(page)
     cell(page, 3).get_by_text("status: aborted 0").wait_for()
     assert cell(page, 1).locator("svg rect").count() > 2
