@@ -46,7 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {
             "cache_dir": folder, "page_size": PAGE, "device_pages": DEVICE_PAGES, "max_requests": 2,
-            "max_tokens_per_step": 128, "max_model_len": 1024, "disk_memory": 0, "precompile": "lazy",
+            "max_tokens_per_step": 128, "max_model_len": 1024, "disk_memory": 0, "precompile": "all",
         }  # fmt: skip
         sessions = {
             name: rekindle.open_sync(model, host_memory=memory, **options)

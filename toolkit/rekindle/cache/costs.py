@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections import deque
 from typing import Literal
 
 from rekindle.records import StepResult
 
-_MEMORY = 0.8  # weight of all earlier measurements when a new one arrives
+_MEMORY = 9  # measurements
 _RETRY = 16  # a refused copy is tried every so often, or a bad measurement would never be corrected
 _MOST_DECODE = 0.25  # a step with a larger share of decode rows says little about the cost of prefill
 
 
 class _Rate:
-    """Seconds per unit, weighted by units, with a memory that fades."""
+    """Seconds per unit: the median of the latest measurements, since one that shared its time with a compilation, or
+    with another process, can be a thousand times too long."""
 
     def __init__(self) -> None:
-        self._units = self._seconds = 0.0
+        self._latest: deque[float] = deque(maxlen=_MEMORY)
 
     def measured(self, units: float, seconds: float) -> None:
-        self._units = _MEMORY * self._units + units
-        self._seconds = _MEMORY * self._seconds + seconds
+        self._latest.append(seconds / units)
 
     @property
     def value(self) -> float | None:
-        return self._seconds / self._units if self._units else None
+        return statistics.median(self._latest) if self._latest else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,9 +51,13 @@ class CostModel:
         self._compute, self._copy, self._load = _Rate(), _Rate(), _Rate()
 
     def observe(self, result: StepResult) -> None:
-        """A committed step: what its tokens cost, unless copies or decoding took part of its time."""
+        """A committed step: what its tokens cost, unless copies or decoding took part of its time, or they were few."""
         plan = result.plan
-        if not plan.restore and plan.prefill_tokens and len(plan.decode) <= _MOST_DECODE * plan.tokens:
+        if (
+            not plan.restore
+            and plan.prefill_tokens >= self.page_size
+            and len(plan.decode) <= _MOST_DECODE * plan.tokens
+        ):
             self._compute.measured(plan.tokens, result.device_seconds)
 
     def copied(self, pages: int, seconds: float) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle import saving
 from rekindle.cache.digest import DIGEST_SIZE
 from rekindle.errors import StoreError
 from rekindle.records import IntArray
@@ -264,7 +265,7 @@ class _Orbax:
     def save(self, path: Path, write: Callable[[Path], None]) -> None:
         context = self._v1.Context()
         context.checkpointables.registry = self._registry
-        with context:
+        with saving.ONE_AT_A_TIME, context:
             self._v1.save_checkpointables(path, {_ITEM: _Files(write)})
 
 
