@@ -119,8 +119,8 @@ def test_an_unknown_option_names_the_nearest() -> None:
         rekindle.open("tiny", max_request=3)
 
 
-def test_what_is_not_supported_is_refused(cache_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="restore"):
+def test_a_snapshot_is_restored_by_its_name_alone(cache_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="is no name for a snapshot"):
         rekindle.open_sync(tiny_model(), cache_dir=str(cache_dir), restore="a name", **OPTIONS)
 
 

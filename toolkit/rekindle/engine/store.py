@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from jax.experimental import serialize_executable
 
+from rekindle import saving
 from rekindle.engine import identity
 from rekindle.errors import StoreError
 
@@ -167,7 +168,8 @@ class ProgramStore:
 def _write(path: Path, payload: np.ndarray, meta: dict[str, Any]) -> None:
     from orbax.checkpoint import v1
 
-    v1.save(path, {"program": payload})
+    with saving.ONE_AT_A_TIME:
+        v1.save(path, {"program": payload})
     (path / "meta.json").write_text(json.dumps(meta))
 
 

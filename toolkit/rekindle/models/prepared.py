@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rekindle import saving
 from rekindle.errors import CheckpointError, StoreError
 from rekindle.models import reading, tensor_files
 from rekindle.models.base import Graph
@@ -244,7 +245,7 @@ class _Orbax:
         return context
 
     def save(self, path: Path, leaves: Mapping[str, Leaf]) -> None:
-        with self._context():
+        with saving.ONE_AT_A_TIME, self._context():
             self._v1.save_checkpointables(path, {_ITEM: _Leaves(leaves)})
 
     def load(

@@ -69,7 +69,8 @@ class Ticket:
             released = len(self._tokens)
         else:
             released = max(self._delivered, min(self._detokenizer.released, start + len(event.token_ids)))
-        if text or released > self._delivered or reason is not None:
+        # A request that failed has no closing delta: its reader gets the error instead.
+        if text or released > self._delivered or reason not in (None, FinishReason.FAILED):
             self._deliver(text, released, reason)
         return reason
 
