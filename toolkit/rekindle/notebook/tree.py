@@ -21,7 +21,7 @@ class TreeView(Live):
     """The tree as it is; the button draws it again. Typing a prompt tells what it would find."""
 
     def __init__(self, session: Session, *, limit: int = 200) -> None:
-        again = ipywidgets.Button(description="Refresh", icon="refresh", layout={"width": "7em"})
+        again = ipywidgets.Button(description="Refresh", icon="refresh", layout={"width": "9em"})
         self._prompt = ipywidgets.Text(placeholder="What would this prompt hit?", layout={"width": "32em"})
         self._answer = ipywidgets.HTML()
         super().__init__(again, self._prompt, self._answer)
