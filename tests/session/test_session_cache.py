@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -140,13 +140,14 @@ def test_a_request_waits_aside_while_its_pages_are_read(tmp_path: Path, monkeypa
     with opened(tmp_path, restore="mine") as session:
         disk = session._keeper.tiers.disk  # type: ignore[union-attr]
         assert disk is not None
-        load = disk.load
-        monkeypatch.setattr(disk, "load", lambda digest: (time.sleep(0.2), load(digest))[1])
+        load, read = disk.load, threading.Event()
+        monkeypatch.setattr(disk, "load", lambda digest: load(digest) if read.wait(500) else None)
         slow = session.submit(list(prompt(0)), max_tokens=NEW, ignore_eos=True)
         other = [5, 6, 7]
         quick = session.generate_sync(other, max_tokens=1)
         assert quick.usage.cached_tokens == 0
         assert slow.status is Status.LOADING
+        read.set()
         done = slow.result_sync()
         assert done.token_ids == plain(0)
         assert done.usage.cached_tokens == 64
