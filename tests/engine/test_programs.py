@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -142,3 +146,22 @@ def test_a_program_that_does_not_compile_ends_the_warming() -> None:
     programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
     with pytest.raises(CompileError, match="shorter"):
         warm(programs, [Bucket(2, 0, True)])
+
+
+def test_an_interpreter_that_exits_while_programs_warm_ends_cleanly() -> None:
+    """A daemon thread inside XLA would abort the process."""
+    code = (
+        "from test_programs import programs_of\n"
+        "from rekindle.engine.warming import Background\n"
+        "Background(programs_of())"
+    )
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "FATAL" not in done.stderr

@@ -75,7 +75,7 @@ class ExecutableStore:
 
     def save(self, key: str, compiled: Any, *, name: str, model: str, compile_seconds: float) -> bool:
         """Keep it; False, said once, where the backend can't serialise or the disk can't be written."""
-        if not self._writable:
+        if not self._writable or not threading.main_thread().is_alive():  # Orbax needs an interpreter that lives
             return False
         partial = self.folder / f"partial-{uuid.uuid4().hex}"
         try:

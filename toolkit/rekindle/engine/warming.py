@@ -60,7 +60,7 @@ def warm(
 
     def work() -> None:
         with contexts():
-            while not stopped.is_set() and not errors:
+            while not stopped.is_set() and not errors and threading.main_thread().is_alive():
                 try:
                     key = waiting.get_nowait()
                 except queue.Empty:
@@ -75,7 +75,9 @@ def warm(
                     if progress is not None:
                         progress(Warmed(programs.record(key), len(done), len(ordered)))
 
-    threads = [threading.Thread(target=work, name="rekindle compile", daemon=True) for _ in range(workers)]
+    # Not daemons: a thread that the interpreter ends inside XLA takes the process down with an abort. So an exit waits
+    # for the program that is being compiled, and for no further one.
+    threads = [threading.Thread(target=work, name="rekindle compile", daemon=False) for _ in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,7 +103,7 @@ class Background:
                 # One worker: the other core serves meanwhile.
                 warm(programs, progress=progress, stopped=self._stopped, contexts=contexts, workers=1)
 
-        self._thread = threading.Thread(target=work, name="rekindle warming", daemon=True)
+        self._thread = threading.Thread(target=work, name="rekindle warming", daemon=False)
         self._thread.start()
 
     def stop(self, timeout: float = 0.5) -> None:
