@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +14,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests compile hundreds of small programs and run each a few times: leaving out LLVM's optimisations saves a third of
 # the time. CI's README commands run with them.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache() -> Iterator[None]:
+    """Tests neither read nor fill the user's cache folder; the programs that they share compile once."""
+    folder = tempfile.mkdtemp(prefix="rekindle-tests-")
+    before = os.environ.get("REKINDLE_CACHE")
+    os.environ["REKINDLE_CACHE"] = folder
+    yield
+    if before is None:
+        del os.environ["REKINDLE_CACHE"]
+    else:
+        os.environ["REKINDLE_CACHE"] = before
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(params=["asyncio", "trio"])
