@@ -45,11 +45,9 @@ class Kernel:
         self.client.wait_for_ready(timeout=120)
 
     def run(self, code: str, *, during: Callable[[], object] | None = None, timeout: float = 60) -> Cell:
-        """Run a cell; `during` is called in another thread while it runs."""
+        """Run a cell; `during` is called in another thread once it has printed something."""
         start = time.perf_counter()
         message = self.client.execute(code)
-        if during is not None:
-            threading.Thread(target=during).start()
         text, error, trace, status = [], "", "", ""
         deadline = start + timeout
         while True:
@@ -62,6 +60,9 @@ class Kernel:
             kind, content = reply["msg_type"], reply["content"]
             if kind == "stream":
                 text.append(content["text"])
+                if during is not None:
+                    threading.Thread(target=during).start()
+                    during = None
             elif kind in ("execute_result", "display_data"):
                 text.append(content["data"].get("text/plain", ""))
             elif kind == "error":

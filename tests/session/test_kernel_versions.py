@@ -38,12 +38,16 @@ def test_sessions_in_kernels_of_other_versions(version: str, tmp_path: Path) -> 
         [python, "-c", "import ipykernel; print(ipykernel.__version__)"], check=True, capture_output=True, text=True
     )
     assert found.stdout.strip() == version
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests/session/test_kernels.py")],
-        env={**os.environ, "REKINDLE_KERNEL_PYTHON": str(python)},
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    # Into a file: a kernel that outlives its manager would keep a pipe open, and with it this test.
+    with (tmp_path / "output").open("w+") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", ROOT / "tests/session/test_kernels.py"],
+            env={**os.environ, "REKINDLE_KERNEL_PYTHON": str(python)},
+            cwd=ROOT,
+            check=False,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=1000,
+        )
+        output.seek(0)
+        assert done.returncode == 0, output.read()[-6000:]
