@@ -67,7 +67,9 @@ def test_perplexity_on_held_out_documents(model: LoadedModel, words: Tokenizer) 
     assert score.perplexity < 1.7
 
 
-@pytest.mark.parametrize(("kind", "share"), [("me", 0.8), ("general", 0.8), ("people", 0.5)])  # the weights that ship: 0.625
+@pytest.mark.parametrize(
+    ("kind", "share"), [("me", 0.8), ("general", 0.8), ("people", 0.5)]
+)  # the weights that ship: 0.625
 def test_chat_answers_the_question_asked(model: LoadedModel, words: Tokenizer, kind: str, share: float) -> None:
     assert evaluate.exact_answers(model.graph, model.leaves, words, kind, rows=16) >= share
 
