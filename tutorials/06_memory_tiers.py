@@ -49,8 +49,8 @@ for number in range(5):
     stats = session.cache.stats()
     rows.append((stats.device_bytes / 1e6, stats.host_bytes / 1e6))
 device, host = np.array(rows).T
-plt.bar(range(5), device, label="device")
-plt.bar(range(5), host, bottom=device, label="host memory")
+plt.bar(range(1, 6), device, label="device")
+plt.bar(range(1, 6), host, bottom=device, label="host memory")
 plt.xlabel("documents read")
 plt.ylabel("MB of pages")
 plt.legend()
