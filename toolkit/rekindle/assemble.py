@@ -30,7 +30,7 @@ from rekindle.engine.warming import Background
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle.models.base import LoadedModel
 from rekindle.models.checkpoint import load
-from rekindle.models.progress import Report
+from rekindle.models.progress import Report, console
 from rekindle.models.replace import replace_weights
 from rekindle.tasks.device import Contexts
 from rekindle.tasks.messages import DetokenizerLike, Engine
@@ -122,9 +122,14 @@ def _load(model: str | Path, order: Order) -> LoadedModel:
         TINY if model == "tiny" else model,
         dtype=config.dtype,
         quantize=config.quantize,
-        progress=order.progress,
+        progress=order.progress or _bar(model, config),
         cache_dir=cache_folder(config.cache_dir),
     )
+
+
+def _bar(model: str | Path, config: EngineConfig) -> Report | None:
+    """A bar in a terminal for loads that take a while, unless the session is to be quiet."""
+    return None if config.quiet or not sys.stderr.isatty() else console(f"loading {Path(model).name}")
 
 
 def _detokenizer(tokenizer: Tokenizer) -> Callable[[Sampling], DetokenizerLike]:

@@ -23,6 +23,7 @@ from rekindle.tasks.detokenize import Ticket
 from rekindle.tasks.device import DeviceThread
 from rekindle.tasks.mailbox import Mailbox
 from rekindle.tasks.messages import Abort, Control, Engine, Events, ScheduleMessage, Submission, Turn
+from rekindle.tasks.watch import Watch
 
 
 class Dispatch:
@@ -36,7 +37,8 @@ class Dispatch:
         self.engine = engine
         self.tickets: dict[str, Ticket] = {}  # live sequences: intake adds, detokenize removes
         self.mailboxes: set[Mailbox] = set()  # live submissions, in the streams or behind
-        self.observers: list[schedule.Observer] = []  # of committed steps
+        watch = Watch(engine.scheduler, engine.runner, engine.config)
+        self.observers: list[schedule.Observer] = [watch]  # of committed steps
         self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * places + 64)
         self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
         turns, turned = anyio.create_memory_object_stream[Turn](1)
