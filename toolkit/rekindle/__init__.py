@@ -1,4 +1,4 @@
-"""Async LLM inference for JAX notebooks; a restarted kernel is warm again in under a second.
+"""Async LLM inference for JAX notebooks; a restarted kernel finds its programs and its cache again.
 
 Names load their modules at first use, so that importing rekindle costs little beside jax.
 """
