@@ -28,6 +28,7 @@ class Entry:
 REGISTRY = (
     Entry("pallas_gpu", "rekindle_kernels.pallas_gpu", ("gpu",)),
     Entry("pallas_tpu", "rekindle_kernels.pallas_tpu", ("tpu",)),
+    Entry("native", "rekindle_kernels.native.attention", ("cpu",)),
     Entry("xla", "rekindle_kernels.xla", ANYWHERE),
     Entry("reference", "rekindle_kernels.reference", ANYWHERE),
     # Never chosen, only named: for tests.

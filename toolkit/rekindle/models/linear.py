@@ -16,7 +16,8 @@ Where experts are picked one by one in a loop (on CPU), a stack of 16-bit floats
 their bits, `array.view(numpy.uint16)`: XLA:CPU would widen the whole stack to float32 before it takes a slice of it,
 but not a stack of integers. `Precision.value_dtype` tells what such a leaf's values are.
 
-A product with a single row is up to 20 times slower on CPU than one with two: callers pad to two tokens.
+A product of few rows is bound by reading its matrix. On CPU `rekindle_kernels.native` does that at the speed of memory
+where it is installed; XLA:CPU takes half again as long, and 20 times as long for a single row: callers pad to two tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from rekindle_kernels import native
+
 QUANTIZE = (None, "int8", "int8-weight")
 
 
@@ -42,6 +45,7 @@ class Precision:
     quantize_embeddings: bool = True  # the embedding and the head too
     stream: str = "float32"  # the residual stream
     loop_experts: bool = False  # one expert at a time rather than `ragged_dot`
+    native: bool = False  # few rows go through `rekindle_kernels.native`
 
     @classmethod
     def of(
@@ -56,7 +60,14 @@ class Precision:
         assert quantize in QUANTIZE, f"quantize={quantize!r}"
         name = jnp.dtype(dtype).name
         on_cpu = (platform or jax.default_backend()) == "cpu"
-        return cls(name, quantize, quantize_embeddings, "float32" if on_cpu else name, loop_experts=on_cpu)
+        return cls(
+            name,
+            quantize,
+            quantize_embeddings,
+            "float32" if on_cpu else name,
+            loop_experts=on_cpu,
+            native=on_cpu and native.reason_against() is None,
+        )
 
     def value_dtype(self, stored: DTypeLike) -> np.dtype[Any]:
         """The dtype of a leaf's values, given the dtype that it is stored with."""
@@ -73,6 +84,7 @@ class Matrix(nnx.Module):
 
     def __init__(self, shape: tuple[int, ...], precision: Precision, *, quantize: bool = True) -> None:
         self.quantize = precision.quantize if quantize else None
+        self.native = precision.native
         self.weight = parameter(shape, precision.weights if self.quantize is None else jnp.int8)
         self.scale: Any = None if self.quantize is None else parameter(shape[:-1], jnp.float32)
 
@@ -108,7 +120,11 @@ class Embedding(Matrix):
 def linear(x: jax.Array, matrix: Matrix, dtype: DTypeLike | None = None) -> jax.Array:
     """x [..., in] · matrix [out, in] → [..., out] in `dtype`, by default x's own."""
     scale = None if matrix.scale is None else matrix.scale[...]
-    return multiply(x, matrix.weight[...], scale, matrix.quantize, jnp.dtype(dtype or x.dtype))
+    rows, weight = x.size // x.shape[-1], matrix.weight[...]
+    if matrix.native and rows <= native.MOST_ROWS and weight.ndim == 2 and native.multiplies(weight.dtype):
+        product = native.matvec(x.reshape(rows, -1), weight, scale)
+        return product.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
+    return multiply(x, weight, scale, matrix.quantize, jnp.dtype(dtype or x.dtype))
 
 
 def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:

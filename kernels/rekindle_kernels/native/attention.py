@@ -1,0 +1,116 @@
+"""The "native" implementation of `paged_attention`: decode and prefill read pages where they lie."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rekindle_kernels import xla
+from rekindle_kernels.calls import Call, Implementation, LayerKV
+from rekindle_kernels.native.build import ensure, reason_against
+
+LANES = 16
+STRETCH = 256  # keys of one piece of work where rows are few
+FAR = 1024  # where there are pieces enough for all threads without cutting
+FEW = 16  # rows x kv heads
+ROWS_PER_TILE = 192  # of prefill: queries x query heads of one kv head
+
+
+def decode(
+    q: jax.Array, kv: LayerKV, page_table: jax.Array, kv_lens: jax.Array, sinks: jax.Array | None, rules: xla.Rules
+) -> jax.Array:
+    """One query per row: q [R, H, D], page_table [R, W], kv_lens [R] -> float32 [R, H, D]."""
+    R, H, D = q.shape
+    keys = STRETCH if R * kv.kv_heads < FEW else FAR
+    pieces = R * -(-page_table.shape[1] * kv.page_size // keys)
+    results = (
+        jax.ShapeDtypeStruct((R, H, D), jnp.float32),
+        jax.ShapeDtypeStruct((pieces, H, D + 2), jnp.float32),
+        jax.ShapeDtypeStruct((pieces, 2), jnp.int32),
+    )
+    one = jnp.ones((1,), jnp.float32)
+    call = jax.ffi.ffi_call(ensure(f"decode_{kv.dtype.name}_{D}"), results)
+    out: jax.Array = call(
+        q.astype(jnp.float32),
+        kv.pages,
+        one if kv.scales is None else kv.scales,
+        page_table,
+        kv_lens,
+        one if sinks is None else sinks.astype(jnp.float32),
+        jnp.array([rules.scale, rules.soft_cap or 0], jnp.float32),
+        jnp.array([rules.sliding_window or 0, sinks is not None, keys], jnp.int32),
+    )[0]
+    return out
+
+
+def prefill(
+    q: jax.Array,
+    kv: LayerKV,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_prefills: jax.Array,
+    sinks: jax.Array | None,
+    rules: xla.Rules,
+) -> jax.Array:
+    """Chunks of prompts: q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, D]."""
+    T, H, D = q.shape
+    queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
+    tiles = kv_lens.shape[0] + T // queries
+    results = (jax.ShapeDtypeStruct((T, H, D), jnp.float32), jax.ShapeDtypeStruct((tiles, 2), jnp.int32))
+    one = jnp.ones((1,), jnp.float32)
+    call = jax.ffi.ffi_call(ensure(f"prefill_{kv.dtype.name}_{D}"), results)
+    out: jax.Array = call(
+        q.astype(jnp.float32),
+        kv.pages,
+        one if kv.scales is None else kv.scales,
+        page_table,
+        kv_lens,
+        one if sinks is None else sinks.astype(jnp.float32),
+        jnp.array([rules.scale, rules.soft_cap or 0], jnp.float32),
+        cu_q_lens,
+        num_prefills[None],
+        jnp.array([rules.sliding_window or 0, sinks is not None, queries], jnp.int32),
+    )[0]
+    return out
+
+
+def attention(
+    q: jax.Array,
+    kv: LayerKV,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_prefills: jax.Array,
+    *,
+    decode_rows: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """`paged_attention` on a CPU."""
+    rules, R = xla.Rules(scale, sliding_window, soft_cap), decode_rows
+    parts = []
+    if R:
+        parts.append(decode(q[:R], kv, page_table[:R], kv_lens[:R], sinks, rules))
+    if q.shape[0] > R:
+        if page_table.shape[0] == R:
+            parts.append(jnp.zeros_like(q[R:]))
+        else:
+            parts.append(prefill(q[R:], kv, page_table[R:], kv_lens[R:], cu_q_lens, num_prefills, sinks, rules))
+    parts = [part.astype(q.dtype) for part in parts]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def supports(call: Call) -> str | None:
+    if call.platform != "cpu":
+        return f"it runs on a CPU, not on {call.platform}"
+    if call.kv_dtype.name not in ("float32", "bfloat16", "int8"):
+        return f"pages of {call.kv_dtype.name} are not float32, bfloat16 or int8"
+    if call.head_dim % LANES:
+        return f"the head size {call.head_dim} is no multiple of {LANES}"
+    return reason_against()
+
+
+IMPLEMENTATIONS = {"native": Implementation("native", attention, supports)}

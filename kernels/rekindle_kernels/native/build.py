@@ -1,0 +1,153 @@
+"""Machine code of the native kernels: compiled by numba once per machine, kept as an object file, loaded without numba.
+
+Importing numba takes half a second and compiling a kernel one to two; loading an object takes milliseconds and llvmlite
+alone. The file's name is a digest of what the code depends on: the sources, the versions, the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+ENTRY = "rekindle_entry"
+_lock = threading.Lock()
+_engines: dict[str, Any] = {}  # by kernel: an engine owns the code that XLA calls
+
+
+def reason_against() -> str | None:
+    """Why native kernels can't be used here; None if they can."""
+    if os.environ.get("REKINDLE_NATIVE", "1") == "0":
+        return "REKINDLE_NATIVE=0 turns them off"
+    missing = [name for name in ("numba", "llvmlite") if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(missing)} not installed: pip install 'rekindle[cpu]'" if missing else None
+
+
+def folder() -> Path:
+    """Where object files are kept."""
+    base = os.environ.get("REKINDLE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rekindle"
+    return Path(base) / "native"
+
+
+def ensure(name: str) -> str:
+    """Register kernel `name` with XLA, building it if need be; the name of its target."""
+    target = f"rekindle_{name}"
+    with _lock:
+        if name not in _engines:
+            code = _stored(name)
+            if code is None:
+                code = _compile(name)
+                _store(name, code)
+            engine, address = _load(code)
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
+            _engines[name] = engine
+    return target
+
+
+def _compile(name: str) -> bytes:
+    """Object code of one kernel; the only function that needs numba."""
+    import llvmlite.binding as llvm
+
+    from rekindle_kernels.native.kernels import make
+
+    kernel = make(name)
+    task, make_handler = kernel.functions()
+    llvm.add_symbol(kernel.symbol, task.address)
+    handler = make_handler()
+    texts = (
+        _renamed(task, kernel.symbol),
+        _renamed(handler, ENTRY),
+    )
+    module = llvm.parse_assembly(texts[1])
+    module.link_in(llvm.parse_assembly(texts[0]))
+    code: bytes = _machine(llvm).emit_object(module)
+    return code
+
+
+def _renamed(function: Any, symbol: str) -> str:
+    """The function's code with a name that does not depend on where it was compiled."""
+    text: str = function.inspect_llvm()
+    found = re.search(r"@\"?(cfunc\.[^\"(]*)\"?\(", text)
+    assert found is not None, f"numba named {symbol} otherwise"
+    return text.replace(found.group(1), symbol)
+
+
+def _load(code: bytes) -> tuple[Any, int]:
+    import llvmlite.binding as llvm
+
+    machine = _machine(llvm)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    objects = llvm.ObjectFileRef.from_data(code)
+    _settle_symbols(llvm, code)
+    engine.add_object_file(objects)
+    engine.finalize_object()
+    return engine, engine.get_function_address(ENTRY)
+
+
+def _settle_symbols(llvm: Any, code: bytes) -> None:
+    """Numba's wrapper names functions of its runtime for errors that can't happen here; unresolved, they would end the
+    process when the code is loaded."""
+    stop = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
+    for symbol in set(re.findall(rb"(?<![\w.])(?:numba_|NRT_)\w+", code)):
+        if llvm.address_of_symbol(symbol.decode()) is None:
+            llvm.add_symbol(symbol.decode(), stop)
+
+
+@cache
+def _initialised() -> None:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def _machine(llvm: Any) -> Any:
+    _initialised()
+    features = llvm.get_host_cpu_features().flatten()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3, reloc="pic", codemodel="jitdefault"
+    )
+
+
+def digest(name: str) -> str:
+    """Of everything that the code of kernel `name` depends on."""
+    import llvmlite.binding as llvm
+
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
+    cpu = [llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
+    hasher = hashlib.blake2b(digest_size=12)
+    for part in (name, *versions, *cpu, *sources):
+        part = part if isinstance(part, bytes) else part.encode()
+        hasher.update(len(part).to_bytes(8, "little") + part)
+    return hasher.hexdigest()
+
+
+def _stored(name: str) -> bytes | None:
+    try:
+        content = (folder() / f"{name}-{digest(name)}.o").read_bytes()
+    except OSError:
+        return None
+    checksum, code = content[:16], content[16:]
+    return code if hashlib.blake2b(code, digest_size=16).digest() == checksum else None
+
+
+def _store(name: str, code: bytes) -> None:
+    """Complete or absent; a folder that can't be written costs a compilation at the next start and nothing else."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as file:
+            file.write(hashlib.blake2b(code, digest_size=16).digest() + code)
+        os.replace(file.name, folder() / f"{name}-{digest(name)}.o")
+    except OSError:
+        pass

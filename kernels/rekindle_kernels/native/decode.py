@@ -1,0 +1,254 @@
+"""Decode attention that reads pages where they lie: one query per row, each key and value read once, online softmax.
+
+Work is divided by (row, stretch of keys, kv head). A stretch's logits are computed first, then its softmax, then the
+weighted sum of its values; rows of several stretches are merged at the end.
+
+Axes: R rows, H query heads, K kv heads, G = H/K, D head size, P pages, S page size, W page-table width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rekindle_kernels.native.exponential import exp
+from rekindle_kernels.native.memory import f32, free, i32, malloc, set_f32, set_i32
+from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, operand, result, set_field
+from rekindle_kernels.native.vector import LANES, load_f32, multiply_add, splat, store, total
+
+RECORD = 2  # numbers of a partial result beside the values: the largest logit, the sum of weights
+
+ZERO, ONE, MASKED = np.float32(0), np.float32(1), np.float32(-1e30)
+
+# Fields of a job.
+Q, PAGES, SCALES, TABLE, LENS, SINKS, NUMBERS, WINDOW, SINKED, OUT, PARTIAL, WORK = range(12)
+ROWS, HEADS, KV_HEADS, PAGE_SIZE, WIDTH, KEYS, PIECES = range(12, 19)
+
+
+def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # noqa: N803
+    """`(q [R, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [R, W], lens [R], sinks [H], numbers,
+    rules) -> [R, H, D]` and scratch, for pages that `load` widens. `numbers` are scale and soft cap (0: none), `rules`
+    the sliding window (0: none), whether there are sinks, and the keys of a stretch.
+    """
+    VECTORS, WIDE = D // LANES, D % (4 * LANES) == 0
+
+    @jit  # type: ignore[untyped-decorator]
+    def prepare(frame: int, job: int, threads: int) -> int:
+        R, H, K, W = dim(frame, 0, 0), dim(frame, 0, 1), dim(frame, 1, 2), dim(frame, 3, 1)
+        for index in range(7):
+            set_field(job, Q + index, operand(frame, index))
+        rules = operand(frame, 7)
+        keys = i32(rules, 2)
+        set_field(job, WINDOW, i32(rules, 0))
+        set_field(job, SINKED, i32(rules, 1))
+        set_field(job, OUT, result(frame, 0))
+        set_field(job, PARTIAL, result(frame, 1))
+        set_field(job, WORK, result(frame, 2))
+        set_field(job, ROWS, R)
+        set_field(job, HEADS, H)
+        set_field(job, KV_HEADS, K)
+        set_field(job, PAGE_SIZE, dim(frame, 1, 3))
+        set_field(job, WIDTH, W)
+        set_field(job, KEYS, keys)
+        pieces = 0
+        for r in range(R):
+            length = i32(operand(frame, 4), r)
+            if length <= 0:
+                for at in range(r * H * D, (r + 1) * H * D):
+                    set_f32(result(frame, 0), at, ZERO)
+            for begin in range(first_key(job, length), length, keys):
+                set_i32(result(frame, 2), 2 * pieces, r)
+                set_i32(result(frame, 2), 2 * pieces + 1, begin)
+                pieces += 1
+        set_field(job, PIECES, pieces)
+        return pieces * K
+
+    @inline  # type: ignore[untyped-decorator]
+    def first_key(job: int, length: int) -> int:
+        window = field(job, WINDOW)
+        return max(0, length - window) if window > 0 else 0
+
+    @inline  # type: ignore[untyped-decorator]
+    def page(job: int, r: int, key: int, part: int, k: int) -> int:
+        """Number of the row of S vectors that holds `key`: keys are part 0, values part 1."""
+        S, K = field(job, PAGE_SIZE), field(job, KV_HEADS)
+        return (i32(field(job, TABLE), r * field(job, WIDTH) + key // S) * 2 + part) * K + k
+
+    @inline  # type: ignore[untyped-decorator]
+    def dot(q: int, key: int) -> float:
+        a = splat(ZERO)
+        for i in range(VECTORS):
+            a = multiply_add(load_f32(q, i * LANES), load(key, i * LANES), a)
+        return total(a)
+
+    @inline  # type: ignore[untyped-decorator]
+    def two_dots(q: int, key: int) -> tuple[float, float]:
+        a = b = splat(ZERO)
+        for i in range(VECTORS):
+            one = load(key, i * LANES)
+            a = multiply_add(load_f32(q, i * LANES), one, a)
+            b = multiply_add(load_f32(q, D + i * LANES), one, b)
+        return total(a), total(b)
+
+    @inline  # type: ignore[untyped-decorator]
+    def logits_of(job: int, r: int, k: int, begin: int, end: int, logits: int) -> None:
+        """Plain products of queries and keys, [G, keys]."""
+        S, keys = field(job, PAGE_SIZE), field(job, KEYS)
+        G = field(job, HEADS) // field(job, KV_HEADS)
+        q = field(job, Q) + (r * field(job, HEADS) + k * G) * D * 4
+        key = begin
+        while key < end:
+            row = page(job, r, key, 0, k)
+            until = min(end, (key // S + 1) * S)
+            for t in range(key, until):
+                vectors = field(job, PAGES) + (row * S + t % S) * D * size
+                factor = f32(field(job, SCALES), row * S + t % S) if scaled else ONE
+                g = 0
+                while g + 2 <= G:
+                    a, b = two_dots(q + g * D * 4, vectors)
+                    set_f32(logits, g * keys + t - begin, a * factor)
+                    set_f32(logits, (g + 1) * keys + t - begin, b * factor)
+                    g += 2
+                if g < G:
+                    set_f32(logits, g * keys + t - begin, dot(q + g * D * 4, vectors) * factor)
+            key = until
+
+    @inline  # type: ignore[untyped-decorator]
+    def weights_of(job: int, count: int, logits: int) -> tuple[float, float]:
+        """Logits of one head become weights; their largest logit and their sum."""
+        scale, cap = f32(field(job, NUMBERS), 0), f32(field(job, NUMBERS), 1)
+        largest = MASKED
+        for t in range(count):
+            x = f32(logits, t) * scale
+            if cap > ZERO:
+                x = np.float32(math.tanh(x / cap)) * cap
+            set_f32(logits, t, x)
+            largest = max(largest, x)
+        weights = ZERO
+        for t in range(count):
+            weight = exp(f32(logits, t) - largest)
+            set_f32(logits, t, weight)
+            weights += weight
+        return largest, weights
+
+    @inline  # type: ignore[untyped-decorator]
+    def scale_values(job: int, r: int, k: int, begin: int, end: int, logits: int) -> None:
+        S = field(job, PAGE_SIZE)
+        for t in range(begin, end):
+            factor = f32(field(job, SCALES), page(job, r, t, 1, k) * S + t % S)
+            set_f32(logits, t - begin, f32(logits, t - begin) * factor)
+
+    @inline  # type: ignore[untyped-decorator]
+    def weigh(job: int, r: int, k: int, begin: int, end: int, logits: int, column: int, out: int) -> None:
+        """One vector of the sum of values, for one head."""
+        S = field(job, PAGE_SIZE)
+        a = splat(ZERO)
+        key = begin
+        while key < end:
+            values = field(job, PAGES) + page(job, r, key, 1, k) * S * D * size
+            until = min(end, (key // S + 1) * S)
+            for t in range(key, until):
+                a = multiply_add(splat(f32(logits, t - begin)), load(values, t % S * D + column), a)
+            key = until
+        store(out, column, a)
+
+    @inline  # type: ignore[untyped-decorator]
+    def weigh_wide(job: int, r: int, k: int, begin: int, end: int, logits: int, column: int, out: int) -> None:
+        """Four vectors at once."""
+        S = field(job, PAGE_SIZE)
+        a = b = c = d = splat(ZERO)
+        key = begin
+        while key < end:
+            values = field(job, PAGES) + page(job, r, key, 1, k) * S * D * size
+            until = min(end, (key // S + 1) * S)
+            for t in range(key, until):
+                weight, at = splat(f32(logits, t - begin)), t % S * D + column
+                a = multiply_add(weight, load(values, at), a)
+                b = multiply_add(weight, load(values, at + LANES), b)
+                c = multiply_add(weight, load(values, at + 2 * LANES), c)
+                d = multiply_add(weight, load(values, at + 3 * LANES), d)
+            key = until
+        store(out, column, a)
+        store(out, column + LANES, b)
+        store(out, column + 2 * LANES, c)
+        store(out, column + 3 * LANES, d)
+
+    @inline  # type: ignore[untyped-decorator]
+    def sink_of(job: int, h: int) -> float:
+        return f32(field(job, SINKS), h) if field(job, SINKED) > 0 else MASKED
+
+    @jit  # type: ignore[untyped-decorator]
+    def block(job: int, index: int) -> None:
+        K, keys = field(job, KV_HEADS), field(job, KEYS)
+        G = field(job, HEADS) // K
+        piece, k = index // K, index % K
+        r, begin = i32(field(job, WORK), 2 * piece), i32(field(job, WORK), 2 * piece + 1)
+        length = i32(field(job, LENS), r)
+        end = min(length, begin + keys)
+        logits = malloc(G * keys * 4)
+        logits_of(job, r, k, begin, end, logits)
+        whole = length - first_key(job, length) <= keys
+        for g in range(G):
+            mine = logits + g * keys * 4
+            largest, weights = weights_of(job, end - begin, mine)
+            if scaled:
+                scale_values(job, r, k, begin, end, mine)
+            h = k * G + g
+            record = field(job, PARTIAL) + (piece * field(job, HEADS) + h) * (D + RECORD) * 4
+            out = field(job, OUT) + (r * field(job, HEADS) + h) * D * 4 if whole else record
+            if WIDE:
+                for column in range(0, D, 4 * LANES):
+                    weigh_wide(job, r, k, begin, end, mine, column, out)
+            else:
+                for column in range(0, D, LANES):
+                    weigh(job, r, k, begin, end, mine, column, out)
+            if whole:
+                sink = sink_of(job, h)
+                if sink > largest:
+                    weights = weights * exp(largest - sink) + ONE
+                    factor = exp(largest - sink) / weights
+                else:
+                    factor = ONE / (weights + exp(sink - largest))
+                for d in range(D):
+                    set_f32(out, d, f32(out, d) * factor)
+            else:
+                set_f32(record, D, largest)
+                set_f32(record, D + 1, weights)
+        free(logits)
+
+    @jit  # type: ignore[untyped-decorator]
+    def finish(job: int) -> None:
+        """Merge the rows of several pieces, which follow each other."""
+        H, pieces = field(job, HEADS), field(job, PIECES)
+        piece = 0
+        while piece < pieces:
+            r, after = i32(field(job, WORK), 2 * piece), piece + 1
+            while after < pieces and i32(field(job, WORK), 2 * after) == r:
+                after += 1
+            if after > piece + 1:
+                for h in range(H):
+                    merge(job, r, h, piece, after)
+            piece = after
+
+    @inline  # type: ignore[untyped-decorator]
+    def merge(job: int, r: int, h: int, piece: int, after: int) -> None:
+        H = field(job, HEADS)
+        out = field(job, OUT) + (r * H + h) * D * 4
+        largest = sink_of(job, h)
+        for p in range(piece, after):
+            largest = max(largest, f32(field(job, PARTIAL) + (p * H + h) * (D + RECORD) * 4, D))
+        weights = exp(sink_of(job, h) - largest)
+        for d in range(D):
+            set_f32(out, d, ZERO)
+        for p in range(piece, after):
+            record = field(job, PARTIAL) + (p * H + h) * (D + RECORD) * 4
+            factor = exp(f32(record, D) - largest)
+            weights += f32(record, D + 1) * factor
+            for d in range(D):
+                set_f32(out, d, f32(out, d) + f32(record, d) * factor)
+        for d in range(D):
+            set_f32(out, d, f32(out, d) / weights)
+
+    return Kernel(name, prepare, block, finish)

@@ -1,0 +1,20 @@
+"""Every native kernel, made by its name."""
+
+from __future__ import annotations
+
+from rekindle_kernels.native import decode, memory, prefill, rows, vector
+from rekindle_kernels.native.target import Kernel
+
+SIZES = {"float32": 4, "bfloat16": 2, "int8": 1}
+_READ = {"float32": memory.f32, "bfloat16": memory.bf16, "int8": memory.i8}
+_LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "int8": vector.load_i8}
+
+
+def make(name: str) -> Kernel:
+    """`matvec_DTYPE`, `decode_DTYPE_HEADSIZE` or `prefill_DTYPE_HEADSIZE`."""
+    kind, dtype, *rest = name.split("_")
+    if kind == "matvec":
+        return rows.kernel(name, _READ[dtype], SIZES[dtype], scaled=dtype == "int8")
+    if kind == "prefill":
+        return prefill.kernel(name, _READ[dtype], SIZES[dtype], int(rest[0]), scaled=dtype == "int8")
+    return decode.kernel(name, _LOAD[dtype], SIZES[dtype], int(rest[0]), scaled=dtype == "int8")

@@ -1,0 +1,150 @@
+"""Plain memory as numba sees it: addresses are integers, and these intrinsics read and write through them.
+
+Numba's arrays would do, but each of them costs a fifth of a second of compilation and references to its runtime, which
+keeps the compiled code from being stored and loaded without numba. An index counts elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+WORD = ir.IntType(64)
+
+
+def _reader(numba_type: Any, stored: ir.Type, widen: Any) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def read(typing_context: Any, address: Any, index: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.gep(builder.inttoptr(args[0], stored.as_pointer()), [args[1]])
+            return widen(builder, builder.load(pointer))
+
+        return numba_type(types.int64, types.int64), codegen
+
+    return read
+
+
+def widen_bf16(builder: Any, bits: Any) -> Any:
+    """The bits of a bfloat16, or of a vector of them, as float32."""
+    wide, result = ir.IntType(32), ir.FloatType()
+    if isinstance(bits.type, ir.VectorType):
+        wide, result = ir.VectorType(wide, bits.type.count), ir.VectorType(result, bits.type.count)
+        sixteen = ir.Constant(wide, [16] * bits.type.count)
+    else:
+        sixteen = ir.Constant(wide, 16)
+    return builder.bitcast(builder.shl(builder.zext(bits, wide), sixteen), result)
+
+
+word = _reader(types.int64, WORD, lambda builder, x: x)
+i32 = _reader(types.int64, ir.IntType(32), lambda builder, x: builder.sext(x, WORD))
+f32 = _reader(types.float32, ir.FloatType(), lambda builder, x: x)
+bf16 = _reader(types.float32, ir.IntType(16), widen_bf16)
+i8 = _reader(types.float32, ir.IntType(8), lambda builder, x: builder.sitofp(x, ir.FloatType()))
+
+
+def _writer(numba_type: Any, stored: ir.Type) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def write(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.gep(builder.inttoptr(args[0], stored.as_pointer()), [args[1]])
+            value = args[2]
+            if isinstance(stored, ir.IntType) and stored.width < 64:
+                value = builder.trunc(value, stored)
+            builder.store(value, pointer)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, numba_type), codegen
+
+    return write
+
+
+set_word = _writer(types.int64, WORD)
+set_i32 = _writer(types.int64, ir.IntType(32))
+set_f32 = _writer(types.float32, ir.FloatType())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def power_of_two(typing_context: Any, exponent: Any) -> Any:
+    """2 to the power of an integer-valued float32 from -126 to 127."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i32_type = ir.IntType(32)
+        biased = builder.add(builder.fptosi(args[0], i32_type), ir.Constant(i32_type, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(i32_type, 23)), ir.FloatType())
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
+    """Add to the word at `address`; what it was before. Orders all memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], WORD.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def acquire(typing_context: Any, address: Any) -> Any:
+    """The word at `address`, and everything written before it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], WORD.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call(typing_context: Any, function: Any, argument: Any) -> Any:
+    """`function(argument)` of two addresses."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.FunctionType(WORD, [WORD]).as_pointer())
+        return builder.call(pointer, [args[1]])
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+def _external(name: str) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def function(typing_context: Any, argument: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.call(
+                cgutils.get_or_insert_function(builder.module, ir.FunctionType(WORD, [WORD]), name), args
+            )
+
+        return types.int64(types.int64), codegen
+
+    return function
+
+
+malloc, free = _external("malloc"), _external("free")
+
+
+def address_of(name: str) -> Any:
+    """A function `() -> address` of the symbol `name`, known when the code is loaded."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def address(typing_context: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [WORD]), name)
+            return builder.ptrtoint(function, WORD)
+
+        return types.int64(), codegen
+
+    return address
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def nearest(typing_context: Any, value: Any) -> Any:
+    """The integer nearest to a float32, as a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic("llvm.rint", [ir.FloatType()]), args)
+
+    return types.float32(types.float32), codegen

@@ -1,0 +1,233 @@
+"""Attention of prompt chunks over pages: flash attention with tiles that stay in a core's own cache.
+
+Work is divided by (sequence, tile of queries, kv head). The queries of one kv head are the rows of a matrix; a tile of
+keys is widened and turned, a tile of values widened, once for all of them, and both products run in one micro-kernel of
+four rows by four vectors. Tiles that no query sees are skipped.
+
+Axes: T tokens, H query heads, K kv heads, G = H/K, D head size, S page size, W page-table width, M rows of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rekindle_kernels.native.exponential import exp
+from rekindle_kernels.native.memory import f32, free, i32, malloc, set_f32, set_i32
+from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, nothing, operand, result, set_field
+from rekindle_kernels.native.vector import LANES, load_f32, multiply_add, splat, store
+
+KEYS = 64  # of a tile: the four vectors of the micro-kernel
+ZERO, ONE, MASKED = np.float32(0), np.float32(1), np.float32(-1e30)
+
+# Fields of a job.
+Q, PAGES, SCALES, TABLE, LENS, SINKS, NUMBERS, CU = range(8)
+WINDOW, SINKED, QUERIES, OUT, WORK, HEADS, KV_HEADS, PAGE_SIZE, WIDTH, TILES = range(8, 18)
+
+
+def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:  # noqa: N803
+    """`(q [T, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [N, W], lens [N], sinks [H], numbers,
+    cu [N + 1], count [], rules) -> [T, H, D]` and scratch, for pages that `read` widens. `numbers` are scale and soft
+    cap (0: none), `rules` the sliding window (0: none), whether there are sinks, and the queries of a tile.
+    """
+
+    @jit  # type: ignore[untyped-decorator]
+    def prepare(frame: int, job: int, threads: int) -> int:
+        T, H, K = dim(frame, 0, 0), dim(frame, 0, 1), dim(frame, 1, 2)
+        for index in range(8):
+            set_field(job, Q + index, operand(frame, index))
+        count, rules, cu, work = i32(operand(frame, 8), 0), operand(frame, 9), operand(frame, 7), result(frame, 1)
+        queries = i32(rules, 2)
+        set_field(job, WINDOW, i32(rules, 0))
+        set_field(job, SINKED, i32(rules, 1))
+        set_field(job, QUERIES, queries)
+        set_field(job, OUT, result(frame, 0))
+        set_field(job, WORK, work)
+        set_field(job, HEADS, H)
+        set_field(job, KV_HEADS, K)
+        set_field(job, PAGE_SIZE, dim(frame, 1, 3))
+        set_field(job, WIDTH, dim(frame, 3, 1))
+        for at in range(i32(cu, count) * H * D, T * H * D):
+            set_f32(result(frame, 0), at, ZERO)
+        tiles = 0
+        for s in range(count):
+            for begin in range(0, i32(cu, s + 1) - i32(cu, s), queries):
+                set_i32(work, 2 * tiles, s)
+                set_i32(work, 2 * tiles + 1, begin)
+                tiles += 1
+        set_field(job, TILES, tiles)
+        return tiles * K
+
+    @inline  # type: ignore[untyped-decorator]
+    def load_tile(job: int, s: int, k: int, begin: int, until: int, keys: int, values: int) -> None:
+        """Keys [D, KEYS] and values [KEYS, D] of one tile as float32, zero from `until` on."""
+        S, K, pages = field(job, PAGE_SIZE), field(job, KV_HEADS), field(job, PAGES)
+        for j in range(KEYS):
+            t = begin + j
+            if t < until:
+                page = i32(field(job, TABLE), s * field(job, WIDTH) + t // S)
+                key = (page * 2 * K + k) * S + t % S
+                value = ((page * 2 + 1) * K + k) * S + t % S
+                key_scale = f32(field(job, SCALES), key) if scaled else ONE
+                value_scale = f32(field(job, SCALES), value) if scaled else ONE
+                for d in range(D):
+                    set_f32(values, j * D + d, read(pages + value * D * size, d) * value_scale)
+                for d in range(D):
+                    set_f32(keys, d * KEYS + j, read(pages + key * D * size, d) * key_scale)
+            else:
+                for d in range(D):
+                    set_f32(values, j * D + d, ZERO)
+                    set_f32(keys, d * KEYS + j, ZERO)
+
+    @inline  # type: ignore[untyped-decorator]
+    def product(a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool) -> None:
+        """c (+)= a · b for four rows of a and four vectors of b; steps count floats from row to row."""
+        r00 = r01 = r02 = r03 = r10 = r11 = r12 = r13 = splat(ZERO)
+        r20 = r21 = r22 = r23 = r30 = r31 = r32 = r33 = splat(ZERO)
+        if add:
+            r00, r01, r02, r03 = (
+                load_f32(c, 0), load_f32(c, LANES), load_f32(c, 2 * LANES), load_f32(c, 3 * LANES),
+            )  # fmt: skip
+            r10, r11, r12, r13 = (
+                load_f32(c, c_step), load_f32(c, c_step + LANES), load_f32(c, c_step + 2 * LANES),
+                load_f32(c, c_step + 3 * LANES),
+            )  # fmt: skip
+            r20, r21, r22, r23 = (
+                load_f32(c, 2 * c_step), load_f32(c, 2 * c_step + LANES), load_f32(c, 2 * c_step + 2 * LANES),
+                load_f32(c, 2 * c_step + 3 * LANES),
+            )  # fmt: skip
+            r30, r31, r32, r33 = (
+                load_f32(c, 3 * c_step), load_f32(c, 3 * c_step + LANES), load_f32(c, 3 * c_step + 2 * LANES),
+                load_f32(c, 3 * c_step + 3 * LANES),
+            )  # fmt: skip
+        for i in range(depth):
+            b0, b1 = load_f32(b, i * b_step), load_f32(b, i * b_step + LANES)
+            b2, b3 = load_f32(b, i * b_step + 2 * LANES), load_f32(b, i * b_step + 3 * LANES)
+            x = splat(f32(a, i))
+            r00, r01 = multiply_add(x, b0, r00), multiply_add(x, b1, r01)
+            r02, r03 = multiply_add(x, b2, r02), multiply_add(x, b3, r03)
+            x = splat(f32(a, a_step + i))
+            r10, r11 = multiply_add(x, b0, r10), multiply_add(x, b1, r11)
+            r12, r13 = multiply_add(x, b2, r12), multiply_add(x, b3, r13)
+            x = splat(f32(a, 2 * a_step + i))
+            r20, r21 = multiply_add(x, b0, r20), multiply_add(x, b1, r21)
+            r22, r23 = multiply_add(x, b2, r22), multiply_add(x, b3, r23)
+            x = splat(f32(a, 3 * a_step + i))
+            r30, r31 = multiply_add(x, b0, r30), multiply_add(x, b1, r31)
+            r32, r33 = multiply_add(x, b2, r32), multiply_add(x, b3, r33)
+        store4(c, 0, r00, r01, r02, r03)
+        store4(c, c_step, r10, r11, r12, r13)
+        store4(c, 2 * c_step, r20, r21, r22, r23)
+        store4(c, 3 * c_step, r30, r31, r32, r33)
+
+    @inline  # type: ignore[untyped-decorator]
+    def store4(c: int, at: int, a: Any, b: Any, d: Any, e: Any) -> None:
+        store(c, at, a)
+        store(c, at + LANES, b)
+        store(c, at + 2 * LANES, d)
+        store(c, at + 3 * LANES, e)
+
+    @inline  # type: ignore[untyped-decorator]
+    def row_vector(a: int, b: int, b_step: int, depth: int, c: int) -> None:
+        """c += a · b for one row and one vector: head sizes that are no multiple of four vectors."""
+        total = load_f32(c, 0)
+        for i in range(depth):
+            total = multiply_add(splat(f32(a, i)), load_f32(b, i * b_step), total)
+        store(c, 0, total)
+
+    @inline  # type: ignore[untyped-decorator]
+    def softmax_row(job: int, logits: int, low: int, high: int, running: int, out: int) -> None:
+        """Turn one row's logits into weights, keys [low, high) of the tile being seen; rescale what was summed."""
+        cap, largest = f32(field(job, NUMBERS), 1), f32(running, 0)
+        before = largest
+        if cap > ZERO:
+            for j in range(KEYS):
+                set_f32(logits, j, np.float32(math.tanh(f32(logits, j) / cap)) * cap)
+        if low > 0 or high < KEYS:
+            for j in range(KEYS):
+                set_f32(logits, j, f32(logits, j) if low <= j < high else MASKED)
+        for j in range(KEYS):
+            x = f32(logits, j)
+            largest = x if x > largest else largest
+        weights = ZERO
+        for j in range(KEYS):
+            weight = exp(f32(logits, j) - largest)
+            set_f32(logits, j, weight)
+            weights += weight
+        if largest > before:
+            keep = exp(before - largest)
+            set_f32(running, 0, largest)
+            set_f32(running, 1, f32(running, 1) * keep + weights)
+            for d in range(D):
+                set_f32(out, d, f32(out, d) * keep)
+        else:
+            set_f32(running, 1, f32(running, 1) + weights)
+
+    @jit  # type: ignore[untyped-decorator]
+    def block(job: int, index: int) -> None:
+        H, K, window = field(job, HEADS), field(job, KV_HEADS), field(job, WINDOW)
+        G = H // K
+        # The last tiles of a sequence see the most keys: they go first, so that threads end together.
+        tile, k = field(job, TILES) - 1 - index // K, index % K
+        s, begin = i32(field(job, WORK), 2 * tile), i32(field(job, WORK), 2 * tile + 1)
+        start = i32(field(job, CU), s)
+        q_len, length = i32(field(job, CU), s + 1) - start, i32(field(job, LENS), s)
+        count = min(field(job, QUERIES), q_len - begin)
+        rows = count * G
+        M = (rows + 3) // 4 * 4
+        position = length - q_len + begin  # of the first query
+        scratch = malloc((M * (2 * D + KEYS + 2) + 2 * KEYS * D) * 4)
+        q, out = scratch, scratch + M * D * 4
+        logits, running = scratch + 2 * M * D * 4, scratch + M * (2 * D + KEYS) * 4
+        keys = scratch + M * (2 * D + KEYS + 2) * 4
+        values = keys + KEYS * D * 4
+        scale = f32(field(job, NUMBERS), 0)
+        for m in range(M):
+            source = field(job, Q) + ((start + begin + m // G) * H + k * G + m % G) * D * 4
+            for d in range(D):
+                set_f32(q, m * D + d, f32(source, d) * scale if m < rows else ZERO)
+                set_f32(out, m * D + d, ZERO)
+            set_f32(running, 2 * m, MASKED)
+            set_f32(running, 2 * m + 1, ZERO)
+        last = min(length, position + count)
+        first = max(0, position - window + 1) if window > 0 else 0
+        for key in range(first // KEYS * KEYS, last, KEYS):
+            load_tile(job, s, k, key, last, keys, values)
+            for m in range(0, M, 4):
+                if key > position + min(rows - 1, m + 3) // G:
+                    continue  # none of the four sees it
+                product(q + m * D * 4, D, keys, KEYS, D, logits + m * KEYS * 4, KEYS, False)
+                for i in range(m, m + 4):
+                    sees = position + min(i, rows - 1) // G
+                    low = max(0, sees - window + 1 - key) if window > 0 else 0
+                    high = max(low, min(KEYS, sees + 1 - key))
+                    softmax_row(job, logits + i * KEYS * 4, low, high, running + i * 8, out + i * D * 4)
+                if D % KEYS == 0:
+                    for column in range(0, D, KEYS):
+                        at = (m * D + column) * 4
+                        product(logits + m * KEYS * 4, KEYS, values + column * 4, D, KEYS, out + at, D, True)
+                else:
+                    for i in range(m, m + 4):
+                        for column in range(0, D, LANES):
+                            at = (i * D + column) * 4
+                            row_vector(logits + i * KEYS * 4, values + column * 4, D, KEYS, out + at)
+        for m in range(rows):
+            h = k * G + m % G
+            target = field(job, OUT) + ((start + begin + m // G) * H + h) * D * 4
+            largest, weights = f32(running, 2 * m), f32(running, 2 * m + 1)
+            keep = ONE
+            if field(job, SINKED) > 0:
+                sink = f32(field(job, SINKS), h)
+                if sink > largest:
+                    keep = exp(largest - sink)
+                    weights = weights * keep + ONE
+                else:
+                    weights += exp(sink - largest)
+            factor = keep / weights
+            for d in range(D):
+                set_f32(target, d, f32(out, m * D + d) * factor)
+        free(scratch)
+
+    return Kernel(name, prepare, block, nothing)

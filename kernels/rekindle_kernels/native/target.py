@@ -1,0 +1,160 @@
+"""From three numba functions to a function that XLA calls: a call frame in, blocks of work on XLA's own threads.
+
+A kernel is `prepare(frame, job) -> blocks`, which reads operands and notes what the blocks need in the job's fields;
+`block(job, index)`, which computes one of them on any thread; and `finish(job)`, once all are done. Whoever is free takes
+the next block, the calling thread included, so nothing waits for a thread that never comes: a helper that starts late
+finds no block left. The job lives on the heap until its last user lets go of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cfunc, njit, types
+
+from rekindle_kernels.native import memory
+from rekindle_kernels.native.memory import acquire, call, fetch_add, free, malloc, set_i32, set_word, word
+
+# No error model but numpy's: nothing raises, so that the code needs nothing of Python. Sums may be reordered: that is
+# what lets the compiler keep sixteen of them in a register. NaN and infinities mean what they mean.
+JIT = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy", "boundscheck": False, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+INLINE = {**JIT, "inline": "always"}
+jit = njit(**JIT)
+inline = njit(**JIT, forceinline=True)
+
+# Words of a job.
+NEXT, DONE, USERS, BLOCKS, FIELDS, SCHEDULING = 0, 1, 2, 3, 4, 32
+
+# Words of XLA's structures (xla/ffi/api/c_api.h, version 0); a call frame embeds its operands' and results' records.
+_EXTENSION, _API, _CONTEXT, _OPERANDS, _RESULTS = 1, 2, 3, 9, 14
+_DATA, _DIMS = 3, 5  # of a buffer
+_SCHEDULE, _THREADS = 17, 18  # functions of the api: its six words of header, and the eleven before them
+_API_MAJOR, _API_MINOR = 0, 1  # the oldest that has all of this; XLA takes any that is not newer than its own
+
+
+@inline  # type: ignore[untyped-decorator]
+def operand(frame: int, index: int) -> int:
+    """Address of an operand's data."""
+    return word(word(word(frame, _OPERANDS), index), _DATA)
+
+
+@inline  # type: ignore[untyped-decorator]
+def dim(frame: int, index: int, axis: int) -> int:
+    """Size of an operand's axis."""
+    return word(word(word(word(frame, _OPERANDS), index), _DIMS), axis)
+
+
+@inline  # type: ignore[untyped-decorator]
+def result(frame: int, index: int) -> int:
+    """Address of a result's data."""
+    return word(word(word(frame, _RESULTS), index), _DATA)
+
+
+@inline  # type: ignore[untyped-decorator]
+def field(job: int, index: int) -> int:
+    return word(job, FIELDS + index)
+
+
+@inline  # type: ignore[untyped-decorator]
+def set_field(job: int, index: int, value: int) -> None:
+    set_word(job, FIELDS + index, value)
+
+
+@inline  # type: ignore[untyped-decorator]
+def threads(frame: int) -> int:
+    """How many threads XLA computes with."""
+    arguments = malloc(5 * 8)
+    set_word(arguments, 0, 32)
+    set_word(arguments, 1, 0)
+    set_word(arguments, 2, word(frame, _CONTEXT))
+    set_word(arguments, 3, arguments + 32)
+    set_word(arguments, 4, 1)
+    call(word(word(frame, _API), _THREADS), arguments)
+    count = word(arguments, 4)
+    free(arguments)
+    return count
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What `build.compiled` turns into machine code."""
+
+    name: str
+    prepare: Any
+    block: Any
+    finish: Any
+
+    def functions(self) -> tuple[Any, Callable[[], Any]]:
+        """The thread pool's task, and the maker of XLA's handler, which refers to the task by `symbol`."""
+        prepare, block, finish = self.prepare, self.block, self.finish
+        task_address = memory.address_of(self.symbol)
+
+        @jit  # type: ignore[untyped-decorator]
+        def work(job: int) -> None:
+            while True:
+                index = fetch_add(job + 8 * NEXT, 1)
+                if index >= word(job, BLOCKS):
+                    break
+                block(job, index)
+                fetch_add(job + 8 * DONE, 1)
+
+        @jit  # type: ignore[untyped-decorator]
+        def leave(job: int) -> None:
+            if fetch_add(job + 8 * USERS, -1) == 1:
+                free(job)
+
+        options = {key: JIT[key] for key in ("error_model", "boundscheck", "fastmath")}
+
+        @cfunc(types.void(types.int64), **options)  # type: ignore[untyped-decorator]
+        def task(job: int) -> None:
+            work(job)
+            leave(job)
+
+        def handler() -> Any:
+            @cfunc(types.int64(types.int64), **options)  # type: ignore[untyped-decorator]
+            def handle(frame: int) -> int:
+                extension = word(frame, _EXTENSION)
+                if extension != 0:  # XLA asks for the version of its interface that this was written for
+                    metadata = word(extension, 3)
+                    set_i32(metadata, 6, _API_MAJOR)
+                    set_i32(metadata, 7, _API_MINOR)
+                    set_i32(metadata, 8, 0)
+                    return 0
+                pool = threads(frame)
+                job = malloc(8 * (SCHEDULING + 5 * pool))
+                blocks = prepare(frame, job, pool)
+                helpers = max(0, min(pool, blocks) - 1)
+                set_word(job, NEXT, 0)
+                set_word(job, DONE, 0)
+                set_word(job, USERS, helpers + 1)
+                set_word(job, BLOCKS, blocks)
+                for helper in range(helpers):
+                    arguments = job + 8 * (SCHEDULING + 5 * helper)
+                    set_word(arguments, 0, 40)
+                    set_word(arguments, 1, 0)
+                    set_word(arguments, 2, word(frame, _CONTEXT))
+                    set_word(arguments, 3, task_address())
+                    set_word(arguments, 4, job)
+                    call(word(word(frame, _API), _SCHEDULE), arguments)
+                work(job)
+                while acquire(job + 8 * DONE) < blocks:
+                    pass
+                finish(job)
+                leave(job)
+                return 0
+
+            return handle
+
+        return task, handler
+
+    @property
+    def symbol(self) -> str:
+        """Of the task, in the object code."""
+        return f"rekindle_{self.name}_task"
+
+
+@jit  # type: ignore[untyped-decorator]
+def nothing(job: int) -> None:
+    """A `finish` that has nothing to do."""
