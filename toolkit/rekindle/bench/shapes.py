@@ -13,6 +13,11 @@ from rekindle.models.config import ModelConfig
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 1e5}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
 SHAPES: dict[str, dict[str, Any]] = {
+    "micro": {  # so small that what shows is everything but the model
+        **_LLAMA, **_IDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
+        "max_position_embeddings": 16384,
+    },
     "135m": {  # SmolLM2-135M
         **_LLAMA, **_IDS, "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,

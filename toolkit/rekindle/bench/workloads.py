@@ -3,6 +3,7 @@
 W1 one stream, 128 prompt and 128 new tokens        W4 16 requests that share a prefix of 1,024 tokens
 W2 a prompt of 1,024 tokens                         W6 decoding at a context of 8k
 W3 32 requests at once, prompts 32–256              W7 Poisson arrivals at a share of capacity, a prefill flood amid
+W5 and W8, which take processes of their own, are in `fresh`.
 Prompts are random token ids of a fixed seed, and the prefix cache is emptied before each run that should be cold.
 """
 
@@ -60,18 +61,18 @@ async def batch(session: Session, prompts: Prompts) -> Figures:
     """W3."""
     await session.flush_cache()
     inputs = [prompts(length) for length in prompts.lengths(32, 256, 32)]
-    return await _together(session, inputs, prompts.lengths(32, 96, 32))
+    return await together(session, inputs, prompts.lengths(32, 96, 32))
 
 
 async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
     """W4: all at once on a cold cache, then again with the prefix sent first, which is counted."""
     prefix = prompts(SHARED)
     await session.flush_cache()
-    cold = await _together(session, [prefix + prompts(32) for _ in range(16)], [32] * 16)
+    cold = await together(session, [prefix + prompts(32) for _ in range(16)], [32] * 16)
     await session.flush_cache()
     start = time.perf_counter()
     await session.generate(prefix, max_tokens=1, ignore_eos=True)
-    primed = await _together(session, [prefix + prompts(32) for _ in range(16)], [32] * 16)
+    primed = await together(session, [prefix + prompts(32) for _ in range(16)], [32] * 16)
     return {
         "cold_wall_s": cold["wall_s"],
         "primed_wall_s": time.perf_counter() - start,
@@ -91,17 +92,17 @@ async def arrivals(session: Session, prompts: Prompts) -> Figures:
     """W7: requests of 128 + 64 tokens at 50, 80 and 95 % of the capacity that a closed batch of them shows."""
     await session.flush_cache()
     count = 48
-    closed = await _together(session, [prompts(128) for _ in range(count)], [64] * count)
+    closed = await together(session, [prompts(128) for _ in range(count)], [64] * count)
     figures: Figures = {"capacity_req_s": count / closed["wall_s"]}
     for share in (50, 80, 95):
         await session.flush_cache()
         waits = prompts.waits(closed["wall_s"] / count / (share / 100), count)
-        open_ = await _together(session, [prompts(128) for _ in range(count)], [64] * count, waits, prompts(4 * SHARED))
+        open_ = await together(session, [prompts(128) for _ in range(count)], [64] * count, waits, prompts(4 * SHARED))
         figures |= {f"{name}_at_{share}": open_[name] for name in ("ttft_p99_ms", "gap_p99_ms")}
     return figures
 
 
-async def _together(
+async def together(
     session: Session,
     inputs: Sequence[Prompt],
     outputs: Sequence[int],
@@ -140,6 +141,7 @@ async def _together(
         "generated_tok_s": tokens / wall,
         "ttft_p50_ms": percentile(firsts, 50) * 1e3,
         "ttft_p99_ms": percentile(firsts, 99) * 1e3,
+        "ttft_max_ms": max(firsts, default=0.0) * 1e3,
         "gap_p50_ms": percentile(gaps, 50) * 1e3,
         "gap_p99_ms": percentile(gaps, 99) * 1e3,
     }

@@ -1,0 +1,140 @@
+"""The workloads as batches of token prompts, and the figures that answers to them give.
+
+W1 one stream, 128 prompt and 128 new tokens        W4 16 requests that share a prefix of 1,024 tokens, all at once
+W2 a prompt of 1,024 tokens                            on a cold cache; then with the prefix sent first, counted
+W3 32 requests at once, prompts 32–256              W5 a fresh process, to its first token
+                                                    W8 W4 again, in a fresh process that restores its caches
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from engine import Answer, Prompt
+
+Figures = dict[str, float]
+SHARED = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    prompts: list[Prompt]
+    outputs: list[int]
+    keep: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One measurement: batches sent one after the other to an engine with nothing cached."""
+
+    batches: list[Batch]
+    figures: Callable[[Sequence[Batch], Sequence[Answer]], Figures]
+
+
+class Draw:
+    """Random prompts of one round, the same for every engine and new in every round."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._vocab_size = vocab_size
+
+    def prompt(self, length: int) -> Prompt:
+        return self._random.integers(3, self._vocab_size, length).tolist()
+
+    def lengths(self, low: int, high: int, count: int) -> list[int]:
+        return self._random.integers(low, high + 1, count).tolist()
+
+
+def single_stream(draw: Draw) -> Plan:
+    return Plan([Batch([draw.prompt(128)], [128])], stream_figures)
+
+
+def stream_figures(batches: Sequence[Batch], answers: Sequence[Answer]) -> Figures:
+    times = answers[0].times[0]
+    return {"ttft_ms": times[0] * 1e3, "decode_tok_s": (len(times) - 1) / (times[-1] - times[0])}
+
+
+def prefill(draw: Draw) -> Plan:
+    return Plan([Batch([draw.prompt(1024)], [1])], lambda batches, answers: {"prefill_tok_s": 1024 / answers[0].wall})
+
+
+def many(draw: Draw) -> Plan:
+    lengths = np.random.default_rng(0)  # the same amount of work in every round
+    prompts = [draw.prompt(length) for length in lengths.integers(32, 257, 32)]
+    return Plan([Batch(prompts, lengths.integers(32, 97, 32).tolist())], batch_figures)
+
+
+def batch_figures(batches: Sequence[Batch], answers: Sequence[Answer]) -> Figures:
+    answer = answers[-1]
+    figures = {"wall_s": answer.wall, "generated_tok_s": sum(batches[-1].outputs) / answer.wall}
+    if all(answer.times):
+        firsts = [times[0] * 1e3 for times in answer.times]
+        gaps = [1e3 * (later - first) for times in answer.times for first, later in itertools.pairwise(times)]
+        for name, values in (("ttft", firsts), ("gap", gaps)):
+            figures |= {f"{name}_p{share}_ms": float(np.percentile(values, share)) for share in (50, 99)}
+    return figures
+
+
+def shared(draw: Draw) -> Plan:
+    prefix = draw.prompt(SHARED)
+    return Plan([Batch([prefix + draw.prompt(32) for _ in range(16)], [32] * 16)], batch_figures)
+
+
+def primed(draw: Draw) -> Plan:
+    prefix = draw.prompt(SHARED)
+    batches = [Batch([prefix], [1], keep=True), Batch([prefix + draw.prompt(32) for _ in range(16)], [32] * 16)]
+
+    def figures(batches: Sequence[Batch], answers: Sequence[Answer]) -> Figures:
+        """With the prefix counted."""
+        return batch_figures(batches, answers) | {
+            "wall_s": sum(answer.wall for answer in answers),
+            "generated_tok_s": sum(batches[1].outputs) / sum(answer.wall for answer in answers),
+        }
+
+    return Plan(batches, figures)
+
+
+PLANS: dict[str, Callable[[Draw], Plan]] = {
+    "W1": single_stream,
+    "W2": prefill,
+    "W3": many,
+    "W4": shared,
+    "W4 primed": primed,
+}
+PROCESSES = ("W5", "W8")  # each measurement is a process of its own
+
+# What a row of the table compares: higher is better for rates, lower for times.
+COMPARED = {
+    "W1": ("decode_tok_s", "ttft_ms"),
+    "W2": ("prefill_tok_s",),
+    "W3": ("generated_tok_s", "wall_s", "ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms"),
+    "W4": ("wall_s", "ttft_p50_ms"),
+    "W4 primed": ("wall_s",),
+    "W5": ("cold_s", "warm_s", "cold_peak_mb", "warm_peak_mb"),
+    "W8": ("cold_prefill_s", "restored_prefill_s", "restored_share"),
+}
+
+
+def better(figure: str, ours: float, theirs: float) -> float:
+    """By what factor `ours` is the better one: 2.0 is twice as fast, whichever way the figure counts."""
+    if not ours or not theirs:
+        return float("nan")
+    return ours / theirs if figure.endswith("tok_s") else theirs / ours
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """Of each figure over the rounds that have it."""
+    names = dict.fromkeys(name for figures in rounds for name in figures)
+    return {name: statistics.median(figures[name] for figures in rounds if name in figures) for name in names}
+
+
+def ratio(figure: str, ours: Sequence[Figures], theirs: Sequence[Figures]) -> float:
+    """The median of the rounds' own ratios: both sides of each were measured within the same minute."""
+    both = [pair for pair in zip(ours, theirs, strict=False) if all(figure in one for one in pair)]
+    ratios = [better(figure, one[figure], other[figure]) for one, other in both]
+    return statistics.median(ratios) if ratios else float("nan")

@@ -1,0 +1,147 @@
+"""llama.cpp through the C API of llama-cpp-python: one loop that batches every running sequence, as its server does."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import llama_cpp as api
+import numpy as np
+
+from engine import Answer, Prompt, Setting, shared_length
+
+BATCH = 2048  # llama.cpp's defaults: tokens of one call, of which so many are computed at once
+CHUNK = 512
+KEPT = 8192  # tokens of the context that keeps a prefix
+
+
+def convert(setting: Setting) -> None:
+    import gguf_file
+
+    setting.weights.mkdir(parents=True, exist_ok=True)
+    gguf_file.write(setting.folder, setting.weights / "model.gguf", eight_bit=setting.eight_bit)
+
+
+def open(setting: Setting) -> LlamaCpp:
+    return LlamaCpp(setting)
+
+
+class Shape(NamedTuple):
+    """Of a context."""
+
+    sequences: int
+    length: int  # tokens of all its sequences together
+    shared: bool  # one buffer for all sequences, so that they can share cells, or one for each
+
+
+class Running:
+    """A sequence that has begun."""
+
+    def __init__(self, index: int, prompt: Prompt, outputs: int, done: int) -> None:
+        self.index, self.outputs = index, outputs
+        self.todo = prompt[done:]
+        self.position = done
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def _quiet(level: int, text: bytes, data: object) -> None: ...
+
+
+class LlamaCpp:
+    def __init__(self, setting: Setting) -> None:
+        api.llama_log_set(_quiet, ctypes.c_void_p(0))
+        api.llama_backend_init()
+        path = str(setting.weights / "model.gguf").encode()
+        self._model = api.llama_model_load_from_file(path, api.llama_model_default_params())
+        assert self._model, f"{path!r} can't be loaded"
+        self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        self._threads = setting.threads
+        self._contexts: dict[Shape, api.llama_context_p] = {}  # made when first needed, which is in the warm-up
+        self._batch = api.llama_batch_init(BATCH, 0, 1)
+        self._kept: Prompt = []
+        self.notes = f"batch {BATCH}, chunk {CHUNK}, f16 KV, flash attention auto"
+
+    def generate(self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False) -> Answer:
+        """With `keep`, or after it, all sequences live in one buffer, where a prefix is shared without a copy."""
+        count = len(prompts)
+        if keep or self._kept:
+            context = self._context(Shape(33, KEPT, True))
+        else:
+            longest = max(len(prompt) + new for prompt, new in zip(prompts, outputs, strict=True))
+            context = self._context(Shape(count, count * (-(-longest // 256) * 256), False))
+        memory = api.llama_get_memory(context)
+        if not self._kept:
+            api.llama_memory_clear(memory, False)
+        start = time.perf_counter()
+        times: list[list[float]] = [[] for _ in prompts]
+        ids: list[list[int]] = [[] for _ in prompts]
+        waiting = []
+        for index, (prompt, new) in enumerate(zip(prompts, outputs, strict=True)):
+            done = min(shared_length([prompt, self._kept]), len(prompt) - 1) if self._kept else 0
+            if done:
+                api.llama_memory_seq_cp(memory, 32, index, 0, done)
+            waiting.append(Running(index, prompt, new, done))
+        while waiting:
+            rows = self._fill(waiting)
+            assert api.llama_decode(context, self._batch) == 0, "llama_decode failed"
+            if not rows:
+                continue
+            logits = np.ctypeslib.as_array(api.llama_get_logits(context), (len(rows), self._vocab_size))
+            chosen = logits.argmax(1).tolist()
+            now = time.perf_counter() - start
+            for running, token in zip(rows, chosen, strict=True):
+                times[running.index].append(now)
+                ids[running.index].append(token)
+                running.todo = [token]
+                if len(ids[running.index]) == running.outputs:
+                    waiting.remove(running)
+                    if not keep:
+                        api.llama_memory_seq_rm(memory, running.index, -1, -1)
+        wall = time.perf_counter() - start
+        if keep:
+            assert count == 1, "only one prompt can be kept"
+            api.llama_memory_seq_cp(memory, 0, 32, 0, len(prompts[0]))
+            api.llama_memory_seq_rm(memory, 0, -1, -1)
+            self._kept = list(prompts[0])
+        return Answer(wall, times, ids)
+
+    def _fill(self, waiting: Sequence[Running]) -> list[Running]:
+        """The next batch: whoever decodes first, prompts in what is left; returns those that get logits, in order."""
+        rows = []
+        size = 0
+        for running in sorted(waiting, key=lambda running: len(running.todo) > 1):
+            part = running.todo[: BATCH - size]
+            running.todo = running.todo[len(part) :]
+            for token in part:
+                self._batch.token[size] = token
+                self._batch.pos[size] = running.position
+                self._batch.n_seq_id[size] = 1
+                self._batch.seq_id[size][0] = running.index
+                self._batch.logits[size] = 0
+                running.position += 1
+                size += 1
+            if part and not running.todo:
+                self._batch.logits[size - 1] = 1
+                rows.append(running)
+        self._batch.n_tokens = size
+        return rows
+
+    def _context(self, shape: Shape) -> api.llama_context_p:
+        if shape not in self._contexts:
+            options = api.llama_context_default_params()
+            options.n_ctx, options.n_seq_max, options.kv_unified = shape.length, shape.sequences, shape.shared
+            options.n_batch, options.n_ubatch = BATCH, CHUNK
+            options.n_threads = options.n_threads_batch = self._threads
+            self._contexts[shape] = api.llama_init_from_model(self._model, options)
+            assert self._contexts[shape], f"no context of {shape}"
+        return self._contexts[shape]
+
+    def forget(self) -> None:
+        self._kept = []
+
+    def close(self) -> None:
+        for context in self._contexts.values():
+            api.llama_free(context)
+        api.llama_model_free(self._model)

@@ -1,0 +1,57 @@
+"""rekindle through its public API, as a script with an event loop would use it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import anyio
+
+import rekindle
+from engine import Answer, Prompt, Setting
+
+# What a session is opened with for all workloads; the rest are defaults.
+OPTIONS = {"max_requests": 32, "max_model_len": 2048, "precompile": "all"}
+
+
+def open(setting: Setting) -> Rekindle:
+    return Rekindle(setting)
+
+
+class Rekindle:
+    def __init__(self, setting: Setting) -> None:
+        options = {} if setting.first_token else OPTIONS
+        self._session = rekindle.open_sync(
+            setting.folder,
+            dtype="bfloat16",
+            quantize="int8" if setting.eight_bit else None,
+            cache_dir=setting.cache,
+            quiet=True,
+            **options,
+        )
+        config = self._session.config
+        self.notes = f"dtype bfloat16, quantize {config.quantize}, kv {config.kv_dtype}, pages of {config.page_size}"
+
+    def generate(self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False) -> Answer:
+        return anyio.run(self._generate, prompts, outputs)
+
+    async def _generate(self, prompts: Sequence[Prompt], outputs: Sequence[int]) -> Answer:
+        times: list[list[float]] = [[] for _ in prompts]
+        ids: list[list[int]] = [[] for _ in prompts]
+
+        async def one(index: int) -> None:
+            async for delta in self._session.stream(prompts[index], max_tokens=outputs[index], ignore_eos=True):
+                times[index] += [time.perf_counter() - start] * len(delta.token_ids)
+                ids[index] += delta.token_ids
+
+        start = time.perf_counter()
+        async with anyio.create_task_group() as group:
+            for index in range(len(prompts)):
+                group.start_soon(one, index)
+        return Answer(time.perf_counter() - start, times, ids)
+
+    def forget(self) -> None:
+        self._session.flush_cache().result_sync()
+
+    def close(self) -> None:
+        self._session.close()
