@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import threading
 import time
@@ -21,12 +22,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import serialize_executable
 
 from rekindle import saving
 from rekindle.engine import identity
 from rekindle.errors import StoreError
+from rekindle_kernels.native.build import ensure
 
 log = logging.getLogger("rekindle.store")
 FORMAT = 1
@@ -63,7 +66,7 @@ class ExecutableStore:
             payload, meta = _read(path)
             trees = pickle.loads(payload[: meta["trees"]].tobytes())
             executable = payload[meta["trees"] :].tobytes()
-            compiled = serialize_executable.deserialize_and_load(executable, *trees)
+            compiled = _deserialized(executable, trees)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             self._say(key, f"stored program {key} can't be used ({reason}); it is dropped and compiled again")
@@ -171,6 +174,20 @@ def _write(path: Path, payload: np.ndarray, meta: dict[str, Any]) -> None:
     with saving.ONE_AT_A_TIME:
         v1.save(path, {"program": payload})
     (path / "meta.json").write_text(json.dumps(meta))
+
+
+def _deserialized(executable: bytes, trees: tuple[Any, Any]) -> Any:
+    """The executable, with the native kernels that it calls: tracing would have built them, so here XLA names them."""
+    built: set[str] = set()
+    while True:
+        try:
+            return serialize_executable.deserialize_and_load(executable, *trees)
+        except jax.errors.JaxRuntimeError as error:
+            missing = re.search(r"No FFI handler registered for rekindle_(\w+)", str(error))
+            if missing is None or missing[1] in built:
+                raise
+            ensure(missing[1])
+            built.add(missing[1])
 
 
 def _read(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
