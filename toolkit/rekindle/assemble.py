@@ -91,7 +91,7 @@ def _build(order: Order) -> Engine:
             restore(cache, tiers, config.restore)
     scheduler = Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed)
     folder = loaded.folder
-    tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None)
+    tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=loaded.config.eos_token_ids)
     weights = _Weights(loaded, runner, config, tiers, owned=loaded is not order.model)
 
     def release() -> None:

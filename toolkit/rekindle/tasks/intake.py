@@ -124,6 +124,11 @@ def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: 
                 "is not a processor of this session",
                 f"Give it to open(processors=[…]); known: {known}",
             )
+    policy = engine.config.policy
+    if sampling.priority and policy != "priority":
+        raise InvalidRequest(
+            "priority", sampling.priority, f"means nothing under policy={policy!r}", 'Open with policy="priority"'
+        )
     seed = sampling.seed if sampling.seed is not None else seeds.getrandbits(32)
     eos_ids = frozenset() if sampling.ignore_eos else frozenset(int(token) for token in engine.tokenizer.eos_ids)
     return [

@@ -1,0 +1,91 @@
+"""A start with a warm store neither traces nor compiles anything, from opening to the hundredth request."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiling import BUILT, compiled_by_jax, counts
+from rekindle import LogitsProcessor
+from rekindle.engine.programs import Programs
+from small import opening, plain, prompt
+
+PROCESSOR = LogitsProcessor(lambda logits, context: -logits, "least")
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2, "prompt_logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 7},
+    {"repetition_penalty": 1.2, "logit_bias": {9: -1.0}},
+    {"processors": "least"},
+]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("precompile", ["all", "lazy"])
+async def test_lesson_26_nothing_is_traced_from_open_to_the_hundredth_request(
+    precompile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opening(processors=[PROCESSOR]) as first:
+        await first.generate(prompt(0, 5), max_tokens=2)
+    plain(prompt(0, 9))
+
+    def build(self: Programs, key: object) -> None:
+        raise AssertionError(f"{key} was traced")
+
+    monkeypatch.setattr(Programs, "build", build)
+    with compiled_by_jax() as events:
+        async with opening(processors=[PROCESSOR], precompile=precompile) as session:
+            # The shapes of pages are worked out by jax.eval_shape: it counts as a trace, but is none of a program.
+            assert BUILT not in events
+            events.clear()
+            for batch in range(10):
+                prompts = [prompt(10 * batch + index, 1 + 6 * index) for index in range(10)]
+                handles = [
+                    session.submit(ids, max_tokens=4, ignore_eos=True, **OPTIONS[index % len(OPTIONS)])
+                    for index, ids in enumerate(prompts)
+                ]
+                for handle in handles:
+                    await handle
+            assert counts(session) == (0, 0)
+            assert {program.origin for program in session.programs()} == {"loaded"}
+            assert (await session.generate(prompt(0, 9), max_tokens=20)).token_ids == plain(prompt(0, 9), 20)
+    assert events == []
+
+
+SCRIPT = """
+import jax, rekindle
+from compiling import BUILT, compiled_by_jax, counts
+from small import opening, prompt
+jax.devices()
+with compiled_by_jax() as events, opening().result_sync() as session:
+    opened = events.count(BUILT)
+    events.clear()
+    tokens = [session.generate_sync(prompt(i, 1 + i % 50), max_tokens=3, ignore_eos=True).token_ids for i in range(100)]
+    print(*counts(session), *{program.origin for program in session.programs()}, opened, len(events))
+    print(tokens)
+"""
+
+
+def test_lesson_26_another_process_loads_them_too(tmp_path: Path) -> None:
+    """And computes the same. What is left to JAX there are the zeros that fresh pages and state are made of."""
+    paths = os.pathsep.join(sys.path)
+    environment = {**os.environ, "PYTHONPATH": paths, "REKINDLE_CACHE": str(tmp_path)}
+    lines = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        lines.append(done.stdout.splitlines())
+    (cold, first), (warm, second) = lines
+    traced, compiled, origin, *_ = cold.split()
+    assert (int(traced), int(compiled), origin) == (7, 7, "compiled"), "the first process has everything to do"
+    traced, compiled, origin, zeros, serving = warm.split()
+    assert (traced, compiled, origin, serving) == ("0", "0", "loaded", "0")
+    assert int(zeros) <= 8, f"{zeros} compilations at open beside those of programs"
+    assert first == second
