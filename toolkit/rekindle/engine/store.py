@@ -34,9 +34,10 @@ from rekindle_kernels.native.build import ensure
 log = logging.getLogger("rekindle.store")
 FORMAT = 1
 STALE_PARTIAL_SECONDS = 3600.0
-# Two threads that deserialise at the same time crash inside XLA:CPU now and then (jaxlib 0.10: about one pair in 200).
-# One after the other takes no longer: 25.0 and 25.1 s for 300 programs in two threads, with and without this lock.
-_deserializing = threading.Lock()
+# Loading a program registers its unwind tables with the C runtime, and a C++ exception thrown meanwhile in another thread
+# walks through them: that crashed one in about 200 pairs of loads (jaxlib 0.10, libgcc 12), since reading a checkpoint
+# throws. One after the other takes no longer: 25.0 and 25.1 s for 300 in two threads, with this lock and without.
+_loading = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,10 +67,10 @@ class ExecutableStore:
         if not path.is_dir():
             raise StoreError("not stored yet")
         try:
-            payload, meta = _read(path)
-            trees = pickle.loads(payload[: meta["trees"]].tobytes())
-            executable = payload[meta["trees"] :].tobytes()
-            compiled = _deserialized(executable, trees)
+            with _loading:
+                payload, meta = _read(path)
+                trees = pickle.loads(payload[: meta["trees"]].tobytes())
+                compiled = _deserialized(payload[meta["trees"] :].tobytes(), trees)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             self._say(key, f"stored program {key} can't be used ({reason}); it is dropped and compiled again")
@@ -184,8 +185,7 @@ def _deserialized(executable: bytes, trees: tuple[Any, Any]) -> Any:
     built: set[str] = set()
     while True:
         try:
-            with _deserializing:
-                return serialize_executable.deserialize_and_load(executable, *trees)
+            return serialize_executable.deserialize_and_load(executable, *trees)
         except jax.errors.JaxRuntimeError as error:
             missing = re.search(r"No FFI handler registered for rekindle_(\w+)", str(error))
             if missing is None or missing[1] in built:
