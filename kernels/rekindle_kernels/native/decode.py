@@ -8,15 +8,28 @@ Axes: R rows, H query heads, K kv heads, G = H/K, D head size, P pages, S page s
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.exponential import exp
-from rekindle_kernels.native.memory import f32, free, i32, malloc, set_f32, set_i32
+from rekindle_kernels.native.exponential import exp, exp_of_one, tanh
+from rekindle_kernels.native.memory import f32, free, i32, malloc, prefetch, set_f32, set_i32
 from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, operand, result, set_field
-from rekindle_kernels.native.vector import LANES, load_f32, multiply_add, splat, store, total
+from rekindle_kernels.native.vector import (
+    LANES,
+    add,
+    between,
+    divide,
+    larger,
+    largest,
+    load_f32,
+    multiply,
+    multiply_add,
+    splat,
+    store,
+    subtract,
+    total,
+)
 
 RECORD = 2  # numbers of a partial result beside the values: the largest logit, the sum of weights
 
@@ -71,10 +84,17 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         return max(0, length - window) if window > 0 else 0
 
     @inline  # type: ignore[untyped-decorator]
-    def page(job: int, r: int, key: int, part: int, k: int) -> int:
-        """Number of the row of S vectors that holds `key`: keys are part 0, values part 1."""
+    def number(job: int, r: int, key: int, part: int, k: int) -> int:
+        """Of the vector of `key`, counted through all pages: keys are part 0, values part 1."""
         S, K = field(job, PAGE_SIZE), field(job, KV_HEADS)
-        return (i32(field(job, TABLE), r * field(job, WIDTH) + key // S) * 2 + part) * K + k
+        page = i32(field(job, TABLE), r * field(job, WIDTH) + key // S)
+        return ((page * 2 + part) * K + k) * S + key % S
+
+    @inline  # type: ignore[untyped-decorator]
+    def fetch(vectors: int) -> None:
+        """Have one vector brought into the cache: the processor's own prefetcher stops at every page."""
+        for line in range(0, D * size, 64):
+            prefetch(vectors + line)
 
     @inline  # type: ignore[untyped-decorator]
     def dot(q: int, key: int) -> float:
@@ -99,72 +119,87 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         G = field(job, HEADS) // field(job, KV_HEADS)
         q = field(job, Q) + (r * field(job, HEADS) + k * G) * D * 4
         key = begin
-        while key < end:
-            row = page(job, r, key, 0, k)
+        while key < end:  # page by page; a division per key would cost as much as its products
+            first = number(job, r, key, 0, k)
             until = min(end, (key // S + 1) * S)
-            for t in range(key, until):
-                vectors = field(job, PAGES) + (row * S + t % S) * D * size
-                factor = f32(field(job, SCALES), row * S + t % S) if scaled else ONE
+            following = number(job, r, until, 0, k) if until < end else number(job, r, begin, 1, k)
+            for t in range(until - key):
+                vectors = field(job, PAGES) + (first + t) * D * size
+                fetch(field(job, PAGES) + (following + t) * D * size)
+                factor = f32(field(job, SCALES), first + t) if scaled else ONE
+                at = logits + (key - begin + t) * 4
                 g = 0
                 while g + 2 <= G:
                     a, b = two_dots(q + g * D * 4, vectors)
-                    set_f32(logits, g * keys + t - begin, a * factor)
-                    set_f32(logits, (g + 1) * keys + t - begin, b * factor)
+                    set_f32(at, g * keys, a * factor)
+                    set_f32(at, (g + 1) * keys, b * factor)
                     g += 2
                 if g < G:
-                    set_f32(logits, g * keys + t - begin, dot(q + g * D * 4, vectors) * factor)
+                    set_f32(at, g * keys, dot(q + g * D * 4, vectors) * factor)
             key = until
 
     @inline  # type: ignore[untyped-decorator]
     def weights_of(job: int, count: int, logits: int) -> tuple[float, float]:
         """Logits of one head become weights; their largest logit and their sum."""
         scale, cap = f32(field(job, NUMBERS), 0), f32(field(job, NUMBERS), 1)
-        largest = MASKED
-        for t in range(count):
-            x = f32(logits, t) * scale
+        until = (count + LANES - 1) // LANES * LANES
+        for t in range(count, until):
+            set_f32(logits, t, MASKED)
+        highest, weights = splat(MASKED), splat(ZERO)
+        for t in range(0, until, LANES):
+            x = multiply(load_f32(logits, t), splat(scale))
             if cap > ZERO:
-                x = np.float32(math.tanh(x / cap)) * cap
-            set_f32(logits, t, x)
-            largest = max(largest, x)
-        weights = ZERO
-        for t in range(count):
-            weight = exp(f32(logits, t) - largest)
-            set_f32(logits, t, weight)
-            weights += weight
-        return largest, weights
+                x = multiply(tanh(divide(x, splat(cap))), splat(cap))
+            store(logits, t, x)
+            highest = larger(highest, x)
+        if until > count:  # scaled and capped like the others
+            store(logits, until - LANES, between(load_f32(logits, until - LANES), 0, count % LANES, MASKED))
+            if cap > ZERO:
+                highest = splat(MASKED)
+                for t in range(0, until, LANES):
+                    highest = larger(highest, load_f32(logits, t))
+        top = largest(highest)
+        for t in range(0, until, LANES):
+            x = exp(subtract(load_f32(logits, t), splat(top)))
+            store(logits, t, x)
+            weights = add(weights, x)
+        return top, total(weights)
 
     @inline  # type: ignore[untyped-decorator]
     def scale_values(job: int, r: int, k: int, begin: int, end: int, logits: int) -> None:
-        S = field(job, PAGE_SIZE)
         for t in range(begin, end):
-            factor = f32(field(job, SCALES), page(job, r, t, 1, k) * S + t % S)
+            factor = f32(field(job, SCALES), number(job, r, t, 1, k))
             set_f32(logits, t - begin, f32(logits, t - begin) * factor)
 
     @inline  # type: ignore[untyped-decorator]
-    def weigh(job: int, r: int, k: int, begin: int, end: int, logits: int, column: int, out: int) -> None:
+    def weigh(job: int, r: int, k: int, begin: int, end: int, weights: int, column: int, out: int) -> None:
         """One vector of the sum of values, for one head."""
         S = field(job, PAGE_SIZE)
         a = splat(ZERO)
         key = begin
         while key < end:
-            values = field(job, PAGES) + page(job, r, key, 1, k) * S * D * size
+            values = field(job, PAGES) + number(job, r, key, 1, k) * D * size
             until = min(end, (key // S + 1) * S)
-            for t in range(key, until):
-                a = multiply_add(splat(f32(logits, t - begin)), load(values, t % S * D + column), a)
+            following = field(job, PAGES) + number(job, r, min(until, end - 1), 1, k) * D * size
+            for t in range(until - key):
+                fetch(following + t * D * size)
+                a = multiply_add(splat(f32(weights, key - begin + t)), load(values, t * D + column), a)
             key = until
         store(out, column, a)
 
     @inline  # type: ignore[untyped-decorator]
-    def weigh_wide(job: int, r: int, k: int, begin: int, end: int, logits: int, column: int, out: int) -> None:
+    def weigh_wide(job: int, r: int, k: int, begin: int, end: int, weights: int, column: int, out: int) -> None:
         """Four vectors at once."""
         S = field(job, PAGE_SIZE)
         a = b = c = d = splat(ZERO)
         key = begin
         while key < end:
-            values = field(job, PAGES) + page(job, r, key, 1, k) * S * D * size
+            values = field(job, PAGES) + number(job, r, key, 1, k) * D * size
             until = min(end, (key // S + 1) * S)
-            for t in range(key, until):
-                weight, at = splat(f32(logits, t - begin)), t % S * D + column
+            following = field(job, PAGES) + number(job, r, min(until, end - 1), 1, k) * D * size
+            for t in range(until - key):
+                fetch(following + t * D * size)
+                weight, at = splat(f32(weights, key - begin + t)), t * D + column
                 a = multiply_add(weight, load(values, at), a)
                 b = multiply_add(weight, load(values, at + LANES), b)
                 c = multiply_add(weight, load(values, at + 2 * LANES), c)
@@ -174,6 +209,40 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         store(out, column + LANES, b)
         store(out, column + 2 * LANES, c)
         store(out, column + 3 * LANES, d)
+
+    @inline  # type: ignore[untyped-decorator]
+    def weigh_two(
+        job: int, r: int, k: int, begin: int, end: int, weights: int, next_head: int, column: int, out: int, step: int
+    ) -> None:
+        """Four vectors of two heads at once, which share the widening of the values."""
+        S = field(job, PAGE_SIZE)
+        a = b = c = d = e = f = g = h = splat(ZERO)
+        key = begin
+        while key < end:
+            values = field(job, PAGES) + number(job, r, key, 1, k) * D * size
+            until = min(end, (key // S + 1) * S)
+            following = field(job, PAGES) + number(job, r, min(until, end - 1), 1, k) * D * size
+            for t in range(until - key):
+                fetch(following + t * D * size)
+                one, at = splat(f32(weights, key - begin + t)), t * D + column
+                two = splat(f32(weights, next_head + key - begin + t))
+                v = load(values, at)
+                a, e = multiply_add(one, v, a), multiply_add(two, v, e)
+                v = load(values, at + LANES)
+                b, f = multiply_add(one, v, b), multiply_add(two, v, f)
+                v = load(values, at + 2 * LANES)
+                c, g = multiply_add(one, v, c), multiply_add(two, v, g)
+                v = load(values, at + 3 * LANES)
+                d, h = multiply_add(one, v, d), multiply_add(two, v, h)
+            key = until
+        store(out, column, a)
+        store(out, column + LANES, b)
+        store(out, column + 2 * LANES, c)
+        store(out, column + 3 * LANES, d)
+        store(out, step + column, e)
+        store(out, step + column + LANES, f)
+        store(out, step + column + 2 * LANES, g)
+        store(out, step + column + 3 * LANES, h)
 
     @inline  # type: ignore[untyped-decorator]
     def sink_of(job: int, h: int) -> float:
@@ -187,35 +256,50 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         r, begin = i32(field(job, WORK), 2 * piece), i32(field(job, WORK), 2 * piece + 1)
         length = i32(field(job, LENS), r)
         end = min(length, begin + keys)
-        logits = malloc(G * keys * 4)
+        logits = malloc(G * (keys + 2) * 4)
+        tops = logits + G * keys * 4
         logits_of(job, r, k, begin, end, logits)
         whole = length - first_key(job, length) <= keys
+        record = field(job, PARTIAL) + (piece * field(job, HEADS) + k * G) * (D + RECORD) * 4
+        out = field(job, OUT) + (r * field(job, HEADS) + k * G) * D * 4 if whole else record
+        step = D if whole else D + RECORD
         for g in range(G):
             mine = logits + g * keys * 4
-            largest, weights = weights_of(job, end - begin, mine)
+            top, weights = weights_of(job, end - begin, mine)
             if scaled:
                 scale_values(job, r, k, begin, end, mine)
-            h = k * G + g
-            record = field(job, PARTIAL) + (piece * field(job, HEADS) + h) * (D + RECORD) * 4
-            out = field(job, OUT) + (r * field(job, HEADS) + h) * D * 4 if whole else record
+            # What the values are divided by, once they are summed: kept beside the logits.
+            set_f32(tops, 2 * g, top)
+            set_f32(tops, 2 * g + 1, weights)
+        g = 0
+        while g < G:
+            mine, here = logits + g * keys * 4, out + g * step * 4
+            if WIDE and g + 2 <= G:
+                for column in range(0, D, 4 * LANES):
+                    weigh_two(job, r, k, begin, end, mine, keys, column, here, step)
+                g += 2
+                continue
             if WIDE:
                 for column in range(0, D, 4 * LANES):
-                    weigh_wide(job, r, k, begin, end, mine, column, out)
+                    weigh_wide(job, r, k, begin, end, mine, column, here)
             else:
                 for column in range(0, D, LANES):
-                    weigh(job, r, k, begin, end, mine, column, out)
+                    weigh(job, r, k, begin, end, mine, column, here)
+            g += 1
+        for g in range(G):
+            top, weights, here = f32(tops, 2 * g), f32(tops, 2 * g + 1), out + g * step * 4
             if whole:
-                sink = sink_of(job, h)
-                if sink > largest:
-                    weights = weights * exp(largest - sink) + ONE
-                    factor = exp(largest - sink) / weights
+                sink = sink_of(job, k * G + g)
+                if sink > top:
+                    weights = weights * exp_of_one(top - sink) + ONE
+                    factor = exp_of_one(top - sink) / weights
                 else:
-                    factor = ONE / (weights + exp(sink - largest))
-                for d in range(D):
-                    set_f32(out, d, f32(out, d) * factor)
+                    factor = ONE / (weights + exp_of_one(sink - top))
+                for d in range(0, D, LANES):
+                    store(here, d, multiply(load_f32(here, d), splat(factor)))
             else:
-                set_f32(record, D, largest)
-                set_f32(record, D + 1, weights)
+                set_f32(here, D, top)
+                set_f32(here, D + 1, weights)
         free(logits)
 
     @jit  # type: ignore[untyped-decorator]
@@ -236,15 +320,15 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
     def merge(job: int, r: int, h: int, piece: int, after: int) -> None:
         H = field(job, HEADS)
         out = field(job, OUT) + (r * H + h) * D * 4
-        largest = sink_of(job, h)
+        top = sink_of(job, h)
         for p in range(piece, after):
-            largest = max(largest, f32(field(job, PARTIAL) + (p * H + h) * (D + RECORD) * 4, D))
-        weights = exp(sink_of(job, h) - largest)
+            top = max(top, f32(field(job, PARTIAL) + (p * H + h) * (D + RECORD) * 4, D))
+        weights = exp_of_one(sink_of(job, h) - top)
         for d in range(D):
             set_f32(out, d, ZERO)
         for p in range(piece, after):
             record = field(job, PARTIAL) + (p * H + h) * (D + RECORD) * 4
-            factor = exp(f32(record, D) - largest)
+            factor = exp_of_one(f32(record, D) - top)
             weights += f32(record, D + 1) * factor
             for d in range(D):
                 set_f32(out, d, f32(out, d) + f32(record, d) * factor)

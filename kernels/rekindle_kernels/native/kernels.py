@@ -14,7 +14,7 @@ def make(name: str) -> Kernel:
     """`matvec_DTYPE`, `decode_DTYPE_HEADSIZE` or `prefill_DTYPE_HEADSIZE`."""
     kind, dtype, *rest = name.split("_")
     if kind == "matvec":
-        return rows.kernel(name, _READ[dtype], SIZES[dtype], scaled=dtype == "int8")
+        return rows.kernel(name, _READ[dtype], _LOAD[dtype], SIZES[dtype], scaled=dtype == "int8")
     if kind == "prefill":
         return prefill.kernel(name, _READ[dtype], SIZES[dtype], int(rest[0]), scaled=dtype == "int8")
     return decode.kernel(name, _LOAD[dtype], SIZES[dtype], int(rest[0]), scaled=dtype == "int8")

@@ -68,18 +68,6 @@ set_f32 = _writer(types.float32, ir.FloatType())
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def power_of_two(typing_context: Any, exponent: Any) -> Any:
-    """2 to the power of an integer-valued float32 from -126 to 127."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        i32_type = ir.IntType(32)
-        biased = builder.add(builder.fptosi(args[0], i32_type), ir.Constant(i32_type, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(i32_type, 23)), ir.FloatType())
-
-    return types.float32(types.float32), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
     """Add to the word at `address`; what it was before. Orders all memory."""
 
@@ -141,10 +129,15 @@ def address_of(name: str) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def nearest(typing_context: Any, value: Any) -> Any:
-    """The integer nearest to a float32, as a float32."""
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at `address`; any address will do."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.call(builder.module.declare_intrinsic("llvm.rint", [ir.FloatType()]), args)
+        flag, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, keep, data = (ir.Constant(flag, number) for number in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(args[0], pointer), read, keep, data])
+        return context.get_dummy_value()
 
-    return types.float32(types.float32), codegen
+    return types.void(types.int64), codegen

@@ -9,15 +9,28 @@ Axes: T tokens, H query heads, K kv heads, G = H/K, D head size, S page size, W 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.exponential import exp
+from rekindle_kernels.native.exponential import exp, exp_of_one, tanh
 from rekindle_kernels.native.memory import f32, free, i32, malloc, set_f32, set_i32
 from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, nothing, operand, result, set_field
-from rekindle_kernels.native.vector import LANES, load_f32, multiply_add, splat, store
+from rekindle_kernels.native.vector import (
+    LANES,
+    add,
+    between,
+    divide,
+    larger,
+    largest,
+    load_f32,
+    multiply,
+    multiply_add,
+    splat,
+    store,
+    subtract,
+    total,
+)
 
 KEYS = 64  # of a tile: the four vectors of the micro-kernel
 ZERO, ONE, MASKED = np.float32(0), np.float32(1), np.float32(-1e30)
@@ -132,38 +145,36 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
     @inline  # type: ignore[untyped-decorator]
     def row_vector(a: int, b: int, b_step: int, depth: int, c: int) -> None:
         """c += a · b for one row and one vector: head sizes that are no multiple of four vectors."""
-        total = load_f32(c, 0)
+        x = load_f32(c, 0)
         for i in range(depth):
-            total = multiply_add(splat(f32(a, i)), load_f32(b, i * b_step), total)
-        store(c, 0, total)
+            x = multiply_add(splat(f32(a, i)), load_f32(b, i * b_step), x)
+        store(c, 0, x)
 
     @inline  # type: ignore[untyped-decorator]
     def softmax_row(job: int, logits: int, low: int, high: int, running: int, out: int) -> None:
         """Turn one row's logits into weights, keys [low, high) of the tile being seen; rescale what was summed."""
-        cap, largest = f32(field(job, NUMBERS), 1), f32(running, 0)
-        before = largest
-        if cap > ZERO:
-            for j in range(KEYS):
-                set_f32(logits, j, np.float32(math.tanh(f32(logits, j) / cap)) * cap)
-        if low > 0 or high < KEYS:
-            for j in range(KEYS):
-                set_f32(logits, j, f32(logits, j) if low <= j < high else MASKED)
-        for j in range(KEYS):
-            x = f32(logits, j)
-            largest = x if x > largest else largest
-        weights = ZERO
-        for j in range(KEYS):
-            weight = exp(f32(logits, j) - largest)
-            set_f32(logits, j, weight)
-            weights += weight
-        if largest > before:
-            keep = exp(before - largest)
-            set_f32(running, 0, largest)
-            set_f32(running, 1, f32(running, 1) * keep + weights)
-            for d in range(D):
-                set_f32(out, d, f32(out, d) * keep)
-        else:
-            set_f32(running, 1, f32(running, 1) + weights)
+        cap, before = f32(field(job, NUMBERS), 1), f32(running, 0)
+        highest, weights = splat(before), splat(ZERO)
+        for at in range(0, KEYS, LANES):
+            x = load_f32(logits, at)
+            if cap > ZERO:
+                x = multiply(tanh(divide(x, splat(cap))), splat(cap))
+            if low > at or high < at + LANES:
+                x = between(x, low - at, high - at, MASKED)
+            store(logits, at, x)
+            highest = larger(highest, x)
+        top = largest(highest)
+        for at in range(0, KEYS, LANES):
+            x = exp(subtract(load_f32(logits, at), splat(top)))
+            store(logits, at, x)
+            weights = add(weights, x)
+        keep = ONE
+        if top > before:
+            keep = exp_of_one(before - top)
+            for d in range(0, D, LANES):
+                store(out, d, multiply(load_f32(out, d), splat(keep)))
+        set_f32(running, 0, top)
+        set_f32(running, 1, f32(running, 1) * keep + total(weights))
 
     @jit  # type: ignore[untyped-decorator]
     def block(job: int, index: int) -> None:
@@ -216,15 +227,15 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         for m in range(rows):
             h = k * G + m % G
             target = field(job, OUT) + ((start + begin + m // G) * H + h) * D * 4
-            largest, weights = f32(running, 2 * m), f32(running, 2 * m + 1)
+            top, weights = f32(running, 2 * m), f32(running, 2 * m + 1)
             keep = ONE
             if field(job, SINKED) > 0:
                 sink = f32(field(job, SINKS), h)
-                if sink > largest:
-                    keep = exp(largest - sink)
+                if sink > top:
+                    keep = exp_of_one(top - sink)
                     weights = weights * keep + ONE
                 else:
-                    weights += exp(sink - largest)
+                    weights += exp_of_one(sink - top)
             factor = keep / weights
             for d in range(D):
                 set_f32(target, d, f32(out, m * D + d) * factor)

@@ -1,8 +1,8 @@
 """Few rows times a matrix, at the speed at which memory can be read.
 
 XLA:CPU repacks a matrix for every product, which suits many rows and costs twice the reading of the matrix where there
-are few. Here each weight is read once, widened in a register and multiplied with up to four rows at a time; float32
-throughout, whatever the weights are stored as.
+are few. Here each weight is read once, widened in a register and multiplied with two or four rows; float32 throughout,
+whatever the weights are stored as.
 
 135M bfloat16 weights of 121 matrices on 2 shared cores (30-35 GB/s at that time), milliseconds:
     rows                 1      2      4
@@ -14,17 +14,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle_kernels.native.memory import f32, set_f32
-from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, nothing, operand, result, set_field
+import numpy as np
 
+from rekindle_kernels.native.memory import f32, prefetch, set_f32
+from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, nothing, operand, result, set_field
+from rekindle_kernels.native.vector import LANES, add, load_f32, multiply_add, splat, total
+
+ZERO = np.float32(0)
+AHEAD = 8 << 10  # bytes: the processor's own prefetcher stops at every page of memory
 BLOCK_BYTES = 192 << 10  # of weights: long enough for the prefetcher, short enough that threads end together
 
 # Fields of a job.
 WEIGHT, SCALE, X, OUT, ROWS, WIDTH, HEIGHT, PER_BLOCK = range(8)
 
 
-def kernel(name: str, read: Any, size: int, scaled: bool) -> Kernel:
-    """`(weight [N, K], scale [N], x [R, K] float32) -> [R, N] float32` for weights that `read` widens."""
+def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
+    """`(weight [N, K], scale [N], x [R, K] float32) -> [R, N] float32` for weights that `read` widens
+    one by one and `load` sixteen at a time."""
 
     @jit  # type: ignore[untyped-decorator]
     def prepare(frame: int, job: int, threads: int) -> int:
@@ -37,59 +43,91 @@ def kernel(name: str, read: Any, size: int, scaled: bool) -> Kernel:
         set_field(job, WIDTH, K)
         set_field(job, HEIGHT, N)
         rounds = (N * K * size + threads * BLOCK_BYTES - 1) // (threads * BLOCK_BYTES)
-        per_block = max(1, (N + rounds * threads - 1) // (rounds * threads))
+        per_block = max(2, (N + rounds * threads - 1) // (rounds * threads) // 2 * 2)
         set_field(job, PER_BLOCK, per_block)
         return (N + per_block - 1) // per_block
 
     @inline  # type: ignore[untyped-decorator]
-    def dot(weight: int, x: int, K: int) -> float:
-        a = f32(x, 0) * 0
-        for k in range(K):
-            a += read(weight, k) * f32(x, k)
-        return a
+    def dot(weight: int, x: int, K: int, start: int) -> float:
+        """One output for one row, from element `start` on."""
+        a, end = splat(ZERO), start + (K - start) // LANES * LANES
+        for k in range(start, end, LANES):
+            a = multiply_add(load(weight, k), load_f32(x, k), a)
+        rest = total(a)
+        for k in range(end, K):
+            rest += read(weight, k) * f32(x, k)
+        return rest
 
     @inline  # type: ignore[untyped-decorator]
-    def two_dots(weight: int, x: int, K: int) -> tuple[float, float]:
-        a = b = f32(x, 0) * 0
-        for k in range(K):
-            w = read(weight, k)
-            a += w * f32(x, k)
-            b += w * f32(x, K + k)
-        return a, b
+    def two_by_two(weight: int, x: int, K: int, N: int, out: int) -> None:
+        """Two outputs for two rows."""
+        a = b = c = d = e = f = g = h = splat(ZERO)
+        below, end = weight + K * size, K // (2 * LANES) * 2 * LANES
+        for k in range(0, end, 2 * LANES):
+            w, v, y, z = load(weight, k), load(below, k), load_f32(x, k), load_f32(x, K + k)
+            a, b = multiply_add(w, y, a), multiply_add(v, y, b)
+            c, d = multiply_add(w, z, c), multiply_add(v, z, d)
+            w, v = load(weight, k + LANES), load(below, k + LANES)
+            y, z = load_f32(x, k + LANES), load_f32(x, K + k + LANES)
+            e, f = multiply_add(w, y, e), multiply_add(v, y, f)
+            g, h = multiply_add(w, z, g), multiply_add(v, z, h)
+        set_f32(out, 0, total(add(a, e)) + dot(weight, x, K, end))
+        set_f32(out, 1, total(add(b, f)) + dot(below, x, K, end))
+        set_f32(out, N, total(add(c, g)) + dot(weight, x + 4 * K, K, end))
+        set_f32(out, N + 1, total(add(d, h)) + dot(below, x + 4 * K, K, end))
 
     @inline  # type: ignore[untyped-decorator]
-    def four_dots(weight: int, x: int, K: int) -> tuple[float, float, float, float]:
-        a = b = c = d = f32(x, 0) * 0
-        for k in range(K):
-            w = read(weight, k)
-            a += w * f32(x, k)
-            b += w * f32(x, K + k)
-            c += w * f32(x, 2 * K + k)
-            d += w * f32(x, 3 * K + k)
-        return a, b, c, d
+    def two_by_four(weight: int, x: int, K: int, N: int, out: int) -> None:
+        """Two outputs for four rows."""
+        a = b = c = d = e = f = g = h = splat(ZERO)
+        below, end = weight + K * size, K // LANES * LANES
+        for k in range(0, end, LANES):
+            w, v = load(weight, k), load(below, k)
+            y = load_f32(x, k)
+            a, b = multiply_add(w, y, a), multiply_add(v, y, b)
+            y = load_f32(x, K + k)
+            c, d = multiply_add(w, y, c), multiply_add(v, y, d)
+            y = load_f32(x, 2 * K + k)
+            e, f = multiply_add(w, y, e), multiply_add(v, y, f)
+            y = load_f32(x, 3 * K + k)
+            g, h = multiply_add(w, y, g), multiply_add(v, y, h)
+        set_f32(out, 0, total(a) + dot(weight, x, K, end))
+        set_f32(out, 1, total(b) + dot(below, x, K, end))
+        set_f32(out, N, total(c) + dot(weight, x + 4 * K, K, end))
+        set_f32(out, N + 1, total(d) + dot(below, x + 4 * K, K, end))
+        set_f32(out, 2 * N, total(e) + dot(weight, x + 8 * K, K, end))
+        set_f32(out, 2 * N + 1, total(f) + dot(below, x + 8 * K, K, end))
+        set_f32(out, 3 * N, total(g) + dot(weight, x + 12 * K, K, end))
+        set_f32(out, 3 * N + 1, total(h) + dot(below, x + 12 * K, K, end))
 
     @jit  # type: ignore[untyped-decorator]
     def block(job: int, index: int) -> None:
         R, K, N, per_block = field(job, ROWS), field(job, WIDTH), field(job, HEIGHT), field(job, PER_BLOCK)
-        x, out = field(job, X), field(job, OUT)
-        for n in range(index * per_block, min(N, (index + 1) * per_block)):
-            weight = field(job, WEIGHT) + n * K * size
-            factor = f32(field(job, SCALE), n if scaled else 0)
+        scale = field(job, SCALE)
+        n, end = index * per_block, min(N, (index + 1) * per_block)
+        while n < end:
+            weight, out = field(job, WEIGHT) + n * K * size, field(job, OUT) + n * 4
+            count = 2 if n + 2 <= end else 1
+            for line in range(0, count * K * size, 64):
+                prefetch(weight + AHEAD + line)
             r = 0
-            while r + 4 <= R:
-                a, b, c, d = four_dots(weight, x + 4 * r * K, K)
-                set_f32(out, r * N + n, a * factor)
-                set_f32(out, (r + 1) * N + n, b * factor)
-                set_f32(out, (r + 2) * N + n, c * factor)
-                set_f32(out, (r + 3) * N + n, d * factor)
-                r += 4
-            while r + 2 <= R:
-                a, b = two_dots(weight, x + 4 * r * K, K)
-                set_f32(out, r * N + n, a * factor)
-                set_f32(out, (r + 1) * N + n, b * factor)
-                r += 2
-            if r < R:
-                set_f32(out, r * N + n, dot(weight, x + 4 * r * K, K) * factor)
+            while r < R:
+                x, here = field(job, X) + 4 * r * K, out + 4 * r * N
+                if count == 2 and r + 4 <= R:
+                    two_by_four(weight, x, K, N, here)
+                    r += 4
+                elif count == 2 and r + 2 <= R:
+                    two_by_two(weight, x, K, N, here)
+                    r += 2
+                else:
+                    for i in range(count):
+                        set_f32(here, i, dot(weight + i * K * size, x, K, 0))
+                    r += 1
+            if scaled:
+                for r in range(R):
+                    for i in range(count):
+                        set_f32(out, r * N + i, f32(out, r * N + i) * f32(scale, n + i))
+            n += count
 
     return Kernel(name, prepare, block, nothing)
 

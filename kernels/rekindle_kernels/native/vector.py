@@ -10,7 +10,7 @@ from numba.core.cgutils import get_or_insert_function
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from rekindle_kernels.native.memory import widen_bf16
+from rekindle_kernels.native.memory import WORD, widen_bf16
 
 LANES = 16
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -72,15 +72,46 @@ def splat(typing_context: Any, value: Any) -> Any:
     return VECTOR(types.float32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def multiply_add(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a · b + c."""
+def _operation(arguments: int, emit: Any) -> Any:
+    """An intrinsic from vectors to a vector."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-        return builder.call(get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), args)
+        return emit(builder, *args)
 
-    return VECTOR(VECTOR, VECTOR, VECTOR), codegen
+    signature = VECTOR(*[VECTOR] * arguments)
+    if arguments == 1:
+        return intrinsic(lambda typing_context, a: (signature, codegen))
+    if arguments == 2:
+        return intrinsic(lambda typing_context, a, b: (signature, codegen))
+    return intrinsic(lambda typing_context, a, b, c: (signature, codegen))
+
+
+def _llvm(name: str, result: ir.Type, *operands: ir.Type) -> Any:
+    """A call of LLVM's own function `name`."""
+
+    def emit(builder: Any, *args: Any) -> Any:
+        kind = ir.FunctionType(result, operands)
+        return builder.call(get_or_insert_function(builder.module, kind, name), args, fastmath=("reassoc", "nnan"))
+
+    return emit
+
+
+def _power_of_two(builder: Any, exponent: Any) -> Any:
+    integers = ir.VectorType(ir.IntType(32), LANES)
+    biased = builder.add(builder.fptosi(exponent, integers), ir.Constant(integers, [127] * LANES))
+    return builder.bitcast(builder.shl(biased, ir.Constant(integers, [23] * LANES)), _FLOATS)
+
+
+multiply_add = _operation(3, _llvm(f"llvm.fma.v{LANES}f32", _FLOATS, _FLOATS, _FLOATS, _FLOATS))  # a · b + c
+multiply = _operation(2, lambda builder, a, b: builder.fmul(a, b))
+add = _operation(2, lambda builder, a, b: builder.fadd(a, b))
+larger = _operation(2, lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+nearest = _operation(1, _llvm(f"llvm.rint.v{LANES}f32", _FLOATS, _FLOATS))  # integers, as float32
+subtract = _operation(2, lambda builder, a, b: builder.fsub(a, b))
+divide = _operation(2, lambda builder, a, b: builder.fdiv(a, b))
+magnitude = _operation(1, _llvm(f"llvm.fabs.v{LANES}f32", _FLOATS, _FLOATS))
+with_sign_of = _operation(2, _llvm(f"llvm.copysign.v{LANES}f32", _FLOATS, _FLOATS, _FLOATS))  # |a| with b's sign
+power_of_two = _operation(1, _power_of_two)  # of an integer from -126 to 127
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -88,8 +119,37 @@ def total(typing_context: Any, value: Any) -> Any:
     """The sum of all lanes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOATS])
-        reduce = get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
-        return builder.call(reduce, [ir.Constant(ir.FloatType(), 0.0), args[0]], fastmath=("reassoc",))
+        emit = _llvm(f"llvm.vector.reduce.fadd.v{LANES}f32", ir.FloatType(), ir.FloatType(), _FLOATS)
+        return emit(builder, ir.Constant(ir.FloatType(), 0.0), args[0])
 
     return types.float32(VECTOR), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def largest(typing_context: Any, value: Any) -> Any:
+    """The largest of all lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _llvm(f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), _FLOATS)(builder, args[0])
+
+    return types.float32(VECTOR), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def between(typing_context: Any, value: Any, low: Any, high: Any, otherwise: Any) -> Any:
+    """The lanes [low, high) of a vector, and another number in the others."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = ir.VectorType(WORD, LANES)
+        number = ir.Constant(lanes, list(range(LANES)))
+        first = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+
+        def everywhere(x: Any, kind: ir.VectorType) -> Any:
+            one = builder.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
+            return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), first)
+
+        above = builder.icmp_signed(">=", number, everywhere(args[1], lanes))
+        below = builder.icmp_signed("<", number, everywhere(args[2], lanes))
+        return builder.select(builder.and_(above, below), args[0], everywhere(args[3], _FLOATS))
+
+    return VECTOR(VECTOR, types.int64, types.int64, types.float32), codegen
