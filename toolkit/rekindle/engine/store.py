@@ -34,7 +34,7 @@ from rekindle_kernels.native.build import ensure
 log = logging.getLogger("rekindle.store")
 FORMAT = 1
 STALE_PARTIAL_SECONDS = 3600.0
-# Loading a program registers its unwind tables with the C runtime, and a C++ exception thrown meanwhile in another thread
+# Loading a program registers its unwind tables with the C runtime, and a C++ exception that another thread throws then
 # walks through them: that crashed one in about 200 pairs of loads (jaxlib 0.10, libgcc 12), since reading a checkpoint
 # throws. One after the other takes no longer: 25.0 and 25.1 s for 300 in two threads, with this lock and without.
 _loading = threading.Lock()
