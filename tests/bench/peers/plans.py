@@ -74,10 +74,18 @@ def batch_figures(batches: Sequence[Batch], answers: Sequence[Answer]) -> Figure
     figures = {"wall_s": answer.wall, "generated_tok_s": sum(batches[-1].outputs) / answer.wall}
     if all(answer.times):
         firsts = [times[0] * 1e3 for times in answer.times]
-        gaps = [1e3 * (later - first) for times in answer.times for first, later in itertools.pairwise(times)]
+        gaps = [1e3 * gap for times in answer.times for gap in between(times)]
         for name, values in (("ttft", firsts), ("gap", gaps)):
             figures |= {f"{name}_p{share}_ms": float(np.percentile(values, share)) for share in (50, 99)}
     return figures
+
+
+def between(times: Sequence[float]) -> list[float]:
+    """The wait for each token after the first; tokens that came together share theirs."""
+    arrivals = [(at, len(list(same))) for at, same in itertools.groupby(times)]
+    return [
+        (later - before) / count for (before, _), (later, count) in itertools.pairwise(arrivals) for _ in range(count)
+    ]
 
 
 def shared(draw: Draw) -> Plan:

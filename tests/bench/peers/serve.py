@@ -1,8 +1,10 @@
 """One engine in a process of its own: commands as JSON lines on standard input, answers on standard output.
 
-python serve.py NAME             commands open, generate, forget, close; waits, idle, between them
-python serve.py NAME convert     one Setting on standard input; writes the engine's own weights
-python serve.py NAME first       one Setting with a prompt; one line when its first token is there
+    python serve.py NAME             commands open, generate, forget, close; waits, idle, between them
+    python serve.py NAME convert     one Setting on standard input; writes the engine's own weights
+    python serve.py NAME first       one Setting with a prompt; one line when its first token is there
+
+NAME is one of engine.ENGINES; the Python that runs this has to have it.
 """
 
 from __future__ import annotations

@@ -4,35 +4,66 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+READ_BYTES = 384 << 20  # far more than the caches hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """Measured rates of the default device."""
 
-    read_gb_per_s: float  # of a sum over an array far larger than the caches
+    read_gb_per_s: float
     bf16_gflop_per_s: float  # of a square product
     f32_gflop_per_s: float
+    int8_gflop_per_s: float  # int8 · int8 → int32
+
+    def product(self, dtype: str, quantize: str | None) -> float:
+        """The product's rate that a model's prefill is held against."""
+        if quantize == "int8":
+            # Large chunks may run in either; whichever is faster here is the limit.
+            return max(self.int8_gflop_per_s, self.bf16_gflop_per_s)
+        return self.f32_gflop_per_s if dtype == "float32" else self.bf16_gflop_per_s
 
 
-def measure(size: int = 2048, repeat: int = 5) -> Limits:
-    words = jnp.ones((96 << 20,), jnp.uint32)  # 384 MB
-    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.uint32))
-    read = words.nbytes / best(total, words, repeat=repeat) / 1e9
-    del words
+def measure(size: int = 2048, repeat: int = 7, read_bytes: int = READ_BYTES) -> Limits:
     rates = []
-    for dtype in (jnp.bfloat16, jnp.float32):
+    for dtype, wide in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float32), (jnp.int8, jnp.int32)):
         x = jnp.ones((size, size), dtype)
-        product = jax.jit(
-            lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        )
-        rates.append(2 * size**3 / best(product, x, x, repeat=repeat) / 1e9)
-    return Limits(read, *rates)
+        product = jax.jit(_product, static_argnums=2)
+        rates.append(2 * size**3 / best(product, x, x, wide, repeat=repeat) / 1e9)
+    return Limits(read_rate(read_bytes, repeat), *rates)
+
+
+def _product(a: jax.Array, b: jax.Array, wide: Any) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+
+
+def read_rate(nbytes: int, repeat: int) -> float:
+    """GB/s of reading an array once: the fastest of several reductions, since no single one reaches it everywhere.
+
+    On CPU, folding a middle axis is a vector operation per element and cache line: 35 GB/s on two cores where a plain
+    sum read 19, and the products with two rows that decoding makes read about as much as the best of them.
+    """
+    words = jnp.ones((nbytes // 4,), jnp.uint32)
+    seconds = [best(jax.jit(_total), words, repeat=repeat)]
+    for inner in (64, 128, 256, 1024):
+        folded = words.reshape(-1, 131072 // inner, inner)
+        seconds.append(best(jax.jit(_fold), folded, repeat=repeat))
+    return words.nbytes / min(seconds) / 1e9
+
+
+def _total(words: jax.Array) -> jax.Array:
+    return jnp.sum(words, dtype=jnp.uint32)
+
+
+def _fold(words: jax.Array) -> jax.Array:
+    return jax.lax.reduce(words, np.uint32(0), jax.lax.bitwise_xor, (1,))
 
 
 def best(function: Callable[..., Any], *arguments: Any, repeat: int) -> float:
@@ -44,3 +75,27 @@ def best(function: Callable[..., Any], *arguments: Any, repeat: int) -> float:
         jax.block_until_ready(function(*arguments))
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What a model's weights cost per token."""
+
+    decode_bytes: int  # read for every step of decoding, whatever its rows
+    prefill_flop: int  # per prompt token, in the layers' products; attention and the head come on top
+
+    @classmethod
+    def of(cls, paths: Sequence[str], leaves: Sequence[Any]) -> Work:
+        """`leaves` may be shapes. An embedding that is not the head as well is looked up, not read."""
+        named = dict(zip(paths, leaves, strict=True))
+        tied = not any(path.startswith("head.") for path in named)
+        read = [leaf for path, leaf in named.items() if tied or not path.startswith(("embed.", "position_embed."))]
+        products = [leaf.size for path, leaf in named.items() if path.startswith("layers.") and len(leaf.shape) == 2]
+        return cls(sum(leaf.size * leaf.dtype.itemsize for leaf in read), 2 * sum(products))
+
+    def decode_share(self, limits: Limits, tokens_per_s: float) -> float:
+        """Of the memory's speed that one stream's weights take up."""
+        return self.decode_bytes * tokens_per_s / (limits.read_gb_per_s * 1e9)
+
+    def prefill_share(self, rate_gflop_per_s: float, tokens_per_s: float) -> float:
+        return self.prefill_flop * tokens_per_s / (rate_gflop_per_s * 1e9)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,43 +17,63 @@ import anyio
 
 import rekindle
 from rekindle.bench import workloads
-from rekindle.bench.shapes import SHAPES, random_shape
+from rekindle.bench.shapes import SHAPES, hf_config, random_shape
 from rekindle.cli.main import engine_options
-from rekindle.errors import ConfigError
+from rekindle.config import cache_folder
+from rekindle.errors import ConfigError, RekindleError
 
 if TYPE_CHECKING:
+    from rekindle.bench.limits import Limits, Work
     from rekindle.models.base import LoadedModel
+
+FRESH = ("W5", "W8")  # in processes of their own
 
 
 def run(arguments: argparse.Namespace) -> int:
     names = [name.strip().upper() for name in arguments.workloads.split(",") if name.strip()]
     for name in names:
-        if name not in workloads.WORKLOADS:
-            known = ", ".join(workloads.WORKLOADS)
+        if name not in (*workloads.WORKLOADS, *FRESH):
+            known = ", ".join(sorted((*workloads.WORKLOADS, *FRESH)))
             raise ConfigError("--workloads", name, "is not known", f"Use some of {known}")
+    if arguments.growth:
+        report = grow(arguments.model, engine_options(arguments), arguments.scale, arguments.plots)
+        print(json.dumps(report, indent=1)) if arguments.json else show_growth(report)
+        return 0
     report = measure(arguments.model, names, arguments.repeat, engine_options(arguments))
-    if arguments.json:
-        print(json.dumps(report, indent=1))
-    else:
-        show(report)
+    print(json.dumps(report, indent=1)) if arguments.json else show(report)
     return 0
 
 
 def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Medians of `repeat` runs of each workload, every one in a warm session."""
+    """Medians of `repeat` runs of each workload, every one in a warm session or, W5 and W8, in processes of its own."""
     from rekindle.bench import limits
 
-    loaded: LoadedModel | str = model
-    if model.lower() in SHAPES and not Path(model).exists():
-        dtype = options.get("dtype", "auto")
-        loaded = random_shape(
-            model.lower(), dtype="bfloat16" if dtype == "auto" else dtype, quantize=options.get("quantize")
-        )
-    report: dict[str, Any] = {"model": model, **options, "limits": dataclasses.asdict(limits.measure())}
+    options = {"dtype": "bfloat16", **options} if _is_shape(model) else options
+    _say("limits …")
+    found = limits.measure()
+    report: dict[str, Any] = {"model": model, **options, "limits": dataclasses.asdict(found)}
+    loaded = _loaded(model, options)
+    work = _work(model, options)
     for name in names:
         _say(f"{name} …")
-        report[name] = anyio.run(_workload, loaded, name, repeat, options)
+        if name in FRESH:
+            report[name] = _fresh(model, name, repeat, options)
+        else:
+            report[name] = anyio.run(_workload, loaded, name, repeat, options)
+            report[name] |= shares(name, report[name], work, found, options)
     return report
+
+
+def shares(
+    name: str, figures: dict[str, float], work: Work, limits: Limits, options: dict[str, Any]
+) -> dict[str, float]:
+    """How much of the limit a workload reaches: one stream is bound by memory, a long prompt by products."""
+    if name == "W1":
+        return {"share_of_read": work.decode_share(limits, figures["decode_tok_s"])}
+    if name == "W2":
+        rate = limits.product(options.get("dtype", "auto"), options.get("quantize"))
+        return {"share_of_product": work.prefill_share(rate, figures["prefill_tok_s"])}
+    return {}
 
 
 async def _workload(model: LoadedModel | str, name: str, repeat: int, options: dict[str, Any]) -> dict[str, float]:
@@ -63,7 +86,67 @@ async def _workload(model: LoadedModel | str, name: str, repeat: int, options: d
     async with rekindle.open(model, **{"precompile": "all", "quiet": True, **needed, **options}) as session:
         prompts = workloads.Prompts(session.tokenizer.vocab_size if model == "tiny" else vocab_size(model))
         runs = [await workloads.WORKLOADS[name](session, prompts) for _ in range(repeat + 1)][1:]
-    return {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
+    return _medians(runs)
+
+
+def _fresh(model: str, name: str, repeat: int, options: dict[str, Any]) -> dict[str, float]:
+    from rekindle.bench import fresh
+    from rekindle.bench.folder import write_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = str(write_checkpoint(model.lower(), Path(folder) / "model")) if _is_shape(model) else model
+        if name == "W5":
+            one: Callable[..., dict[str, float]] = fresh.first_token
+        else:
+            limit = {"max_model_len": 1024} if model == "tiny" else {}
+            options = {**limit, **options}
+            one = functools.partial(fresh.restart, programs=cache_folder(options.get("cache_dir")))
+        try:
+            return _medians([one(source, options) for _ in range(repeat)])
+        except RuntimeError as error:
+            raise RekindleError(f"{name} failed: {error}. What it printed says why") from error
+
+
+def grow(model: str, options: dict[str, Any], scale: float, plots: Path | None) -> dict[str, Any]:
+    """The step time against rows, context, cached pages and queued requests."""
+    from rekindle.bench import growth
+
+    loaded = _loaded(model, options)
+    measured = functools.partial(growth.measure, loaded, vocab_size(loaded), options, scale=scale, say=_say)
+    points = anyio.run(measured)
+    if plots is not None:
+        for file in growth.plot(points, plots):
+            _say(f"wrote {file}")
+    return {"model": model, **options, "points": [dataclasses.asdict(point) for point in points]}
+
+
+def _loaded(model: str, options: dict[str, Any]) -> LoadedModel | str:
+    if not _is_shape(model):
+        return model
+    dtype = options.get("dtype", "auto")
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    return random_shape(model.lower(), dtype=dtype, quantize=options.get("quantize"))
+
+
+def _work(model: str, options: dict[str, Any]) -> Work:
+    """From the shapes alone."""
+    from rekindle.assemble import TINY
+    from rekindle.bench.limits import Work
+    from rekindle.models.base import abstract_model
+    from rekindle.models.checkpoint import inspect, resolve_dtype
+    from rekindle.models.config import ModelConfig
+
+    if _is_shape(model):
+        config = ModelConfig.from_hf(hf_config(model.lower()))
+    else:
+        config = inspect(TINY if model == "tiny" else model).config
+    dtype = resolve_dtype(options.get("dtype", "auto"), config)
+    graph, leaves = abstract_model(config, dtype, options.get("quantize"))
+    return Work.of(graph.paths, leaves)
+
+
+def _is_shape(model: str) -> bool:
+    return model.lower() in SHAPES and not Path(model).exists()
 
 
 def vocab_size(model: LoadedModel | str) -> int:
@@ -71,15 +154,34 @@ def vocab_size(model: LoadedModel | str) -> int:
     return 1000 if isinstance(model, str) else model.config.vocab_size
 
 
+def _medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
+
+
 def show(report: dict[str, Any]) -> None:
     limits = report["limits"]
     print(
         f"{report['model']}: this machine reads {limits['read_gb_per_s']:.0f} GB/s and multiplies "
-        f"{limits['bf16_gflop_per_s']:.0f} (bfloat16), {limits['f32_gflop_per_s']:.0f} (float32) GFLOP/s"
+        f"{limits['bf16_gflop_per_s']:.0f} (bfloat16), {limits['f32_gflop_per_s']:.0f} (float32), "
+        f"{limits['int8_gflop_per_s']:.0f} (int8) GFLOP/s"
     )
     for name, figures in report.items():
         if name.startswith("W"):
-            print(f"{name}  " + "  ".join(f"{figure} {value:,.1f}" for figure, value in figures.items()))
+            print(f"{name}  " + "  ".join(f"{figure} {_number(figure, value)}" for figure, value in figures.items()))
+
+
+def _number(figure: str, value: float) -> str:
+    if "share" in figure:
+        return f"{value:.0%}"
+    return f"{value:,.2f}" if figure.endswith("_s") and not figure.endswith("tok_s") else f"{value:,.1f}"
+
+
+def show_growth(report: dict[str, Any]) -> None:
+    """One line per point, with how its step compares with the sweep's first."""
+    first: dict[str, float] = {}
+    for point in report["points"]:
+        beside = point["step_ms"] / first.setdefault(point["sweep"], point["step_ms"])
+        print(f"{point['sweep']:16} {point['x']:>8,}  step {point['step_ms']:8.2f} ms  {beside:5.2f}×")
 
 
 def _say(text: str) -> None:

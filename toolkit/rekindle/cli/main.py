@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rekindle.config import DTYPES, POLICIES, QUANTIZE
@@ -62,10 +63,15 @@ def parser() -> argparse.ArgumentParser:
     cache.add_argument("--to", default="4GiB", help="prune: keep at most this much, newest first (default 4GiB)")
     cache.add_argument("--json", action="store_true", help="ls: print the entries as JSON")
 
-    bench = commands.add_parser("bench", help="measure this machine: single stream, prefill, batch, shared prefix")
+    bench = commands.add_parser(
+        "bench", help="measure this machine: single stream, prefill, batch, shared prefix, start"
+    )
     _model_options(bench)
     bench.add_argument("--workloads", default="W1,W2,W3,W4", help="comma-separated names (default W1,W2,W3,W4)")
     bench.add_argument("--repeat", type=int, default=3, help="runs of each workload; the median is shown")
+    bench.add_argument("--growth", action="store_true", help="instead: step time against rows, context, pages, queue")
+    bench.add_argument("--scale", type=float, default=1.0, help="with --growth: a share of each sweep's largest value")
+    bench.add_argument("--plots", type=Path, help="with --growth: a folder for pictures; needs matplotlib")
     bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     return root
 
