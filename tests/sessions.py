@@ -17,7 +17,8 @@ from fakes import EOS, FakeModel, FakeRunner
 from rekindle.cache import PagePool, PrefixCache
 from rekindle.config import EngineConfig
 from rekindle.engine.scheduler import Limits, Scheduler
-from rekindle.session import Session
+from rekindle.session import Session, real_detokenizer
+from rekindle.tasks.messages import Engine
 from rekindle.text.detokenizer import _byte_of_character
 from rekindle.text.tokenizer import Tokenizer
 
@@ -60,6 +61,13 @@ def fake_session(config: EngineConfig = CONFIG, **options: Any) -> Session:
     return Session(scheduler, runner, byte_tokenizer(), config, model="fake")
 
 
+def fake_engine(config: EngineConfig = CONFIG, **options: Any) -> Engine:
+    """The parts of such a session, as `open` would build them."""
+    scheduler, runner = parts(config, **options)
+    tokenizer = byte_tokenizer()
+    return Engine(scheduler, runner, tokenizer, real_detokenizer(tokenizer), config, EOS + 1, model="fake")
+
+
 @contextmanager
 def opened(config: EngineConfig = CONFIG, **options: Any) -> Iterator[Session]:
     """A session that has to be whole again afterwards: no live request, every page back, no thread left."""
@@ -98,4 +106,6 @@ def expected(prompt: str | list[int], model: FakeModel | None = None, **sampling
     return (model or FakeModel()).generate(make_request(prompt, **sampling))
 
 
-__all__ = ["CONFIG", "byte_tokenizer", "eventually", "expected", "fake_session", "opened", "parts", "settled"]
+__all__ = [
+    "CONFIG", "byte_tokenizer", "eventually", "expected", "fake_engine", "fake_session", "opened", "parts", "settled",
+]  # fmt: skip

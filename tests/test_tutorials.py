@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent.parent / "tutorials"
 sys.path.append(str(FOLDER))
 import build  # noqa: E402
 
-SECONDS = 300.0  # a reader waits two minutes at most on two idle cores; the machines that test are not idle
+SECONDS = 120.0  # what a reader waits at most for a whole notebook, compiling included
 QUICK = ("01",)  # in the default run
 SOURCES = build.sources()
 

@@ -19,7 +19,9 @@ def fill(session: Session, pages: int) -> None:
     """Until so many pages are cached or the first one had to leave: three or four for each of many prompts."""
     count = 0
     while session.stats().pages_cached < pages and not session.stats().cache.evicted_pages:
-        session.generate_sync([f"{i % 7} begins {i:06} and goes on a while" for i in range(count, count + 8)], max_tokens=1)
+        session.generate_sync(
+            [f"{i % 7} begins {i:06} and goes on a while" for i in range(count, count + 8)], max_tokens=1
+        )
         count += 8
 
 

@@ -1,0 +1,119 @@
+"""Steps that fail, pages that are lost with them, and crashes: who is told what, and what goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from rekindle.errors import RequestFailed, SessionClosed, StepFailed
+from rekindle.opening import Opening
+from rekindle.session import real_detokenizer
+from rekindle.tasks.messages import Engine
+from sessions import CONFIG, byte_tokenizer, eventually, fake_engine, fake_session, opened, parts, threads
+
+
+@pytest.mark.anyio
+async def test_a_crash_reaches_every_waiter_and_another_session_opens() -> None:
+    before = threads()
+    session = fake_session(step_seconds=0.005)
+    handles = [session.submit(f"{i}", max_tokens=300) for i in range(20)]
+    caught: list[BaseException] = []
+
+    async def wait(handle: Any) -> None:
+        try:
+            await handle
+        except BaseException as error:
+            caught.append(error)
+            if not isinstance(error, SessionClosed):
+                raise
+
+    async with anyio.create_task_group() as group:
+        for handle in handles:
+            group.start_soon(wait, handle)
+        await anyio.sleep(0.05)
+
+        def broken(result: Any) -> Any:
+            raise ZeroDivisionError("a defect")
+
+        session._engine.scheduler.commit = broken  # type: ignore[method-assign]
+    assert len(caught) == 20
+    assert all(isinstance(error.__cause__, ZeroDivisionError) for error in caught)
+    assert "crashed" in str(caught[0])
+    with pytest.raises(SessionClosed, match="crashed") as later:
+        session.submit("x")
+    assert isinstance(later.value.__cause__, ZeroDivisionError)
+    await session.aclose()
+    eventually(lambda: threads() <= before)
+    async with Opening(fake_engine) as again:
+        assert (await again.generate("x", max_tokens=1)).text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("where", ["fail", "fail_fetch"])
+async def test_a_failing_step_fails_its_requests_and_nothing_else(where: str) -> None:
+    failing = {3}
+
+    def fail(plan: Any) -> Exception | None:
+        return ValueError("a step broke") if plan.step in failing else None
+
+    with opened(step_seconds=0.002, **{where: fail}) as session:
+        with pytest.raises(StepFailed, match="a step broke") as caught:
+            await session.generate("x", max_tokens=50)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert isinstance(caught.value, RequestFailed)
+        assert len((await session.generate("x", max_tokens=50)).token_ids) == 50
+
+
+@pytest.mark.anyio
+async def test_after_a_failed_step_lost_pages_are_computed_again() -> None:
+    failing: set[int] = set()
+
+    def fail(plan: Any) -> Exception | None:
+        return ValueError("a step broke") if plan.step in failing else None
+
+    scheduler, runner = parts(CONFIG, fail_fetch=fail, step_seconds=0.002)
+    asked: list[int] = []
+
+    def recover() -> bool:
+        asked.append(runner.fetched)
+        runner.memory[:] = 0xBAD
+        return True
+
+    tokenizer = byte_tokenizer()
+    made = Engine(scheduler, runner, tokenizer, real_detokenizer(tokenizer), CONFIG, 257, recover=recover)
+    session = await Opening(lambda: made)
+    long = session.submit("a prompt that has several pages", max_tokens=4)
+    await long
+    async with session.paused():
+        survivor = session.submit("a prompt that has several pages", max_tokens=40)
+        for _ in range(3):
+            await session.step()
+        failing.add(scheduler.statistics().steps)
+        survivor_tokens = survivor.token_ids
+        with pytest.raises(ValueError, match="a step broke"):
+            await session.step()
+    # That request was in the failed step; one that comes later must not match the lost pages.
+    with pytest.raises(StepFailed):
+        await survivor
+    assert survivor_tokens
+    again = await session.generate("a prompt that has several pages", max_tokens=4)
+    assert asked, "nobody looked after the failed step"
+    assert again.usage.cached_tokens == 0 and again.token_ids == (await long).token_ids
+    await session.aclose()
+
+
+@pytest.mark.anyio
+async def test_a_recovery_that_fails_closes_the_session_with_its_cause() -> None:
+    def recover() -> bool:
+        raise MemoryError("no pages")
+
+    made = fake_engine(fail=lambda plan: ValueError("broke"))._replace(recover=recover)
+    session = await Opening(lambda: made)
+    with pytest.raises(StepFailed):
+        await session.generate("x")
+    eventually(lambda: session.closed)
+    with pytest.raises(SessionClosed, match="no pages"):
+        session.submit("x")
+    await session.aclose()

@@ -1,0 +1,107 @@
+"""The end of a process with a session in it: forked children, interpreters that exit, devices that hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from rekindle.errors import SessionForked
+from sessions import opened
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_is_told() -> None:
+    with opened() as session, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # os.fork() in a process with threads, which is the point
+        handle = session.submit("x", max_tokens=3)
+        handle.result_sync()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                for use in (lambda: session.generate("x"), session.stats, lambda: session.submit("x")):
+                    try:
+                        use()
+                    except SessionForked:
+                        code = 0
+                    else:
+                        code = 2
+                        break
+                session.close()
+                handle.cancel()
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + 20
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended[0] != pid:
+            os.kill(pid, signal.SIGKILL)
+            pytest.fail("the child hangs")
+        assert os.waitstatus_to_exitcode(ended[1]) == 0
+        assert session.generate_sync("x", max_tokens=1).text, "the parent's session was harmed"
+
+
+def run_script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(str(ROOT / name) for name in ("toolkit", "kernels", "tests"))
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["", "raise SystemExit(0)", "del session", "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"],
+    ids=["falls off", "exits", "drops", "interrupted"],
+)
+def test_leaving_the_interpreter_with_work_in_flight(ending: str) -> None:
+    done = run_script(
+        f"""
+        import os, signal, sys, time
+        from sessions import fake_session
+        session = fake_session(step_seconds=0.05)
+        handles = [session.submit("x", max_tokens=400) for _ in range(4)]
+        time.sleep(0.2)
+        import atexit
+        start = time.perf_counter()
+        atexit.register(lambda: print(f"{{time.perf_counter() - start:.2f}}"))
+        {ending}
+        """
+    )
+    assert done.returncode in (0, -2, 130, 1), done.stderr
+    assert "Fatal" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+    if "SIGINT" not in ending:
+        assert done.stderr == ""
+
+
+def test_exit_is_bounded_when_the_device_hangs() -> None:
+    start = time.perf_counter()
+    done = run_script(
+        """
+        import threading, time
+        from sessions import fake_session
+        session = fake_session(gate=threading.Event())
+        handle = session.submit("x", max_tokens=400)
+        time.sleep(0.2)
+        print(time.perf_counter())
+        import atexit
+        atexit._run_exitfuncs()
+        print(time.perf_counter())
+        """
+    )
+    first, second = map(float, done.stdout.split())
+    assert second - first < 3.0
+    assert time.perf_counter() - start < 60

@@ -1,0 +1,88 @@
+"""Forks, single steps of a paused session, statistics, explanations."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from rekindle import Session
+from rekindle.errors import InvalidRequest
+from sessions import opened
+
+anyio_test = pytest.mark.anyio
+
+
+@anyio_test
+async def test_fork_repeats_or_departs(session: Session) -> None:
+    done = await session.generate("hello", temperature=1.0, seed=3, max_tokens=20)
+    same = await session.fork(done, at=8)
+    assert same.token_ids == done.token_ids[8:]
+    other = await session.fork(done, at=8, seed=4)
+    assert other.prompt_token_ids == (*done.prompt_token_ids, *done.token_ids[:8])
+    assert len(other.token_ids) == 12 and other.token_ids != same.token_ids
+    edited = await session.fork(done, at=8, edit="!", max_tokens=3)
+    assert bytes(edited.prompt_token_ids) == b"hello" + bytes(done.token_ids[:8]) + b"!"
+    with pytest.raises(InvalidRequest, match="outside of the 20 tokens"):
+        session.fork(done, at=21)
+
+
+@anyio_test
+async def test_fork_of_a_running_request(slow: Session) -> None:
+    handle = slow.submit("hello", max_tokens=40)
+    async for _ in handle:
+        if len(handle.token_ids) >= 5:
+            break
+    branch = slow.fork(handle, at=5)
+    assert (await branch).token_ids == (await handle).token_ids[5:]
+
+
+@anyio_test
+async def test_stepping_a_paused_session(session: Session) -> None:
+    running = session.submit("earlier", max_tokens=300)
+    async with session.paused():
+        assert session.stats().paused
+        before = running.token_ids
+        await anyio.sleep(0.05)
+        assert running.token_ids == before, "it ran while paused"
+        handle = session.submit("hello", max_tokens=2)
+        report = await session.step()
+        while handle.id not in {row.request_id for row in report.rows}:
+            report = await session.step()
+        mine = next(row for row in report.rows if row.request_id == handle.id)
+        assert (mine.kind, mine.start, mine.stop) == ("prefill", 0, 5)
+        assert handle.token_ids == (mine.token_id,), "the delta is there when step() returns"
+        assert f"prefill {handle.id}" in str(report) and "positions 0–4 on pages" in str(report)
+        report = await session.step()
+        assert "ended by length" in str(report)
+        running.cancel()
+    assert not session.stats().paused
+    assert len((await handle).token_ids) == 2
+    with session.paused():
+        assert session.step_sync() is None, "there was nothing to do"
+    with pytest.raises(Exception, match=r"session\.paused"):
+        await session.step()
+
+
+@anyio_test
+async def test_a_failing_single_step_raises_its_cause() -> None:
+    with opened(fail=lambda plan: ValueError("broken") if plan.step == 0 else None) as session:
+        async with session.paused():
+            handle = session.submit("hello", max_tokens=3)
+            with pytest.raises(ValueError, match="broken"):
+                await session.step()
+        with pytest.raises(Exception, match="broken"):
+            await handle
+
+
+@anyio_test
+async def test_stats_and_explain(slow: Session) -> None:
+    handle = slow.submit("hello", max_tokens=50)
+    async for _ in handle:
+        break
+    stats = slow.stats()
+    assert (stats.live, stats.model, stats.running) == (1, "fake", 1)
+    assert stats.steps >= 1 and "running" in str(stats) and stats.as_dict()["live"] == 1
+    with pytest.raises(AttributeError):
+        _ = stats.nonsense
+    assert str(slow.explain(handle)) and str(slow.explain(handle.id))
+    handle.cancel()

@@ -1,0 +1,105 @@
+"""Opening: what it awaits, what it raises, what it leaves behind, and the JAX contexts it takes along."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import anyio
+import pytest
+
+from rekindle.errors import OutOfMemory
+from rekindle.opening import Opening
+from rekindle.tasks.messages import Engine
+from sessions import eventually, fake_engine, threads
+
+
+@pytest.mark.anyio
+async def test_opening_is_awaited_once_and_reused() -> None:
+    opening = Opening(fake_engine)
+    session = await opening
+    assert await opening is session
+    await session.aclose()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [OutOfMemory("asked for 3 GiB, 1 GiB is free"), ZeroDivisionError("a defect")])
+async def test_errors_while_opening_reach_the_caller_and_leave_nothing(error: Exception) -> None:
+    before = threads()
+
+    def build() -> Engine:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        await Opening(build)
+    eventually(lambda: threads() <= before)
+
+
+@pytest.mark.anyio
+async def test_interrupting_open_returns_at_once_and_frees_what_was_built() -> None:
+    before = threads()
+    built: list[Engine] = []
+    go_on = threading.Event()
+
+    def build() -> Engine:
+        assert go_on.wait(60)
+        built.append(fake_engine())
+        return built[0]
+
+    with anyio.move_on_after(0.05) as scope:
+        await Opening(build)
+    assert scope.cancelled_caught and not built, "it waited for the build"
+    go_on.set()
+    eventually(lambda: bool(built) and built[0].runner.closed)  # type: ignore[attr-defined]
+    eventually(lambda: threads() <= before)
+
+
+@pytest.mark.anyio
+async def test_opening_does_not_block_the_loop() -> None:
+    ticked = threading.Event()
+
+    def build() -> Engine:
+        assert ticked.wait(60), "the loop stood still"
+        return fake_engine()
+
+    async def tick() -> None:
+        for _ in range(10):
+            await anyio.sleep(0.001)
+        ticked.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(tick)
+        session = await Opening(build)
+    await session.aclose()
+
+
+def test_contexts_are_captured_and_entered_again() -> None:
+    jax = pytest.importorskip("jax")
+    seen: list[Any] = []
+
+    def build() -> Engine:
+        seen.append((jax.config.jax_default_matmul_precision, jax.config.jax_default_device))
+        return fake_engine()
+
+    device = jax.devices()[0]
+    with jax.default_matmul_precision("highest"), jax.default_device(device):
+        opening = Opening(build)
+    session = opening.result_sync()
+    assert seen == [("highest", device)]
+    assert jax.config.jax_default_matmul_precision is None
+    session.close()
+
+
+def test_a_mesh_is_captured_too() -> None:
+    jax = pytest.importorskip("jax")
+    seen: list[Any] = []
+
+    def build() -> Engine:
+        seen.append(jax.sharding.get_mesh())
+        return fake_engine()
+
+    mesh = jax.make_mesh((1,), ("x",))
+    with jax.set_mesh(mesh):
+        opening = Opening(build)
+    opening.result_sync().close()
+    assert seen == [mesh]

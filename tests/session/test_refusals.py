@@ -1,0 +1,57 @@
+"""What a session refuses, and how it names what was wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rekindle import Session
+from rekindle.errors import InvalidRequest, SessionClosed
+
+anyio_test = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        (5, {}, "prompt"),
+        (b"bytes", {}, "prompt"),
+        ({"a": 1}, {}, "prompt"),
+        ([[1], 5.0], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ("x", {"temprature": 1}, "temprature"),
+        ("x", {"max_tokens": 0}, "max_tokens"),
+        ("x", {"n": 10_000}, "n"),
+    ],
+)
+def test_wrong_arguments_name_themselves(session: Session, prompt: Any, options: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        session.generate_sync(prompt, **options)
+    assert caught.value.field == field
+
+
+@anyio_test
+async def test_a_processor_that_nobody_registered_is_refused_before_it_runs(session: Session) -> None:
+    with pytest.raises(InvalidRequest, match="known: none") as caught:
+        await session.generate("hello", processors="no-e")
+    assert caught.value.field == "processors"
+    assert session._engine.runner.plans == []
+
+
+@anyio_test
+async def test_chat_needs_a_template(session: Session) -> None:
+    with pytest.raises(InvalidRequest, match="chat template"):
+        session.chat([{"role": "user", "content": "hi"}])
+
+
+@anyio_test
+async def test_closed_sessions_refuse(session: Session) -> None:
+    from sessions import fake_session
+
+    other = fake_session()
+    await other.aclose()
+    for use in (other.stats, lambda: other.generate("x"), lambda: other.submit("x"), other.paused().__enter__):
+        with pytest.raises(SessionClosed, match="Open another one"):
+            use()
+    assert other.closed and "closed" in repr(other)
