@@ -1,0 +1,120 @@
+"""`rekindle bench` at toy sizes: what it says follows from what it measured. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rekindle.bench import fresh, growth, limits
+from rekindle.bench.folder import write_checkpoint
+from rekindle.bench.shapes import SHAPES, hf_config
+from rekindle.cli import bench
+from rekindle.cli.main import main, parser
+from rekindle.models import ModelConfig, abstract_model
+from rekindle.models.checkpoint import load
+from rekindle.text import Tokenizer
+
+LIMITS = limits.Limits(read_gb_per_s=40.0, bf16_gflop_per_s=800.0, f32_gflop_per_s=400.0, int8_gflop_per_s=600.0)
+
+
+def work(shape: str, quantize: str | None = None) -> limits.Work:
+    graph, leaves = abstract_model(ModelConfig.from_hf(hf_config(shape)), "bfloat16", quantize)
+    return limits.Work.of(graph.paths, leaves)
+
+
+def test_a_token_reads_every_weight_but_an_embedding_that_is_not_the_head() -> None:
+    layers = 30 * (576 * (9 + 2 * 3) * 64 + 576 * 576 + 3 * 576 * 1536)
+    head = 49152 * 576
+    norms = 61 * 576 * 4
+    assert work("135m").prefill_flop == 2 * layers
+    assert work("135m").decode_bytes == 2 * (layers + head) + norms
+    assert work("135m", "int8").decode_bytes == pytest.approx(layers + head, rel=0.02)
+    untied = SHAPES["8b"]
+    table = untied["vocab_size"] * untied["hidden_size"]
+    assert work("8b").decode_bytes == pytest.approx(work("8b").prefill_flop + 2 * table, rel=1e-3)
+
+
+def test_shares_are_of_the_limit_that_binds() -> None:
+    small = work("135m")
+    rate = 0.5 * 40e9 / small.decode_bytes
+    assert bench.shares("W1", {"decode_tok_s": rate}, small, LIMITS, {}) == {"share_of_read": pytest.approx(0.5)}
+    flop = {"prefill_tok_s": 400e9 / small.prefill_flop}
+    for options, share in (({}, 0.5), ({"dtype": "float32"}, 1.0), ({"quantize": "int8"}, 0.5)):
+        assert bench.shares("W2", flop, small, LIMITS, options) == {"share_of_product": pytest.approx(share)}
+    assert bench.shares("W3", {}, small, LIMITS, {}) == {}
+
+
+def test_limits_are_measured() -> None:
+    found = limits.measure(size=64, repeat=1, read_bytes=1 << 20)
+    assert min(found.read_gb_per_s, found.bf16_gflop_per_s, found.f32_gflop_per_s, found.int8_gflop_per_s) > 0
+
+
+def test_a_shape_becomes_a_checkpoint_that_opens(tmp_path: Path) -> None:
+    folder = write_checkpoint("micro", tmp_path / "micro")
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    model = load(folder, dtype="float32")
+    assert model.config == ModelConfig.from_hf(hf_config("micro"))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.vocab_size == model.config.vocab_size and tokenizer.eos_ids == (2,)
+    assert tokenizer.decode(tokenizer.encode("a fire")) == "a fire"
+    assert write_checkpoint("micro", folder) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written, "a complete folder is not written again"
+
+
+def test_the_step_time_is_what_tokens_take_however_they_arrive() -> None:
+    steady = np.arange(65) / 100
+    assert growth.rate_ms(steady.tolist()) == pytest.approx(10)
+    in_fours = (np.arange(65) // 4 * 4) / 100
+    assert growth.rate_ms(in_fours.tolist()) == pytest.approx(10, rel=0.15)
+    stalled = steady + np.where(np.arange(65) > 30, 5.0, 0.0)
+    assert growth.rate_ms(stalled.tolist()) == pytest.approx(10), "one long stall is not the step time"
+
+
+def test_growth_prints_each_point_beside_its_sweep_s_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = [growth.Point("rows", 1, 2.0), growth.Point("rows", 8, 5.0), growth.Point("context", 128, 3.0)]
+
+    async def measured(*given: object, **options: object) -> list[growth.Point]:
+        return points
+
+    monkeypatch.setattr(growth, "measure", measured)
+    assert main(["bench", "--model", "micro", "--growth"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["1.00×", "2.50×", "1.00×"]
+    assert main(["bench", "--model", "micro", "--growth", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["points"][1] == {"sweep": "rows", "x": 8, "step_ms": 5.0}
+    pytest.importorskip("matplotlib")
+    assert {file.name for file in growth.plot(points, tmp_path)} == {"rows.png", "context.png"}
+
+
+def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--workloads", "W1,W9"]) == 1
+    assert "W9" in capsys.readouterr().err
+    assert parser().parse_args(["bench"]).growth is False
+
+
+@pytest.mark.slow
+def test_fresh_processes_start_and_restart(tmp_path: Path) -> None:
+    folder = str(write_checkpoint("micro", tmp_path / "micro"))
+    started = fresh.first_token(folder, {})
+    assert 0 < started["warm_s"] < started["cold_s"], "the second process compiles nothing"
+    again = fresh.restart(folder, {"max_requests": 16})
+    assert again["restored_share"] == again["restored_prefill_s"] / again["cold_prefill_s"] > 0
+
+
+@pytest.mark.slow
+def test_every_sweep_of_growth_has_points(tmp_path: Path) -> None:
+    import anyio
+
+    from rekindle.bench.shapes import random_shape
+
+    async def run() -> list[growth.Point]:
+        return await growth.measure(random_shape("micro"), 512, {}, scale=0.01, say=lambda text: None)
+
+    points = anyio.run(run)
+    assert {point.sweep for point in points} == {"rows", "context", "cached pages", "queued requests"}
+    assert all(point.step_ms > 0 for point in points)
