@@ -7,7 +7,7 @@ import pytest
 
 import rekindle_kernels
 from kernel_cases import CASES, build
-from rekindle_kernels import api, implementation_names, init_pages, paged_attention
+from rekindle_kernels import api, implementation_names, init_pages, native, paged_attention
 from rekindle_kernels.calls import Call, Implementation
 
 
@@ -20,8 +20,14 @@ def call(**changes: object) -> Call:
     return Call(**{**facts, **changes})  # type: ignore[arg-type]
 
 
-def test_cpu_is_served_by_xla() -> None:
+def test_cpu_is_served_by_native_kernels_where_numba_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.reason_against() is None:
+        assert api.choose(call()).name == "native"
+    assert api.choose(call(head_dim=40)).name == "xla"
+    monkeypatch.setenv("REKINDLE_NATIVE", "0")
     assert api.choose(call()).name == "xla"
+    with pytest.raises(ValueError, match="'native' can't serve this call: REKINDLE_NATIVE=0 turns them off"):
+        api.choose(call(), "native")
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
@@ -45,7 +51,8 @@ def test_a_named_implementation_that_cannot_says_why(monkeypatch: pytest.MonkeyP
 
 def test_one_that_cannot_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     never = Implementation("xla", lambda: None, lambda call: "never")
-    monkeypatch.setattr(api, "load", lambda name, load=api.load: never if name == "xla" else load(name))
+    able = ("native", "xla")
+    monkeypatch.setattr(api, "load", lambda name, load=api.load: never if name in able else load(name))
     assert api.choose(call()).name == "reference"
 
 

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from kernel_cases import CASES, Case, Problem, build, tolerance
-from rekindle_kernels import paged_attention
+from rekindle_kernels import native, paged_attention
+from rekindle_kernels.native.attention import LANES
+from rekindle_kernels.native.products import DTYPES
 
 # One line per implementation that runs on any machine. Kernels that need the interpreter pass their own function with
 # `paged_attention`'s signature.
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": partial(paged_attention, implementation="xla"),
+    "native": partial(paged_attention, implementation="native"),
 }
 
 
@@ -31,6 +34,10 @@ def expected(case: Case) -> tuple[Problem, np.ndarray]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_implementation_matches_the_reference(name: str, case: Case) -> None:
+    if name == "native" and (
+        native.reason_against() or case.head_dim % LANES or (case.kv_dtype or case.dtype) not in DTYPES
+    ):
+        pytest.skip("not its business, or numba is not installed")
     problem, want = expected(case)
     got = jax.jit(partial(IMPLEMENTATIONS[name], **problem.options))(*problem.args)
     assert got.dtype == problem.args[0].dtype

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from rekindle_kernels import xla
 from rekindle_kernels.calls import Call, Implementation, LayerKV
 from rekindle_kernels.native.build import ensure, reason_against
+from rekindle_kernels.native.products import DTYPES
 
 LANES = 16
 STRETCH = 256  # keys of one piece of work where rows are few
@@ -106,8 +107,8 @@ def attention(
 def supports(call: Call) -> str | None:
     if call.platform != "cpu":
         return f"it runs on a CPU, not on {call.platform}"
-    if call.kv_dtype.name not in ("float32", "bfloat16", "int8"):
-        return f"pages of {call.kv_dtype.name} are not float32, bfloat16 or int8"
+    if call.kv_dtype.name not in DTYPES:
+        return f"pages of {call.kv_dtype.name} are none of {', '.join(DTYPES)}"
     if call.head_dim % LANES:
         return f"the head size {call.head_dim} is no multiple of {LANES}"
     return reason_against()

@@ -35,7 +35,10 @@ def reason_against() -> str | None:
 
 def folder() -> Path:
     """Where object files are kept."""
-    base = os.environ.get("REKINDLE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rekindle"
+    base = (
+        os.environ.get("REKINDLE_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rekindle"
+    )
     return Path(base) / "native"
 
 

@@ -40,14 +40,14 @@ Q, PAGES, SCALES, TABLE, LENS, SINKS, NUMBERS, WINDOW, SINKED, OUT, PARTIAL, WOR
 ROWS, HEADS, KV_HEADS, PAGE_SIZE, WIDTH, KEYS, PIECES = range(12, 19)
 
 
-def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # noqa: N803
+def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
     """`(q [R, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [R, W], lens [R], sinks [H], numbers,
     rules) -> [R, H, D]` and scratch, for pages that `load` widens. `numbers` are scale and soft cap (0: none), `rules`
     the sliding window (0: none), whether there are sinks, and the keys of a stretch.
     """
     VECTORS, WIDE = D // LANES, D % (4 * LANES) == 0
 
-    @jit  # type: ignore[untyped-decorator]
+    @jit
     def prepare(frame: int, job: int, threads: int) -> int:
         R, H, K, W = dim(frame, 0, 0), dim(frame, 0, 1), dim(frame, 1, 2), dim(frame, 3, 1)
         for index in range(7):
@@ -78,32 +78,32 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         set_field(job, PIECES, pieces)
         return pieces * K
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def first_key(job: int, length: int) -> int:
         window = field(job, WINDOW)
         return max(0, length - window) if window > 0 else 0
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def number(job: int, r: int, key: int, part: int, k: int) -> int:
         """Of the vector of `key`, counted through all pages: keys are part 0, values part 1."""
         S, K = field(job, PAGE_SIZE), field(job, KV_HEADS)
         page = i32(field(job, TABLE), r * field(job, WIDTH) + key // S)
         return ((page * 2 + part) * K + k) * S + key % S
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def fetch(vectors: int) -> None:
         """Have one vector brought into the cache: the processor's own prefetcher stops at every page."""
         for line in range(0, D * size, 64):
             prefetch(vectors + line)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def dot(q: int, key: int) -> float:
         a = splat(ZERO)
         for i in range(VECTORS):
             a = multiply_add(load_f32(q, i * LANES), load(key, i * LANES), a)
         return total(a)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def two_dots(q: int, key: int) -> tuple[float, float]:
         a = b = splat(ZERO)
         for i in range(VECTORS):
@@ -112,7 +112,7 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
             b = multiply_add(load_f32(q, D + i * LANES), one, b)
         return total(a), total(b)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def logits_of(job: int, r: int, k: int, begin: int, end: int, logits: int) -> None:
         """Plain products of queries and keys, [G, keys]."""
         S, keys = field(job, PAGE_SIZE), field(job, KEYS)
@@ -138,7 +138,7 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
                     set_f32(at, g * keys, dot(q + g * D * 4, vectors) * factor)
             key = until
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def weights_of(job: int, count: int, logits: int) -> tuple[float, float]:
         """Logits of one head become weights; their largest logit and their sum."""
         scale, cap = f32(field(job, NUMBERS), 0), f32(field(job, NUMBERS), 1)
@@ -165,13 +165,13 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
             weights = add(weights, x)
         return top, total(weights)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def scale_values(job: int, r: int, k: int, begin: int, end: int, logits: int) -> None:
         for t in range(begin, end):
             factor = f32(field(job, SCALES), number(job, r, t, 1, k))
             set_f32(logits, t - begin, f32(logits, t - begin) * factor)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def weigh(job: int, r: int, k: int, begin: int, end: int, weights: int, column: int, out: int) -> None:
         """One vector of the sum of values, for one head."""
         S = field(job, PAGE_SIZE)
@@ -187,7 +187,7 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
             key = until
         store(out, column, a)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def weigh_wide(job: int, r: int, k: int, begin: int, end: int, weights: int, column: int, out: int) -> None:
         """Four vectors at once."""
         S = field(job, PAGE_SIZE)
@@ -210,7 +210,7 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         store(out, column + 2 * LANES, c)
         store(out, column + 3 * LANES, d)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def weigh_two(
         job: int, r: int, k: int, begin: int, end: int, weights: int, next_head: int, column: int, out: int, step: int
     ) -> None:
@@ -244,11 +244,11 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         store(out, step + column + 2 * LANES, g)
         store(out, step + column + 3 * LANES, h)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def sink_of(job: int, h: int) -> float:
         return f32(field(job, SINKS), h) if field(job, SINKED) > 0 else MASKED
 
-    @jit  # type: ignore[untyped-decorator]
+    @jit
     def block(job: int, index: int) -> None:
         K, keys = field(job, KV_HEADS), field(job, KEYS)
         G = field(job, HEADS) // K
@@ -302,7 +302,7 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
                 set_f32(here, D + 1, weights)
         free(logits)
 
-    @jit  # type: ignore[untyped-decorator]
+    @jit
     def finish(job: int) -> None:
         """Merge the rows of several pieces, which follow each other."""
         H, pieces = field(job, HEADS), field(job, PIECES)
@@ -316,7 +316,7 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
                     merge(job, r, h, piece, after)
             piece = after
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def merge(job: int, r: int, h: int, piece: int, after: int) -> None:
         H = field(job, HEADS)
         out = field(job, OUT) + (r * H + h) * D * 4

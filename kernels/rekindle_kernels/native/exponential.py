@@ -30,7 +30,7 @@ C5, C4, C3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float3
 C2, C1, C0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 
 
-@inline  # type: ignore[untyped-decorator]
+@inline
 def exp(x: Any) -> Any:
     """e to the power of a vector ≤ 0, to two units in the last place."""
     bounded = larger(x, splat(LOWEST))
@@ -45,13 +45,13 @@ def exp(x: Any) -> Any:
     return multiply(curve, power_of_two(steps))
 
 
-@inline  # type: ignore[untyped-decorator]
+@inline
 def exp_of_one(x: float) -> float:
     """The same of a single number."""
     return largest(exp(splat(x)))
 
 
-@inline  # type: ignore[untyped-decorator]
+@inline
 def tanh(x: Any) -> Any:
     """Of a vector."""
     small = exp(multiply(magnitude(x), splat(-TWO)))

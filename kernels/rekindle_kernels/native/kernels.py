@@ -5,9 +5,9 @@ from __future__ import annotations
 from rekindle_kernels.native import decode, memory, prefill, rows, vector
 from rekindle_kernels.native.target import Kernel
 
-SIZES = {"float32": 4, "bfloat16": 2, "int8": 1}
-_READ = {"float32": memory.f32, "bfloat16": memory.bf16, "int8": memory.i8}
-_LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "int8": vector.load_i8}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_READ = {"float32": memory.f32, "bfloat16": memory.bf16, "float16": memory.f16, "int8": memory.i8}
+_LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "float16": vector.load_f16, "int8": vector.load_i8}
 
 
 def make(name: str) -> Kernel:

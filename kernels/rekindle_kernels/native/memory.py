@@ -17,7 +17,7 @@ WORD = ir.IntType(64)
 
 
 def _reader(numba_type: Any, stored: ir.Type, widen: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def read(typing_context: Any, address: Any, index: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = builder.gep(builder.inttoptr(args[0], stored.as_pointer()), [args[1]])
@@ -43,11 +43,12 @@ word = _reader(types.int64, WORD, lambda builder, x: x)
 i32 = _reader(types.int64, ir.IntType(32), lambda builder, x: builder.sext(x, WORD))
 f32 = _reader(types.float32, ir.FloatType(), lambda builder, x: x)
 bf16 = _reader(types.float32, ir.IntType(16), widen_bf16)
+f16 = _reader(types.float32, ir.HalfType(), lambda builder, x: builder.fpext(x, ir.FloatType()))
 i8 = _reader(types.float32, ir.IntType(8), lambda builder, x: builder.sitofp(x, ir.FloatType()))
 
 
 def _writer(numba_type: Any, stored: ir.Type) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def write(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = builder.gep(builder.inttoptr(args[0], stored.as_pointer()), [args[1]])
@@ -67,7 +68,7 @@ set_i32 = _writer(types.int64, ir.IntType(32))
 set_f32 = _writer(types.float32, ir.FloatType())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
     """Add to the word at `address`; what it was before. Orders all memory."""
 
@@ -77,7 +78,7 @@ def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def acquire(typing_context: Any, address: Any) -> Any:
     """The word at `address`, and everything written before it was."""
 
@@ -87,7 +88,7 @@ def acquire(typing_context: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def call(typing_context: Any, function: Any, argument: Any) -> Any:
     """`function(argument)` of two addresses."""
 
@@ -99,7 +100,7 @@ def call(typing_context: Any, function: Any, argument: Any) -> Any:
 
 
 def _external(name: str) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def function(typing_context: Any, argument: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.call(
@@ -117,7 +118,7 @@ malloc, free = _external("malloc"), _external("free")
 def address_of(name: str) -> Any:
     """A function `() -> address` of the symbol `name`, known when the code is loaded."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def address(typing_context: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [WORD]), name)
@@ -128,7 +129,7 @@ def address_of(name: str) -> Any:
     return address
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for the cache line at `address`; any address will do."""
 

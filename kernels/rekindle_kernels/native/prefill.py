@@ -40,13 +40,13 @@ Q, PAGES, SCALES, TABLE, LENS, SINKS, NUMBERS, CU = range(8)
 WINDOW, SINKED, QUERIES, OUT, WORK, HEADS, KV_HEADS, PAGE_SIZE, WIDTH, TILES = range(8, 18)
 
 
-def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:  # noqa: N803
+def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
     """`(q [T, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [N, W], lens [N], sinks [H], numbers,
     cu [N + 1], count [], rules) -> [T, H, D]` and scratch, for pages that `read` widens. `numbers` are scale and soft
     cap (0: none), `rules` the sliding window (0: none), whether there are sinks, and the queries of a tile.
     """
 
-    @jit  # type: ignore[untyped-decorator]
+    @jit
     def prepare(frame: int, job: int, threads: int) -> int:
         T, H, K = dim(frame, 0, 0), dim(frame, 0, 1), dim(frame, 1, 2)
         for index in range(8):
@@ -73,7 +73,7 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         set_field(job, TILES, tiles)
         return tiles * K
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def load_tile(job: int, s: int, k: int, begin: int, until: int, keys: int, values: int) -> None:
         """Keys [D, KEYS] and values [KEYS, D] of one tile as float32, zero from `until` on."""
         S, K, pages = field(job, PAGE_SIZE), field(job, KV_HEADS), field(job, PAGES)
@@ -94,7 +94,7 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
                     set_f32(values, j * D + d, ZERO)
                     set_f32(keys, d * KEYS + j, ZERO)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def product(a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool) -> None:
         """c (+)= a · b for four rows of a and four vectors of b; steps count floats from row to row."""
         r00 = r01 = r02 = r03 = r10 = r11 = r12 = r13 = splat(ZERO)
@@ -135,14 +135,14 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         store4(c, 2 * c_step, r20, r21, r22, r23)
         store4(c, 3 * c_step, r30, r31, r32, r33)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def store4(c: int, at: int, a: Any, b: Any, d: Any, e: Any) -> None:
         store(c, at, a)
         store(c, at + LANES, b)
         store(c, at + 2 * LANES, d)
         store(c, at + 3 * LANES, e)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def row_vector(a: int, b: int, b_step: int, depth: int, c: int) -> None:
         """c += a · b for one row and one vector: head sizes that are no multiple of four vectors."""
         x = load_f32(c, 0)
@@ -150,7 +150,7 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
             x = multiply_add(splat(f32(a, i)), load_f32(b, i * b_step), x)
         store(c, 0, x)
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def softmax_row(job: int, logits: int, low: int, high: int, running: int, out: int) -> None:
         """Turn one row's logits into weights, keys [low, high) of the tile being seen; rescale what was summed."""
         cap, before = f32(field(job, NUMBERS), 1), f32(running, 0)
@@ -176,7 +176,7 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:  # 
         set_f32(running, 0, top)
         set_f32(running, 1, f32(running, 1) * keep + total(weights))
 
-    @jit  # type: ignore[untyped-decorator]
+    @jit
     def block(job: int, index: int) -> None:
         H, K, window = field(job, HEADS), field(job, KV_HEADS), field(job, WINDOW)
         G = H // K

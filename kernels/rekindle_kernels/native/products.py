@@ -10,10 +10,12 @@ from rekindle_kernels.native.build import ensure
 
 MOST_ROWS = 8  # up to which reading the matrix is what a product waits for; beyond them XLA's own products win
 
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+
 
 def multiplies(dtype: DTypeLike) -> bool:
     """Whether `matvec` takes weights of `dtype`."""
-    return jnp.dtype(dtype).name in ("float32", "bfloat16", "int8")
+    return jnp.dtype(dtype).name in DTYPES
 
 
 def matvec(x: jax.Array, weight: jax.Array, scale: jax.Array | None = None) -> jax.Array:

@@ -32,7 +32,7 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
     """`(weight [N, K], scale [N], x [R, K] float32) -> [R, N] float32` for weights that `read` widens
     one by one and `load` sixteen at a time."""
 
-    @jit  # type: ignore[untyped-decorator]
+    @jit
     def prepare(frame: int, job: int, threads: int) -> int:
         N, K = dim(frame, 0, 0), dim(frame, 0, 1)
         set_field(job, WEIGHT, operand(frame, 0))
@@ -47,7 +47,7 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
         set_field(job, PER_BLOCK, per_block)
         return (N + per_block - 1) // per_block
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def dot(weight: int, x: int, K: int, start: int) -> float:
         """One output for one row, from element `start` on."""
         a, end = splat(ZERO), start + (K - start) // LANES * LANES
@@ -58,7 +58,7 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
             rest += read(weight, k) * f32(x, k)
         return rest
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def two_by_two(weight: int, x: int, K: int, N: int, out: int) -> None:
         """Two outputs for two rows."""
         a = b = c = d = e = f = g = h = splat(ZERO)
@@ -76,7 +76,7 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
         set_f32(out, N, total(add(c, g)) + dot(weight, x + 4 * K, K, end))
         set_f32(out, N + 1, total(add(d, h)) + dot(below, x + 4 * K, K, end))
 
-    @inline  # type: ignore[untyped-decorator]
+    @inline
     def two_by_four(weight: int, x: int, K: int, N: int, out: int) -> None:
         """Two outputs for four rows."""
         a = b = c = d = e = f = g = h = splat(ZERO)
@@ -100,7 +100,7 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
         set_f32(out, 3 * N, total(g) + dot(weight, x + 12 * K, K, end))
         set_f32(out, 3 * N + 1, total(h) + dot(below, x + 12 * K, K, end))
 
-    @jit  # type: ignore[untyped-decorator]
+    @jit
     def block(job: int, index: int) -> None:
         R, K, N, per_block = field(job, ROWS), field(job, WIDTH), field(job, HEIGHT), field(job, PER_BLOCK)
         scale = field(job, SCALE)
@@ -130,4 +130,3 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
             n += count
 
     return Kernel(name, prepare, block, nothing)
-

@@ -1,9 +1,9 @@
 """From three numba functions to a function that XLA calls: a call frame in, blocks of work on XLA's own threads.
 
-A kernel is `prepare(frame, job) -> blocks`, which reads operands and notes what the blocks need in the job's fields;
-`block(job, index)`, which computes one of them on any thread; and `finish(job)`, once all are done. Whoever is free takes
-the next block, the calling thread included, so nothing waits for a thread that never comes: a helper that starts late
-finds no block left. The job lives on the heap until its last user lets go of it.
+A kernel is `prepare(frame, job, threads) -> blocks`, which reads operands and notes what the blocks need in the job's
+fields; `block(job, index)`, which computes one of them on any thread; and `finish(job)`, once all are done. Whoever is
+free takes the next block, the calling thread included, so nothing waits for a thread that never comes: a helper that
+starts late finds no block left. The job lives on the heap until its last user lets go of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from rekindle_kernels.native.memory import acquire, call, fetch_add, free, mallo
 
 # No error model but numpy's: nothing raises, so that the code needs nothing of Python. Sums may be reordered: that is
 # what lets the compiler keep sixteen of them in a register. NaN and infinities mean what they mean.
-JIT = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy", "boundscheck": False, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
+JIT = {
+    "nogil": True,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "error_model": "numpy",
+    "boundscheck": False,
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+}
 INLINE = {**JIT, "inline": "always"}
 jit = njit(**JIT)
 inline = njit(**JIT, forceinline=True)
@@ -34,35 +41,35 @@ _SCHEDULE, _THREADS = 17, 18  # functions of the api: its six words of header, a
 _API_MAJOR, _API_MINOR = 0, 1  # the oldest that has all of this; XLA takes any that is not newer than its own
 
 
-@inline  # type: ignore[untyped-decorator]
+@inline
 def operand(frame: int, index: int) -> int:
     """Address of an operand's data."""
     return word(word(word(frame, _OPERANDS), index), _DATA)
 
 
-@inline  # type: ignore[untyped-decorator]
+@inline
 def dim(frame: int, index: int, axis: int) -> int:
     """Size of an operand's axis."""
     return word(word(word(word(frame, _OPERANDS), index), _DIMS), axis)
 
 
-@inline  # type: ignore[untyped-decorator]
+@inline
 def result(frame: int, index: int) -> int:
     """Address of a result's data."""
     return word(word(word(frame, _RESULTS), index), _DATA)
 
 
-@inline  # type: ignore[untyped-decorator]
+@inline
 def field(job: int, index: int) -> int:
     return word(job, FIELDS + index)
 
 
-@inline  # type: ignore[untyped-decorator]
+@inline
 def set_field(job: int, index: int, value: int) -> None:
     set_word(job, FIELDS + index, value)
 
 
-@inline  # type: ignore[untyped-decorator]
+@inline
 def threads(frame: int) -> int:
     """How many threads XLA computes with."""
     arguments = malloc(5 * 8)
@@ -75,6 +82,13 @@ def threads(frame: int) -> int:
     count = word(arguments, 4)
     free(arguments)
     return count
+
+
+@inline
+def leave(job: int) -> None:
+    """The last one frees it."""
+    if fetch_add(job + 8 * USERS, -1) == 1:
+        free(job)
 
 
 @dataclass(frozen=True)
@@ -91,29 +105,20 @@ class Kernel:
         prepare, block, finish = self.prepare, self.block, self.finish
         task_address = memory.address_of(self.symbol)
 
-        @jit  # type: ignore[untyped-decorator]
-        def work(job: int) -> None:
+        options = {key: JIT[key] for key in ("error_model", "boundscheck", "fastmath")}
+
+        @cfunc(types.void(types.int64), **options)
+        def task(job: int) -> None:
             while True:
                 index = fetch_add(job + 8 * NEXT, 1)
                 if index >= word(job, BLOCKS):
                     break
                 block(job, index)
                 fetch_add(job + 8 * DONE, 1)
-
-        @jit  # type: ignore[untyped-decorator]
-        def leave(job: int) -> None:
-            if fetch_add(job + 8 * USERS, -1) == 1:
-                free(job)
-
-        options = {key: JIT[key] for key in ("error_model", "boundscheck", "fastmath")}
-
-        @cfunc(types.void(types.int64), **options)  # type: ignore[untyped-decorator]
-        def task(job: int) -> None:
-            work(job)
             leave(job)
 
         def handler() -> Any:
-            @cfunc(types.int64(types.int64), **options)  # type: ignore[untyped-decorator]
+            @cfunc(types.int64(types.int64), **options)
             def handle(frame: int) -> int:
                 extension = word(frame, _EXTENSION)
                 if extension != 0:  # XLA asks for the version of its interface that this was written for
@@ -128,7 +133,7 @@ class Kernel:
                 helpers = max(0, min(pool, blocks) - 1)
                 set_word(job, NEXT, 0)
                 set_word(job, DONE, 0)
-                set_word(job, USERS, helpers + 1)
+                set_word(job, USERS, helpers + 2)
                 set_word(job, BLOCKS, blocks)
                 for helper in range(helpers):
                     arguments = job + 8 * (SCHEDULING + 5 * helper)
@@ -138,7 +143,7 @@ class Kernel:
                     set_word(arguments, 3, task_address())
                     set_word(arguments, 4, job)
                     call(word(word(frame, _API), _SCHEDULE), arguments)
-                work(job)
+                call(task_address(), job)  # by address, so that the blocks are compiled once
                 while acquire(job + 8 * DONE) < blocks:
                     pass
                 finish(job)
@@ -155,6 +160,6 @@ class Kernel:
         return f"rekindle_{self.name}_task"
 
 
-@jit  # type: ignore[untyped-decorator]
+@jit
 def nothing(job: int) -> None:
     """A `finish` that has nothing to do."""

@@ -16,7 +16,7 @@ LANES = 16
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """The type of a numba variable that holds `LANES` float32."""
 
     def __init__(self) -> None:
@@ -26,14 +26,14 @@ class Vector(types.Type):  # type: ignore[misc]
 VECTOR = Vector()
 
 
-@register_model(Vector)  # type: ignore[untyped-decorator]
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
         super().__init__(manager, numba_type, _FLOATS)
 
 
 def _loader(element: ir.Type, widen: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def load(typing_context: Any, address: Any, index: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = builder.gep(builder.inttoptr(args[0], element.as_pointer()), [args[1]])
@@ -47,10 +47,11 @@ def _loader(element: ir.Type, widen: Any) -> Any:
 
 load_f32 = _loader(ir.FloatType(), lambda builder, x: x)
 load_bf16 = _loader(ir.IntType(16), widen_bf16)
+load_f16 = _loader(ir.HalfType(), lambda builder, x: builder.fpext(x, _FLOATS))
 load_i8 = _loader(ir.IntType(8), lambda builder, x: builder.sitofp(x, _FLOATS))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(args[0], ir.FloatType().as_pointer()), [args[1]])
@@ -60,7 +61,7 @@ def store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, VECTOR), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def splat(typing_context: Any, value: Any) -> Any:
     """The same number in every lane."""
 
@@ -114,7 +115,7 @@ with_sign_of = _operation(2, _llvm(f"llvm.copysign.v{LANES}f32", _FLOATS, _FLOAT
 power_of_two = _operation(1, _power_of_two)  # of an integer from -126 to 127
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def total(typing_context: Any, value: Any) -> Any:
     """The sum of all lanes."""
 
@@ -125,7 +126,7 @@ def total(typing_context: Any, value: Any) -> Any:
     return types.float32(VECTOR), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def largest(typing_context: Any, value: Any) -> Any:
     """The largest of all lanes."""
 
@@ -135,7 +136,7 @@ def largest(typing_context: Any, value: Any) -> Any:
     return types.float32(VECTOR), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def between(typing_context: Any, value: Any, low: Any, high: Any, otherwise: Any) -> Any:
     """The lanes [low, high) of a vector, and another number in the others."""
 

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(folder: Path) -> Iterator[Check]:
     """Every check in order; one that raises is a failed check."""
-    for look in (_python, _packages, _notebook, _shadowing, _devices, _memory):
+    for look in (_python, _packages, _notebook, _shadowing, _devices, _native, _memory):
         yield from _guarded(look)
     yield from _guarded(lambda: _cache(folder))
     for look in (_compile, _tiny):
@@ -113,6 +113,22 @@ def _devices() -> Iterator[Check]:
     devices = jax.devices()
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     yield Check("pass", "devices", f"{len(devices)} × {jax.default_backend()} ({kinds}), {os.cpu_count()} CPU cores")
+
+
+def _native() -> Iterator[Check]:
+    """Kernels for what XLA:CPU is slow at; on another platform nobody misses them."""
+    import jax
+
+    from rekindle_kernels import native
+
+    if jax.default_backend() != "cpu":
+        return
+    reason = native.reason_against()
+    if reason is None:
+        yield Check("pass", "native kernels", "numba compiles them for this CPU at first use")
+    else:
+        yield Check("warn", "native kernels", f"{reason.split(':')[0]}; tokens take about half as long again",
+                    "pip install 'rekindle[cpu]'")  # fmt: skip
 
 
 def _memory() -> Iterator[Check]:

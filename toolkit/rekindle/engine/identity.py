@@ -21,6 +21,7 @@ import jaxlib
 
 import rekindle_kernels
 from rekindle.config import EngineConfig
+from rekindle_kernels import native
 
 # Options that neither enter a shape nor a program; every other one is part of the key, so a new one is safe by default.
 NOT_IN_PROGRAMS = frozenset(
@@ -59,6 +60,7 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": cpu_features(),
         "threads": usable_cpus(),  # XLA:CPU splits work at compile time
+        "native": native.reason_against() is None,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "libtpu_flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "options": {name: str(getattr(jax.config, name, None)) for name in JAX_OPTIONS},
