@@ -33,6 +33,14 @@ def reason_against() -> str | None:
     return f"{' and '.join(missing)} not installed: pip install 'rekindle[cpu]'" if missing else None
 
 
+@cache
+def has_feature(name: str) -> bool:
+    """Whether this processor has the instructions that LLVM calls `name`."""
+    import llvmlite.binding as llvm
+
+    return bool(llvm.get_host_cpu_features().get(name, False))
+
+
 def folder() -> Path:
     """Where object files are kept."""
     base = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle_kernels.native import decode, memory, prefill, rows, vector
+from rekindle_kernels.native import decode, memory, pairs, prefill, rows, vector
 from rekindle_kernels.native.target import Kernel
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -11,8 +11,10 @@ _LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "float16": ve
 
 
 def make(name: str) -> Kernel:
-    """`matvec_DTYPE`, `decode_DTYPE_HEADSIZE` or `prefill_DTYPE_HEADSIZE`."""
+    """`pairs_bfloat16`, `matvec_DTYPE`, `decode_DTYPE_HEADSIZE` or `prefill_DTYPE_HEADSIZE`."""
     kind, dtype, *rest = name.split("_")
+    if kind == "pairs":
+        return pairs.kernel(name)
     if kind == "matvec":
         return rows.kernel(name, _READ[dtype], _LOAD[dtype], SIZES[dtype], scaled=dtype == "int8")
     if kind == "prefill":

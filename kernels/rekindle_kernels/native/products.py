@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from rekindle_kernels.native.build import ensure
+from rekindle_kernels.native.build import ensure, has_feature
 
-MOST_ROWS = 8  # up to which reading the matrix is what a product waits for; beyond them XLA's own products win
-
+FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
+SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
+MANY_ROWS = 48  # up to which the instruction for pairs of bfloat16 does; XLA's packing pays for more
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
-def multiplies(dtype: DTypeLike) -> bool:
-    """Whether `matvec` takes weights of `dtype`."""
-    return jnp.dtype(dtype).name in DTYPES
+def multiplies(rows: int, weight: jax.Array) -> bool:
+    """Whether `matvec` takes so many rows and this weight, and is faster than XLA."""
+    if weight.ndim != 2 or weight.dtype.name not in DTYPES:
+        return False
+    return rows <= SOME_ROWS or (rows <= MANY_ROWS and _in_pairs(weight))
+
+
+def _in_pairs(weight: jax.Array) -> bool:
+    N, K = weight.shape
+    return weight.dtype == jnp.bfloat16 and K % 32 == 0 and N % 4 == 0 and has_feature("avx512bf16")
 
 
 def matvec(x: jax.Array, weight: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """Few rows x [R, K] · weight [N, K] · scale [N] -> float32 [R, N]."""
+    """A few rows x [R, K] · weight [N, K] · scale [N] -> float32 [R, N]."""
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    product: jax.Array
+    if x.shape[0] > FEW_ROWS and _in_pairs(weight):
+        product = jax.ffi.ffi_call(ensure("pairs_bfloat16"), shape)(weight, x.astype(jnp.bfloat16))
+        return product
     factors = jnp.ones((1,), jnp.float32) if scale is None else scale
     call = jax.ffi.ffi_call(ensure(f"matvec_{weight.dtype.name}"), shape)
-    product: jax.Array = call(weight, factors, x.astype(jnp.float32))
+    product = call(weight, factors, x.astype(jnp.float32))
     return product

@@ -121,7 +121,7 @@ def linear(x: jax.Array, matrix: Matrix, dtype: DTypeLike | None = None) -> jax.
     """x [..., in] · matrix [out, in] → [..., out] in `dtype`, by default x's own."""
     scale = None if matrix.scale is None else matrix.scale[...]
     rows, weight = x.size // x.shape[-1], matrix.weight[...]
-    if matrix.native and rows <= native.MOST_ROWS and weight.ndim == 2 and native.multiplies(weight.dtype):
+    if matrix.native and native.multiplies(rows, weight):
         product = native.matvec(x.reshape(rows, -1), weight, scale)
         return product.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
     return multiply(x, weight, scale, matrix.quantize, jnp.dtype(dtype or x.dtype))
