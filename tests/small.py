@@ -10,7 +10,7 @@ import numpy as np
 
 import rekindle
 from driving import tiny_model
-from rekindle import reference
+from rekindle import LogitsProcessor, reference
 from rekindle.opening import Opening
 
 MODEL = tiny_model(seed=5)
@@ -21,6 +21,9 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": CONTEXT, "page_size": PAGE,
     "device_pages": 40, "precompile": "all", "disk_memory": 0, "seed": 0,
 }  # fmt: skip
+
+
+LEAST = LogitsProcessor(lambda logits, context: -logits, "least")
 
 
 def opening(**changes: Any) -> Opening:

@@ -13,10 +13,10 @@ import pytest
 import plain_sampling
 from driving import plain_tokens
 from fakes import FakeModel
-from rekindle import FinishReason, LogitsProcessor, Sampling, Session
+from rekindle import FinishReason, Sampling, Session
 from rekindle.errors import InvalidRequest
 from sessions import CONFIG, expected, opened
-from small import MODEL, VOCAB, opening, plain, prompt
+from small import LEAST, MODEL, VOCAB, opening, plain, prompt
 
 NEW = 16
 SHAPING: dict[str, dict[str, Any]] = {  # options that change what is likeliest, which a greedy request shows exactly
@@ -41,7 +41,7 @@ anyio_test = pytest.mark.anyio
 
 @pytest.fixture
 async def session() -> AsyncIterator[Session]:
-    async with opening(processors=[LogitsProcessor(lambda logits, context: -logits, "least")]) as made:
+    async with opening(processors=[LEAST]) as made:
         yield made
 
 
@@ -96,6 +96,7 @@ async def test_lesson_18_options_that_narrow_a_draw_exclude_the_rest(session: Se
 
     async def outside(sampling: Sampling) -> int:
         many = await session.generate(ids, sampling, n=8, seed=3, max_tokens=NEW, ignore_eos=True)
+        assert len({done.token_ids for done in many}) > 4, "nothing is drawn"
         count = 0
         for done in many:
             for logits, token in zip(logits_along(ids, done.token_ids), done.token_ids, strict=True):

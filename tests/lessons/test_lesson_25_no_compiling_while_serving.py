@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from compiling import COMPILING, compiled_by_jax, counts
-from rekindle import LogitsProcessor, Session
-from small import CONTEXT, PAGE, VOCAB, opening, plain, prompt
+from rekindle import Session
+from small import CONTEXT, LEAST, PAGE, VOCAB, opening, plain, prompt
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -26,8 +26,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"logit_bias": {5: 3.0, 6: -100.0}},
     {"min_tokens": 3, "stop_token_ids": tuple(range(10, 26))},
     {"n": 3, "temperature": 1.0, "top_p": 0.5},
-    {"processors": "colder"},
-    {"processors": "colder", "frequency_penalty": 1.0, "logprobs": 1},
+    {"processors": "least"},
+    {"processors": "least", "frequency_penalty": 1.0, "logprobs": 1},
 ]
 
 
@@ -70,9 +70,8 @@ async def odd_sizes(session: Session) -> None:
 
 @pytest.mark.anyio
 async def test_lesson_25_nothing_compiles_over_the_whole_lattice_with_every_option() -> None:
-    processor = LogitsProcessor(lambda logits, context: logits * 2.0, "colder")
     want = plain(prompt(0, 5), 4)  # compiled before it counts
-    async with opening(processors=[processor], device_pages=40, host_memory=1 << 20) as session:
+    async with opening(processors=[LEAST], host_memory=1 << 20) as session:
         warm = counts(session)
         with compiled_by_jax() as events:
             await whole_lattice(session)

@@ -34,10 +34,6 @@ from rekindle_kernels.native.build import ensure
 log = logging.getLogger("rekindle.store")
 FORMAT = 1
 STALE_PARTIAL_SECONDS = 3600.0
-# Loading a program registers its unwind tables with the C runtime, and a C++ exception that another thread throws then
-# walks through them: that crashed one in about 200 pairs of loads (jaxlib 0.10, libgcc 12), since reading a checkpoint
-# throws. One after the other takes no longer: 25.0 and 25.1 s for 300 in two threads, with this lock and without.
-_loading = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,10 +63,9 @@ class ExecutableStore:
         if not path.is_dir():
             raise StoreError("not stored yet")
         try:
-            with _loading:
-                payload, meta = _read(path)
-                trees = pickle.loads(payload[: meta["trees"]].tobytes())
-                compiled = _deserialized(payload[meta["trees"] :].tobytes(), trees)
+            payload, meta = _read(path)
+            trees = pickle.loads(payload[: meta["trees"]].tobytes())
+            compiled = _deserialized(payload[meta["trees"] :].tobytes(), trees)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             self._say(key, f"stored program {key} can't be used ({reason}); it is dropped and compiled again")
