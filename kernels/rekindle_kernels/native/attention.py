@@ -5,12 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rekindle_kernels import xla
+from rekindle_kernels import pages, xla
 from rekindle_kernels.calls import Call, Implementation, LayerKV
 from rekindle_kernels.native.build import ensure, reason_against
 from rekindle_kernels.native.products import DTYPES
 
 LANES = 16
+MANY_TOKENS = 32  # from which moving them is worth a call
 STRETCH = 256  # keys of one piece of work where rows are few
 FAR = 1024  # where there are pieces enough for all threads without cutting
 FEW = 16  # rows x kv heads
@@ -104,6 +105,25 @@ def attention(
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
+def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
+    """`write_kv`; XLA's own scatter where tokens are few or pages are quantised."""
+    known = kv.dtype.name in ("float32", "bfloat16") and kv.head_dim % LANES == 0 and kv.scales is None
+    if k.shape[0] < MANY_TOKENS or not known or reason_against() is not None:
+        return pages.write_kv(kv, k, v, page_ids, offsets)
+    shape = jax.ShapeDtypeStruct(kv.pages.shape, kv.pages.dtype)
+    call = jax.ffi.ffi_call(ensure(f"write_{kv.dtype.name}"), shape, input_output_aliases={0: 0})
+    return LayerKV(call(kv.pages, k.astype(jnp.float32), v.astype(jnp.float32), page_ids, offsets))
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int, count: int) -> jax.Array | None:
+    """The heads [first, first + count) of x [T, A, D] rotated by cos and sin [T, F]; None where XLA does as well."""
+    if x.ndim != 3 or x.shape[0] < MANY_TOKENS or x.dtype != jnp.float32 or cos.shape[-1] % LANES:
+        return None
+    call = jax.ffi.ffi_call(ensure("rotate"), jax.ShapeDtypeStruct((x.shape[0], count, x.shape[2]), jnp.float32))
+    rotated: jax.Array = call(x, cos, sin, jnp.array([first, count], jnp.int32))
+    return rotated
+
+
 def supports(call: Call) -> str | None:
     if call.platform != "cpu":
         return f"it runs on a CPU, not on {call.platform}"
@@ -114,4 +134,4 @@ def supports(call: Call) -> str | None:
     return reason_against()
 
 
-IMPLEMENTATIONS = {"native": Implementation("native", attention, supports)}
+IMPLEMENTATIONS = {"native": Implementation("native", attention, supports, write)}

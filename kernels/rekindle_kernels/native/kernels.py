@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle_kernels.native import decode, memory, pairs, prefill, rows, vector
+from rekindle_kernels.native import decode, memory, pairs, placing, prefill, rows, vector
 from rekindle_kernels.native.target import Kernel
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -11,8 +11,12 @@ _LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "float16": ve
 
 
 def make(name: str) -> Kernel:
-    """`pairs_bfloat16`, `matvec_DTYPE`, `decode_DTYPE_HEADSIZE` or `prefill_DTYPE_HEADSIZE`."""
-    kind, dtype, *rest = name.split("_")
+    """`rotate`, `pairs_bfloat16`, `matvec_DTYPE`, `write_DTYPE`, `decode_DTYPE_HEADSIZE`, `prefill_DTYPE_HEADSIZE`."""
+    kind, dtype, *rest = f"{name}_float32".split("_")
+    if kind == "rotate":
+        return placing.rotate(name)
+    if kind == "write":
+        return placing.write(name, vector.store if dtype == "float32" else vector.store_bf16, SIZES[dtype])
     if kind == "pairs":
         return pairs.kernel(name)
     if kind == "matvec":

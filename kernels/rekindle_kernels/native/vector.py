@@ -231,3 +231,26 @@ def store_totals(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: A
         return context.get_dummy_value()
 
     return types.void(types.int64, VECTOR, VECTOR, VECTOR, VECTOR), codegen
+
+
+@intrinsic
+def store_bf16(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+    """Rounded to the nearest bfloat16, ties to even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide, narrow = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.IntType(16), LANES)
+
+        def constant(kind: ir.VectorType, number: int) -> Any:
+            return ir.Constant(kind, [number] * LANES)
+
+        bits = builder.bitcast(args[2], wide)
+        odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
+        rounded = builder.add(builder.add(bits, constant(wide, 0x7FFF)), odd)
+        stored = builder.trunc(builder.lshr(rounded, constant(wide, 16)), narrow)
+        is_nan = builder.fcmp_unordered("uno", args[2], args[2])
+        pointer = builder.gep(builder.inttoptr(args[0], ir.IntType(16).as_pointer()), [args[1]])
+        stored = builder.select(is_nan, constant(narrow, 0x7FC0), stored)
+        builder.store(stored, builder.bitcast(pointer, narrow.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, VECTOR), codegen

@@ -14,6 +14,7 @@ from flax import nnx
 from rekindle.models import rope
 from rekindle.models.config import ModelConfig
 from rekindle.models.linear import Linear, Precision, parameter
+from rekindle_kernels import native
 
 
 class Attend(Protocol):
@@ -61,9 +62,16 @@ class RopeTables:
         with jax.named_scope("rope"):
             self.tables = {spec: rope.tables(spec, positions, lengths) for spec in config.ropes}
 
-    def rotate(self, x: jax.Array, spec: rope.RopeSpec | None) -> jax.Array:
-        """x [T, heads, D]."""
-        return x if spec is None else rope.rotate(x, *self.tables[spec])
+    def rotate(
+        self, x: jax.Array, spec: rope.RopeSpec | None, first: int, count: int, *, use_native: bool
+    ) -> jax.Array:
+        """The heads [first, first + count) of x [T, heads, D]."""
+        if spec is not None and use_native:
+            rotated = native.rotate(x, *self.tables[spec], first, count)
+            if rotated is not None:
+                return rotated
+        some = x[..., first : first + count, :]
+        return some if spec is None else rope.rotate(some, *self.tables[spec])
 
 
 class Attention(nnx.Module):
@@ -76,20 +84,21 @@ class Attention(nnx.Module):
         # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
         self.qk_norm = RMSNorm((H + K, D), config.norm_eps) if qk_norm else None
         self.heads, self.kv_heads, self.head_dim = H, K, D
-        self.layer, self.rope = layer, config.attention[layer].rope
+        self.layer, self.rope, self.native = layer, config.attention[layer].rope, precision.native
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
-        qk, v = qkv[..., : H + K, :], qkv[..., H + K :, :]
-        qk = tables.rotate(self.normed(qk), self.rope)
+        qk = self.normed(qkv)
+        q = tables.rotate(qk, self.rope, 0, H, use_native=self.native)
+        k = tables.rotate(qk, self.rope, H, K, use_native=self.native)
         with jax.named_scope("attend"):
-            y = attend(self.layer, qk[..., :H, :], qk[..., H:, :], v)
+            y = attend(self.layer, q, k, qkv[..., H + K :, :])
         return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype))
 
-    def normed(self, qk: jax.Array) -> jax.Array:
-        """q and k [..., H + K, D] before rope."""
-        return qk if self.qk_norm is None else self.qk_norm(qk)
+    def normed(self, qkv: jax.Array) -> jax.Array:
+        """q and k [..., H + K, D] before rope; what may follow them is ignored."""
+        return qkv if self.qk_norm is None else self.qk_norm(qkv[..., : self.heads + self.kv_heads, :])
 
 
 class GatedMlp(nnx.Module):

@@ -26,7 +26,8 @@ class WideNormAttention(Attention):
         self.q_norm = RMSNorm(config.num_heads * config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps)
 
-    def normed(self, qk: jax.Array) -> jax.Array:
+    def normed(self, qkv: jax.Array) -> jax.Array:
+        qk = qkv[..., : self.heads + self.kv_heads, :]
         wide = qk.reshape(*qk.shape[:-2], -1)
         split = self.heads * self.head_dim
         parts = [self.q_norm(wide[..., :split]), self.k_norm(wide[..., split:])]
