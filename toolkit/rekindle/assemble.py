@@ -96,9 +96,7 @@ def _build(order: Order) -> Engine:
 
     def release() -> None:
         stop()
-        # Left to the garbage collector they go at any moment in any thread, also while another session's are loaded.
-        # Where sessions follow each other that crashed XLA's unwinder in 9 of 14 test runs, like this in none of 8.
-        programs._ready.clear()
+        programs.close()
         weights.release()
         if tiers is not None:
             tiers.close()

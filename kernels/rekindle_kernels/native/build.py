@@ -82,7 +82,7 @@ def _compile(name: str) -> bytes:
     module = llvm.parse_assembly(texts[1])
     module.link_in(llvm.parse_assembly(texts[0]))
     for function in module.functions:
-        # Nothing is thrown through it; tables for unwinding, of code this far away, led C++ exceptions elsewhere astray.
+        # Nothing is thrown through it, and its tables for unwinding led C++ exceptions of other code astray.
         if not function.is_declaration:
             function.add_function_attribute("nounwind")
     code: bytes = _machine(llvm).emit_object(module)

@@ -151,6 +151,11 @@ class Programs:
             self.compilations += 1
         return compiled
 
+    def close(self) -> None:
+        """Give the executables back now: the garbage collector would at any moment, in any thread, also while another
+        session loads its own, which XLA did not always survive."""
+        self._ready.clear()
+
     def _load_or_compile(self, key: Key) -> Compiled:
         start, why = time.perf_counter(), "no store"
         if self._store is not None:
