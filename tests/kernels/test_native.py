@@ -1,0 +1,144 @@
+"""Native kernels: products, rotation and writing against XLA; object code that is kept, loaded and replaced."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rekindle_kernels import init_pages, native, pages
+from rekindle_kernels.native import attention, build
+
+pytestmark = pytest.mark.skipif(native.reason_against() is not None, reason="numba is not installed")
+RANDOM = np.random.default_rng(0)
+
+
+def weights(dtype: str, height: int, width: int) -> tuple[jax.Array, jax.Array | None, np.ndarray]:
+    """A matrix, its scale, and what both mean in float64."""
+    plain = RANDOM.standard_normal((height, width), np.float32)
+    if dtype != "int8":
+        stored = jnp.asarray(plain).astype(dtype)
+        return stored, None, np.asarray(stored.astype(jnp.float32), np.float64)
+    stored, scale = jnp.asarray((plain * 40).astype(np.int8)), jnp.asarray(RANDOM.random(height, np.float32) / 40)
+    return stored, scale, np.asarray(stored, np.float64) * np.asarray(scale, np.float64)[:, None]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize(("height", "width"), [(964, 576), (3, 33), (1, 16), (127, 100)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_few_rows_times_a_matrix(dtype: str, height: int, width: int, rows: int) -> None:
+    weight, scale, meaning = weights(dtype, height, width)
+    assert native.multiplies(rows, weight)
+    x = RANDOM.standard_normal((rows, width), np.float32)
+    got = np.asarray(jax.jit(native.matvec)(x, weight, scale))
+    # Rows beyond four may be rounded to bfloat16 first, as XLA does it.
+    exact = rows <= 4 or dtype != "bfloat16"
+    np.testing.assert_allclose(got, x.astype(np.float64) @ meaning.T, rtol=0, atol=1e-5 * width if exact else 0.5)
+
+
+@pytest.mark.parametrize("rows", [5, 9, 16, 33, 48])
+def test_a_batch_of_rows_in_pairs_of_bfloat16(rows: int) -> None:
+    weight, _, meaning = weights("bfloat16", 964, 576)
+    if not build.has_feature("avx512bf16"):
+        assert not native.multiplies(rows, weight) or rows <= 8
+        pytest.skip("this processor does not multiply pairs of bfloat16")
+    assert native.multiplies(rows, weight)
+    x = jnp.asarray(RANDOM.standard_normal((rows, 576), np.float32)).astype(jnp.bfloat16).astype(jnp.float32)
+    got = np.asarray(jax.jit(native.matvec)(x, weight))
+    np.testing.assert_allclose(got, np.asarray(x, np.float64) @ meaning.T, rtol=0, atol=1e-3)
+
+
+def test_what_it_does_not_multiply() -> None:
+    assert not native.multiplies(2, jnp.zeros((4, 4), jnp.float8_e4m3fn))
+    assert not native.multiplies(2, jnp.zeros((2, 4, 4), jnp.float32)), "stacks of experts"
+    assert not native.multiplies(1000, jnp.zeros((64, 64), jnp.bfloat16))
+    assert not native.multiplies(16, jnp.zeros((64, 64), jnp.float32))
+
+
+@pytest.mark.parametrize(("tokens", "head_dim", "frequencies"), [(514, 64, 32), (40, 96, 32), (33, 128, 64)])
+def test_rotation_of_some_heads(tokens: int, head_dim: int, frequencies: int) -> None:
+    x = RANDOM.standard_normal((tokens, 7, head_dim), np.float32)
+    cos, sin = RANDOM.standard_normal((2, tokens, 1, frequencies), np.float32)
+    got = jax.jit(lambda x: native.rotate(x, cos[:, 0], sin[:, 0], 2, 4))(x)
+    some = x[:, 2:6]
+    first, second, rest = np.split(some, (frequencies, 2 * frequencies), axis=-1)
+    want = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-5)
+
+
+def test_few_tokens_are_left_to_xla() -> None:
+    assert native.rotate(jnp.zeros((2, 4, 64)), jnp.zeros((2, 32)), jnp.zeros((2, 32)), 0, 4) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writing_equals_the_scatter_bit_by_bit(dtype: str) -> None:
+    kv = init_pages(40, 3, 16, 64, dtype)
+    tokens = np.arange(500, dtype=np.int32)
+    k, v = RANDOM.standard_normal((2, 500, 3, 64), np.float32) * np.float32(1e3)
+    k[0, 0, :3] = np.inf, -np.inf, 1e-40
+    arguments = kv, jnp.asarray(k), jnp.asarray(v), 1 + tokens // 16, tokens % 16
+    got, want = jax.jit(attention.write)(*arguments), jax.jit(pages.write_kv)(*arguments)
+    assert np.asarray(got.pages).tobytes() == np.asarray(want.pages).tobytes()
+    k[0, 0, 0] = np.nan
+    got = jax.jit(attention.write)(kv, jnp.asarray(k), jnp.asarray(v), 1 + tokens // 16, tokens % 16)
+    stored = np.asarray(got.pages[1, 0, 0, 0, :1])
+    assert np.isnan(stored.view(jnp.bfloat16) if dtype == "bfloat16" else stored).all()
+
+
+def test_calls_from_several_threads_do_not_meet() -> None:
+    weight, _, meaning = weights("float32", 512, 256)
+    product = jax.jit(native.matvec)
+    wrong: list[float] = []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(50):
+            x = random.standard_normal((2, 256), np.float32)
+            wrong.append(float(np.abs(np.asarray(product(x, weight)) - x @ meaning.T).max()))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 200
+    assert max(wrong) < 1e-2
+
+
+PRODUCT = """
+import sys, jax, jax.numpy as jnp
+from rekindle_kernels import native
+assert float(jax.jit(native.matvec)(jnp.ones((2, 64)), jnp.ones((8, 64)))[1, 7]) == 64
+print("numba" in sys.modules)
+"""
+
+
+def in_a_process(folder: Path) -> bool:
+    """Whether a process that multiplies had to import numba."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "REKINDLE_CACHE": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCT], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1] == "True"
+
+
+def test_object_code_is_kept_and_loaded_without_numba(tmp_path: Path) -> None:
+    assert in_a_process(tmp_path), "nothing was there to load"
+    (kept,) = (tmp_path / "native").iterdir()
+    assert not in_a_process(tmp_path)
+    kept.write_bytes(kept.read_bytes()[:-100])
+    assert in_a_process(tmp_path), "a truncated file must be compiled again"
+    assert not in_a_process(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
+    (tmp_path / "native").write_text("a file where the folder should be")
+    assert in_a_process(tmp_path)
