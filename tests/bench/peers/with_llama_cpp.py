@@ -1,8 +1,8 @@
 """llama.cpp through the C API of llama-cpp-python: one loop that decodes every running sequence together.
 
-Each sequence has a buffer of its own, its prompt is one call, and then all decode together: less time per workload, by
-up to a fifth, than one buffer for all of them or calls that mix prompts and decoding. Only a kept prefix needs the one
-buffer, where sequences share it without a copy.
+Each sequence has a buffer of its own, its prompt is one call, and then all decode together: in trials never slower than
+one buffer for all of them, or calls that mix prompts and decoding. Only a kept prefix needs the one buffer, where
+sequences share it without a copy.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def read_rate(nbytes: int, repeat: int) -> float:
     """GB/s of reading an array once: the fastest of several reductions, since no single one reaches it everywhere.
 
     On CPU, folding a middle axis is a vector operation per element and cache line: 35 GB/s on two cores where a plain
-    sum read 19, and the products with two rows that decoding makes read about as much as the best of them.
+    sum read 19.
     """
     words = jnp.ones((nbytes // 4,), jnp.uint32)
     seconds = [best(jax.jit(_total), words, repeat=repeat)]
