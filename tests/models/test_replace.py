@@ -11,8 +11,9 @@ from flax import nnx
 import checkpoints
 from rekindle import reference
 from rekindle.errors import CheckpointError
-from rekindle.models import merge, reading
+from rekindle.models import merge
 from rekindle.models.replace import replace_weights
+from rekindle.models.slabs import aligned
 
 RAW = checkpoints.CASES["llama"]
 OLD = checkpoints.case("llama")
@@ -52,9 +53,7 @@ def test_modules_states_and_arrays_by_path_are_weights_too() -> None:
 
 
 def test_arrays_are_copied() -> None:
-    arrays = {
-        path: reading.aligned(leaf.shape, leaf.dtype) for path, leaf in zip(NEW.graph.paths, NEW.leaves, strict=True)
-    }
+    arrays = {path: aligned(leaf.shape, leaf.dtype) for path, leaf in zip(NEW.graph.paths, NEW.leaves, strict=True)}
     for path, leaf in zip(NEW.graph.paths, NEW.leaves, strict=True):
         arrays[path][...] = np.asarray(leaf)
     swapped = replace_weights(OLD, arrays)

@@ -17,6 +17,7 @@ from rekindle.models.config import ModelConfig
 from rekindle.models.layers import Attend
 from rekindle.models.linear import Precision
 from rekindle.models.registry import family
+from rekindle.models.slabs import aligned
 
 
 class Model(Protocol):
@@ -96,11 +97,18 @@ def random_model(
     graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
     rng = np.random.default_rng(seed)
     leaves = tuple(
-        jax.device_put(_random(path, leaf, config, graph.precision, rng))
+        jax.device_put(_adopted(_random(path, leaf, config, graph.precision, rng)), may_alias=True)
         for path, leaf in zip(graph.paths, shapes, strict=True)
     )
     fingerprint = f"random-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
     return LoadedModel(config, graph, leaves, fingerprint)
+
+
+def _adopted(values: np.ndarray) -> np.ndarray:
+    """Where loaded weights would lie."""
+    memory = aligned(values.shape, values.dtype)
+    memory[...] = values
+    return memory
 
 
 def _random(

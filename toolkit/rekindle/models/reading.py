@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rekindle.models.progress import Meter
 from rekindle.models.quantize import quantize_into
+from rekindle.models.slabs import aligned
 from rekindle.models.tensor_files import Entry, read_into
 from rekindle.models.weights import Part, Source
 
@@ -27,14 +28,6 @@ Place = Callable[[str, NDArray[Any]], jax.Array]
 def workers() -> int:
     """Reading is copying from the page cache or waiting for a disk: more threads than 8 gained nothing."""
     return max(2, min(8, os.cpu_count() or 2))
-
-
-def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
-    """Uninitialised memory that begins on a cache line, which XLA:CPU adopts as it is instead of copying it."""
-    count = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(count + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + count].view(dtype).reshape(tuple(shape))
 
 
 def place_on_default_device(path: str, array: NDArray[Any]) -> jax.Array:

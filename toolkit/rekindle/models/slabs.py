@@ -1,0 +1,50 @@
+"""Host memory for weights that a CPU device adopts: cache-line aligned, and on huge pages where the system has them.
+
+Reading 270 MB of weights for each token crosses 66,000 small pages; on huge ones products of two rows read 39 instead
+of 35 GB/s. numpy asks for them from 4 MB on, which most matrices of a small model are below, so leaves share slabs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SLAB, HUGE, LINE = 64 << 20, 2 << 20, 64
+
+_lock = threading.Lock()
+_slab: NDArray[np.uint8] = np.empty(0, np.uint8)  # the rest of the latest; arrays keep the slab that they lie in
+
+
+def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
+    """Memory that begins on a cache line, which XLA:CPU adopts as it is instead of copying it."""
+    global _slab
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    taken = -(-count // LINE) * LINE
+    with _lock:
+        if taken > SLAB // 4:
+            memory = _mapped(taken)
+        else:
+            if taken > _slab.size:
+                _slab = _mapped(SLAB)
+            memory, _slab = _slab[:taken], _slab[taken:]
+    return memory[:count].view(dtype).reshape(tuple(shape))
+
+
+def _mapped(size: int) -> NDArray[np.uint8]:
+    """Zeroed memory of its own that begins on a huge page; what is never touched costs nothing."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        raw = np.empty(size + LINE, np.uint8)
+        return raw[-raw.ctypes.data % LINE :][:size]
+    mapping = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(mapping, np.uint8)
+    return raw[-raw.ctypes.data % HUGE :][:size]
