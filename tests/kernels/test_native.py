@@ -142,3 +142,20 @@ def test_object_code_is_kept_and_loaded_without_numba(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
     (tmp_path / "native").write_text("a file where the folder should be")
     assert in_a_process(tmp_path)
+
+
+def test_a_kernel_that_cannot_be_built_leaves_the_work_to_xla(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(name: str) -> str:
+        raise RuntimeError(f"numba has no idea what {name} is")
+
+    monkeypatch.setattr(build, "ensure", broken)
+    monkeypatch.setattr(build, "_failed", set())
+    weight = jnp.zeros((64, 64), jnp.float32)
+    assert not native.multiplies(2, weight)
+    assert not native.multiplies(2, weight)
+    assert native.rotate(jnp.zeros((64, 4, 64)), jnp.zeros((64, 32)), jnp.zeros((64, 32)), 0, 4) is None
+    told = [record.message for record in caplog.records]
+    assert len(told) == 2, "once per kernel"
+    assert "numba has no idea what matvec_float32 is" in told[0]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from rekindle_kernels import pages, xla
 from rekindle_kernels.calls import Call, Implementation, LayerKV
-from rekindle_kernels.native.build import ensure, reason_against
+from rekindle_kernels.native.build import builds, ensure, reason_against
 from rekindle_kernels.native.products import DTYPES
 
 LANES = 16
@@ -108,7 +108,8 @@ def attention(
 def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
     """`write_kv`; XLA's own scatter where tokens are few or pages are quantised."""
     known = kv.dtype.name in ("float32", "bfloat16") and kv.head_dim % LANES == 0 and kv.scales is None
-    if k.shape[0] < MANY_TOKENS or not known or reason_against() is not None:
+    usable = known and reason_against() is None and k.shape[0] >= MANY_TOKENS
+    if not usable or not builds(f"write_{kv.dtype.name}"):
         return pages.write_kv(kv, k, v, page_ids, offsets)
     shape = jax.ShapeDtypeStruct(kv.pages.shape, kv.pages.dtype)
     call = jax.ffi.ffi_call(ensure(f"write_{kv.dtype.name}"), shape, input_output_aliases={0: 0})
@@ -118,6 +119,8 @@ def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets:
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int, count: int) -> jax.Array | None:
     """The heads [first, first + count) of x [T, A, D] rotated by cos and sin [T, F]; None where XLA does as well."""
     if x.ndim != 3 or x.shape[0] < MANY_TOKENS or x.dtype != jnp.float32 or cos.shape[-1] % LANES:
+        return None
+    if not builds("rotate"):
         return None
     call = jax.ffi.ffi_call(ensure("rotate"), jax.ShapeDtypeStruct((x.shape[0], count, x.shape[2]), jnp.float32))
     rotated: jax.Array = call(x, cos, sin, jnp.array([first, count], jnp.int32))
@@ -131,7 +134,15 @@ def supports(call: Call) -> str | None:
         return f"pages of {call.kv_dtype.name} are none of {', '.join(DTYPES)}"
     if call.head_dim % LANES:
         return f"the head size {call.head_dim} is no multiple of {LANES}"
-    return reason_against()
+    reason = reason_against()
+    if reason is None and not all(builds(f"{part}_{call.kv_dtype.name}_{call.head_dim}") for part in _parts(call)):
+        return "its kernels can't be built here: the log says why"
+    return reason
+
+
+def _parts(call: Call) -> list[str]:
+    """What a call needs."""
+    return ["decode"] * (call.decode_rows > 0) + ["prefill"] * (call.tokens > call.decode_rows)
 
 
 IMPLEMENTATIONS = {"native": Implementation("native", attention, supports, write)}

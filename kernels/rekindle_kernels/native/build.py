@@ -10,8 +10,10 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import re
+import sys
 import tempfile
 import threading
 from functools import cache
@@ -21,12 +23,16 @@ from typing import Any
 import jax
 
 ENTRY = "rekindle_entry"
+log = logging.getLogger("rekindle.native")
 _lock = threading.Lock()
+_failed: set[str] = set()
 _engines: dict[str, Any] = {}  # by kernel: an engine owns the code that XLA calls
 
 
 def reason_against() -> str | None:
     """Why native kernels can't be used here; None if they can."""
+    if sys.platform == "win32":
+        return "native kernels have not been tried on Windows"
     if os.environ.get("REKINDLE_NATIVE", "1") == "0":
         return "REKINDLE_NATIVE=0 turns them off"
     missing = [name for name in ("numba", "llvmlite") if importlib.util.find_spec(name) is None]
@@ -63,6 +69,25 @@ def ensure(name: str) -> str:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
             _engines[name] = engine
     return target
+
+
+def builds(name: str) -> bool:
+    """Whether kernel `name` is or can be registered. A failure is said once; XLA then does the work."""
+    if name in _failed:
+        return False
+    try:
+        ensure(name)
+    except Exception as error:
+        _failed.add(name)
+        reason = (str(error).strip().splitlines() or [""])[-1]
+        log.warning(
+            "native kernel %s can't be built (%s: %s); XLA does its work, more slowly. REKINDLE_NATIVE=0 silences this",
+            name,
+            type(error).__name__,
+            reason,
+        )
+        return False
+    return True
 
 
 def _compile(name: str) -> bytes:

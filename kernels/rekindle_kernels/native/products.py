@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rekindle_kernels.native.build import ensure, has_feature
+from rekindle_kernels.native.build import builds, ensure, has_feature
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
@@ -15,9 +15,17 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 def multiplies(rows: int, weight: jax.Array) -> bool:
     """Whether `matvec` takes so many rows and this weight, and is faster than XLA."""
+    name = _kernel(rows, weight)
+    return name is not None and builds(name)
+
+
+def _kernel(rows: int, weight: jax.Array) -> str | None:
+    """The kernel's name; None where XLA is better."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
-        return False
-    return rows <= SOME_ROWS or (rows <= MANY_ROWS and _in_pairs(weight))
+        return None
+    if FEW_ROWS < rows <= MANY_ROWS and _in_pairs(weight):
+        return "pairs_bfloat16"
+    return f"matvec_{weight.dtype.name}" if rows <= SOME_ROWS else None
 
 
 def _in_pairs(weight: jax.Array) -> bool:
@@ -27,12 +35,13 @@ def _in_pairs(weight: jax.Array) -> bool:
 
 def matvec(x: jax.Array, weight: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """A few rows x [R, K] · weight [N, K] · scale [N] -> float32 [R, N]."""
-    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    name, shape = _kernel(x.shape[0], weight), jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    assert name is not None, f"{x.shape[0]} rows times {weight.dtype}{list(weight.shape)} are XLA's"
+    call = jax.ffi.ffi_call(ensure(name), shape)
     product: jax.Array
-    if x.shape[0] > FEW_ROWS and _in_pairs(weight):
-        product = jax.ffi.ffi_call(ensure("pairs_bfloat16"), shape)(weight, x.astype(jnp.bfloat16))
-        return product
-    factors = jnp.ones((1,), jnp.float32) if scale is None else scale
-    call = jax.ffi.ffi_call(ensure(f"matvec_{weight.dtype.name}"), shape)
-    product = call(weight, factors, x.astype(jnp.float32))
+    if name == "pairs_bfloat16":
+        product = call(weight, x.astype(jnp.bfloat16))
+    else:
+        factors = jnp.ones((1,), jnp.float32) if scale is None else scale
+        product = call(weight, factors, x.astype(jnp.float32))
     return product
