@@ -1,4 +1,4 @@
-"""The CPU path, and the fallback everywhere: paged attention in the forms that XLA:CPU runs fast.
+"""The fallback everywhere, a CPU without native kernels included: paged attention in the forms that XLA:CPU runs fast.
 
 Decode: rows are sorted by length and taken in chunks; a loop walks over (chunk, block of keys) and never over a block
 that no row of the chunk owns, so time follows the true lengths and not the page table's width. Prefill: a loop over
@@ -42,6 +42,7 @@ float32 product rate), 128 x 512 14.0, 128 x 256 14.6; 16.1 when every block is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -327,37 +328,40 @@ def prefill(
     return lax.fori_loop(0, ends[-1], step, jnp.zeros(q.shape, jnp.float32))[:T]
 
 
-def attention(
-    q: jax.Array,
-    kv: LayerKV,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    num_prefills: jax.Array,
-    *,
-    decode_rows: int,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """`paged_attention` for any shape and dtype on any platform."""
-    rules = Rules(scale, sliding_window, soft_cap)
-    R = decode_rows
-    parts = []
-    if R:
-        parts.append(decode(q[:R], kv, page_table[:R], kv_lens[:R], sinks, rules))
-    if q.shape[0] > R:
-        if page_table.shape[0] == R:
-            parts.append(jnp.zeros_like(q[R:]))
-        else:
-            parts.append(prefill(q[R:], kv, page_table[R:], kv_lens[R:], cu_q_lens, num_prefills, sinks, rules))
-    parts = [part.astype(q.dtype) for part in parts]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+def in_parts(decode: Callable[..., jax.Array], prefill: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`paged_attention` from a function for its decode rows and one for its prefill tokens."""
+
+    def attention(
+        q: jax.Array,
+        kv: LayerKV,
+        page_table: jax.Array,
+        kv_lens: jax.Array,
+        cu_q_lens: jax.Array,
+        num_prefills: jax.Array,
+        *,
+        decode_rows: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        rules, R = Rules(scale, sliding_window, soft_cap), decode_rows
+        parts = []
+        if R:
+            parts.append(decode(q[:R], kv, page_table[:R], kv_lens[:R], sinks, rules))
+        if q.shape[0] > R:
+            if page_table.shape[0] == R:
+                parts.append(jnp.zeros_like(q[R:]))
+            else:
+                parts.append(prefill(q[R:], kv, page_table[R:], kv_lens[R:], cu_q_lens, num_prefills, sinks, rules))
+        parts = [part.astype(q.dtype) for part in parts]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+    return attention
 
 
 def supports(call: Call) -> str | None:
     return None
 
 
-IMPLEMENTATIONS = {"xla": Implementation("xla", attention, supports)}
+IMPLEMENTATIONS = {"xla": Implementation("xla", in_parts(decode, prefill), supports)}

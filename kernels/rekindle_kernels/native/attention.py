@@ -30,9 +30,20 @@ def decode(
         jax.ShapeDtypeStruct((pieces, H, D + 2), jnp.float32),
         jax.ShapeDtypeStruct((pieces, 2), jnp.int32),
     )
-    one = jnp.ones((1,), jnp.float32)
     call = jax.ffi.ffi_call(ensure(f"decode_{kv.dtype.name}_{D}"), results)
     out: jax.Array = call(
+        *_operands(q, kv, page_table, kv_lens, sinks, rules),
+        jnp.array([rules.sliding_window or 0, sinks is not None, keys], jnp.int32),
+    )[0]
+    return out
+
+
+def _operands(
+    q: jax.Array, kv: LayerKV, page_table: jax.Array, kv_lens: jax.Array, sinks: jax.Array | None, rules: xla.Rules
+) -> tuple[jax.Array, ...]:
+    """What both kernels take first; what is not there is a one that is not read."""
+    one = jnp.ones((1,), jnp.float32)
+    return (
         q.astype(jnp.float32),
         kv.pages,
         one if kv.scales is None else kv.scales,
@@ -40,9 +51,7 @@ def decode(
         kv_lens,
         one if sinks is None else sinks.astype(jnp.float32),
         jnp.array([rules.scale, rules.soft_cap or 0], jnp.float32),
-        jnp.array([rules.sliding_window or 0, sinks is not None, keys], jnp.int32),
-    )[0]
-    return out
+    )
 
 
 def prefill(
@@ -60,49 +69,14 @@ def prefill(
     queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
     tiles = kv_lens.shape[0] + T // queries
     results = (jax.ShapeDtypeStruct((T, H, D), jnp.float32), jax.ShapeDtypeStruct((tiles, 2), jnp.int32))
-    one = jnp.ones((1,), jnp.float32)
     call = jax.ffi.ffi_call(ensure(f"prefill_{kv.dtype.name}_{D}"), results)
     out: jax.Array = call(
-        q.astype(jnp.float32),
-        kv.pages,
-        one if kv.scales is None else kv.scales,
-        page_table,
-        kv_lens,
-        one if sinks is None else sinks.astype(jnp.float32),
-        jnp.array([rules.scale, rules.soft_cap or 0], jnp.float32),
+        *_operands(q, kv, page_table, kv_lens, sinks, rules),
         cu_q_lens,
         num_prefills[None],
         jnp.array([rules.sliding_window or 0, sinks is not None, queries], jnp.int32),
     )[0]
     return out
-
-
-def attention(
-    q: jax.Array,
-    kv: LayerKV,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    num_prefills: jax.Array,
-    *,
-    decode_rows: int,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """`paged_attention` on a CPU."""
-    rules, R = xla.Rules(scale, sliding_window, soft_cap), decode_rows
-    parts = []
-    if R:
-        parts.append(decode(q[:R], kv, page_table[:R], kv_lens[:R], sinks, rules))
-    if q.shape[0] > R:
-        if page_table.shape[0] == R:
-            parts.append(jnp.zeros_like(q[R:]))
-        else:
-            parts.append(prefill(q[R:], kv, page_table[R:], kv_lens[R:], cu_q_lens, num_prefills, sinks, rules))
-    parts = [part.astype(q.dtype) for part in parts]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
@@ -145,4 +119,4 @@ def _parts(call: Call) -> list[str]:
     return ["decode"] * (call.decode_rows > 0) + ["prefill"] * (call.tokens > call.decode_rows)
 
 
-IMPLEMENTATIONS = {"native": Implementation("native", attention, supports, write)}
+IMPLEMENTATIONS = {"native": Implementation("native", xla.in_parts(decode, prefill), supports, write)}

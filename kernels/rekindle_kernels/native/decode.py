@@ -27,6 +27,7 @@ from rekindle_kernels.native.vector import (
     multiply_add,
     splat,
     store,
+    store_four,
     subtract,
     total,
 )
@@ -37,7 +38,7 @@ ZERO, ONE, MASKED = np.float32(0), np.float32(1), np.float32(-1e30)
 
 # Fields of a job.
 Q, PAGES, SCALES, TABLE, LENS, SINKS, NUMBERS, WINDOW, SINKED, OUT, PARTIAL, WORK = range(12)
-ROWS, HEADS, KV_HEADS, PAGE_SIZE, WIDTH, KEYS, PIECES = range(12, 19)
+HEADS, KV_HEADS, PAGE_SIZE, WIDTH, KEYS, PIECES = range(12, 18)
 
 
 def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
@@ -59,7 +60,6 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
         set_field(job, OUT, result(frame, 0))
         set_field(job, PARTIAL, result(frame, 1))
         set_field(job, WORK, result(frame, 2))
-        set_field(job, ROWS, R)
         set_field(job, HEADS, H)
         set_field(job, KV_HEADS, K)
         set_field(job, PAGE_SIZE, dim(frame, 1, 3))
@@ -205,10 +205,7 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
                 c = multiply_add(weight, load(values, at + 2 * LANES), c)
                 d = multiply_add(weight, load(values, at + 3 * LANES), d)
             key = until
-        store(out, column, a)
-        store(out, column + LANES, b)
-        store(out, column + 2 * LANES, c)
-        store(out, column + 3 * LANES, d)
+        store_four(out, column, a, b, c, d)
 
     @inline
     def weigh_two(
@@ -235,14 +232,8 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
                 v = load(values, at + 3 * LANES)
                 d, h = multiply_add(one, v, d), multiply_add(two, v, h)
             key = until
-        store(out, column, a)
-        store(out, column + LANES, b)
-        store(out, column + 2 * LANES, c)
-        store(out, column + 3 * LANES, d)
-        store(out, step + column, e)
-        store(out, step + column + LANES, f)
-        store(out, step + column + 2 * LANES, g)
-        store(out, step + column + 3 * LANES, h)
+        store_four(out, column, a, b, c, d)
+        store_four(out, step + column, e, f, g, h)
 
     @inline
     def sink_of(job: int, h: int) -> float:

@@ -28,6 +28,7 @@ from rekindle_kernels.native.vector import (
     multiply_add,
     splat,
     store,
+    store_four,
     subtract,
     total,
 )
@@ -130,17 +131,10 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
             x = splat(f32(a, 3 * a_step + i))
             r30, r31 = multiply_add(x, b0, r30), multiply_add(x, b1, r31)
             r32, r33 = multiply_add(x, b2, r32), multiply_add(x, b3, r33)
-        store4(c, 0, r00, r01, r02, r03)
-        store4(c, c_step, r10, r11, r12, r13)
-        store4(c, 2 * c_step, r20, r21, r22, r23)
-        store4(c, 3 * c_step, r30, r31, r32, r33)
-
-    @inline
-    def store4(c: int, at: int, a: Any, b: Any, d: Any, e: Any) -> None:
-        store(c, at, a)
-        store(c, at + LANES, b)
-        store(c, at + 2 * LANES, d)
-        store(c, at + 3 * LANES, e)
+        store_four(c, 0, r00, r01, r02, r03)
+        store_four(c, c_step, r10, r11, r12, r13)
+        store_four(c, 2 * c_step, r20, r21, r22, r23)
+        store_four(c, 3 * c_step, r30, r31, r32, r33)
 
     @inline
     def row_vector(a: int, b: int, b_step: int, depth: int, c: int) -> None:

@@ -27,7 +27,6 @@ JIT = {
     "boundscheck": False,
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
 }
-INLINE = {**JIT, "inline": "always"}
 jit = njit(**JIT)
 inline = njit(**JIT, forceinline=True)
 
@@ -93,7 +92,7 @@ def leave(job: int) -> None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What `build.compiled` turns into machine code."""
+    """What `build.ensure` turns into machine code."""
 
     name: str
     prepare: Any

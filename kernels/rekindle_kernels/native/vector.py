@@ -62,6 +62,20 @@ def store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def store_four(typing_context: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """One after the other."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(args[0], ir.FloatType().as_pointer()), [args[1]])
+        first = builder.bitcast(pointer, _FLOATS.as_pointer())
+        for number, vector in enumerate(args[2:]):
+            builder.store(vector, builder.gep(first, [ir.Constant(ir.IntType(32), number)]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, VECTOR, VECTOR, VECTOR, VECTOR), codegen
+
+
+@intrinsic
 def splat(typing_context: Any, value: Any) -> Any:
     """The same number in every lane."""
 
