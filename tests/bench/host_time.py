@@ -1,6 +1,6 @@
 """What each step costs the host in the real loop, part by part, and how long the device waits for it.
 
-    python tests/bench/host_time.py [--model FOLDER] [--layers 8] [--hidden 384] [--rows 1 4 16] [--tokens 200]
+    python tests/bench/host_time.py [--model FOLDER | --shape 360m | --layers 8 --hidden 384] [--rows 1 4 16]
 
 Medians per step in µs: `plan` and `commit` of the scheduler, `pack` into the uploads, the whole `dispatch`,
 `detokenize` for all rows together, `turn` from one result to the next dispatch. `idle` is the share of time in which no
@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("tests", "toolkit", "kernels")]
 import jax  # noqa: E402
 
 import rekindle  # noqa: E402
+from rekindle.bench.shapes import random_shape  # noqa: E402
 from rekindle.engine.packing import Upload  # noqa: E402
 from rekindle.models.base import random_model  # noqa: E402
 from rekindle.models.config import ModelConfig  # noqa: E402
@@ -39,13 +40,15 @@ COLUMNS = ("plan", "pack", "dispatch", "commit", "detokenize", "turn")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a checkpoint folder; without it, a random model of the shape below")
+    parser.add_argument("--model", help="a checkpoint folder; without it, a random model")
+    parser.add_argument("--shape", help="of that model, as `rekindle bench` names it; without it, a Llama of")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=200)
     arguments = parser.parse_args()
-    model = arguments.model or shaped(arguments.layers, arguments.hidden)
+    random = random_shape(arguments.shape) if arguments.shape else shaped(arguments.layers, arguments.hidden)
+    model = arguments.model or random
     print(f"{'rows':>4}" + "".join(f"{name:>12}" for name in COLUMNS) + f"{'step':>12}{'idle':>8}")
     with (
         tempfile.TemporaryDirectory() as folder,
