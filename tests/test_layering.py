@@ -23,6 +23,7 @@ LAYERS = {
     "rekindle.reference": 4,
     "rekindle.tasks": 5,
     "rekindle.assemble": 6,
+    "rekindle.cachereport": 6,
     "rekindle.cacheview": 6,
     "rekindle.call": 6,
     "rekindle.handle": 6,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
+from rekindle import html
 from rekindle.tasks.ports import run_sync
 
 T = TypeVar("T")
@@ -43,13 +44,23 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
         if self._running is not None:
             self._running.close()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: await it>"
+
+    def _repr_html_(self) -> str:
+        return html.line(repr(self))
+
 
 class Once(Call[T]):
     """A call whose result is what a coroutine function returns."""
 
-    def __init__(self, function: Any, *arguments: Any) -> None:
+    def __init__(self, function: Any, *arguments: Any, name: str = "") -> None:
         self._function, self._arguments = function, arguments
+        self._name = name or function.__name__
 
     async def _result(self) -> T:
         result: T = await self._function(*self._arguments)
         return result
+
+    def __repr__(self) -> str:
+        return f"<Call of {self._name}: nothing happens until it is awaited>"

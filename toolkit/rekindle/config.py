@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from rekindle import html
 from rekindle.errors import ConfigError, InvalidRequest
 
 MAX_LOGPROBS = 20
@@ -23,8 +24,8 @@ def _suggest(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}?" if close else f"Known are: {', '.join(sorted(known))}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Sampling(html.Record):
     """How one request chooses its tokens.
 
     The logits of a position pass, in this order: `logit_bias`, repetition, presence and frequency penalties, the
@@ -156,8 +157,8 @@ QUANTIZE: tuple[str | None, ...] = (None, "int8", "int8-weight")
 PRECOMPILE: tuple[str, ...] = ("auto", "all", "lazy", "background")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class EngineConfig(html.Record):
     """Everything `open()` takes beside the model. `None` and "auto" are resolved once, when the session opens."""
 
     dtype: str = "auto"  # weights: the checkpoint's on GPU and TPU, bfloat16 on CPU

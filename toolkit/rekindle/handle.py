@@ -240,6 +240,12 @@ class Stream(AsyncIterator[TextDelta]):
         self._seen = 0
         self._ended = False
 
+    def __repr__(self) -> str:
+        return f"<Stream of {self._handle!r}, {self._seen} deltas read>"
+
+    def _repr_html_(self) -> str:
+        return html.line(repr(self))
+
     async def __anext__(self) -> TextDelta:
         mailbox, seen = self._handle._mailbox, self._seen
         if seen >= len(mailbox.deltas):

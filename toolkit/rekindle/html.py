@@ -6,10 +6,11 @@ reads the same in JupyterLab, VS Code, Colab and on a web page that strips scrip
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _TABLE = '<table style="border-collapse:collapse;font-size:90%">'
 _CELL = "padding:2px 10px;text-align:{align};vertical-align:top;border:none"
@@ -112,6 +113,51 @@ def bar(parts: Mapping[str, float], *, width: int = 320) -> Markup:
     )
     outer = f'<div style="width:{width}px;line-height:0;background:rgba(128,128,128,.2)">{cells}</div>'
     return Markup(f'{outer}<div style="font-size:85%">{legend}</div>')
+
+
+class Record:
+    """A dataclass that shows itself: what is not at its default in one line, and a table of everything."""
+
+    __slots__ = ()
+    _widest = 160  # characters of the line, before the rest becomes "…"
+
+    def __repr__(self) -> str:
+        shown: list[str] = []
+        length = len(type(self).__name__) + 2
+        for name, value in told(self).items():
+            shown.append(f"{name}={value!r}".replace("\n", " "))
+            length += len(shown[-1]) + 2
+            if length > self._widest:
+                shown[-1] = "…"
+                break
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        return block(pairs({name: _inside(value) for name, value in figures(self).items()}), title=type(self).__name__)
+
+
+def _inside(value: Any) -> Any:
+    return Markup(value._repr_html_()) if isinstance(value, Record) else value
+
+
+def figures(record: Any) -> dict[str, Any]:
+    """A dataclass's fields and properties by name."""
+    names = [field.name for field in dataclasses.fields(record) if field.repr]
+    # Derived figures, such as a hit rate, are properties.
+    names += [name for name, entry in vars(type(record)).items() if isinstance(entry, property)]
+    return {name: getattr(record, name) for name in names}
+
+
+def told(record: Any) -> dict[str, Any]:
+    """Its fields without those that are at their default, or zero or empty where there is none."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        usual = value == default if default is not dataclasses.MISSING else value in (0, None, "", ())
+        if field.repr and not usual:
+            found[field.name] = value
+    return found
 
 
 def text(value: str) -> Markup:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from rekindle import html
 from rekindle.cache import Node, PrefixCache, Tiers, prefix_file, snapshot
 from rekindle.cache.disk import DiskTier
 from rekindle.cache.host import size
@@ -42,8 +43,8 @@ BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not gro
 CLOSE_SECONDS = 1.5  # what saving may delay the end of a session that was opened with restore
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SaveReport:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class SaveReport(html.Record):
     """What `await session.save(name)` did."""
 
     name: str
@@ -60,6 +61,10 @@ class SaveReport:
             f"snapshot {self.name!r}: {self.pages} pages ({self.tokens} tokens), {self.written} of them new "
             f"({self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s){skipped}"
         )
+
+    def _repr_html_(self) -> str:
+        kept = {"written now": self.written, "on disk already": self.pages - self.written}
+        return html.block(html.text(str(self)), html.bar(kept))
 
 
 class _Wanted(NamedTuple):

@@ -40,6 +40,9 @@ class Opening(Call[Session]):
                 raise
         return self._session
 
+    def __repr__(self) -> str:
+        return "<rekindle.open: ready>" if self._session else "<rekindle.open: write session = await rekindle.open(…)>"
+
     async def __aenter__(self) -> Session:
         return await self._result()
 

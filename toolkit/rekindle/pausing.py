@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rekindle import html
 from rekindle.tasks.mailbox import Slot
 from rekindle.tasks.messages import Pause, Resume
 from rekindle.tasks.ports import run_sync
@@ -18,6 +19,12 @@ class Paused:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+
+    def __repr__(self) -> str:
+        return f"<Paused {self._session!r}: use it in `async with` or `with`>"
+
+    def _repr_html_(self) -> str:
+        return html.line(repr(self))
 
     async def __aenter__(self) -> Session:
         session = self._session

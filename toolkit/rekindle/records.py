@@ -108,8 +108,8 @@ class StepPlan:
         return len(self.decode) + self.prefill_tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class TokenLogprobs(html.Record):
     """One token's log-probability and the most likely alternatives, most likely first."""
 
     token_id: int
@@ -153,8 +153,8 @@ class TokenEvent:
     error: BaseException | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextDelta:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class TextDelta(html.Record):
     """What a stream yields: text that is final, with the tokens that became final with it."""
 
     request_id: str
@@ -165,8 +165,8 @@ class TextDelta:
     finish_reason: FinishReason | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Usage:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Usage(html.Record):
     """Tokens of one request."""
 
     prompt_tokens: int
@@ -178,8 +178,8 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Timings:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Timings(html.Record):
     """Seconds, on the clock of time.perf_counter()."""
 
     queued: float  # submit to first admission

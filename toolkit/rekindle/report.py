@@ -10,8 +10,8 @@ from rekindle import html
 from rekindle.records import FinishReason, StepResult, TokenEvent
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowReport:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class RowReport(html.Record):
     """One request's part in a step."""
 
     request_id: str
@@ -28,6 +28,9 @@ class RowReport:
         made = "" if self.token_id is None else f" → {self.text!r} ({self.token_id})"
         ended = f", ended by {self.finish_reason}" if self.finish_reason is not None else ""
         return f"{self.kind:8}{self.request_id:8}{span} on pages {_ranges(self.pages)}{made}{ended}"
+
+    def _repr_html_(self) -> str:
+        return html.line(str(self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,10 +234,7 @@ def as_mapping(figures: Any) -> Mapping[str, Any]:
     if isinstance(figures, Mapping):
         return figures
     if dataclasses.is_dataclass(figures) and not isinstance(figures, type):
-        names = [field.name for field in dataclasses.fields(figures)]
-        # Derived figures, such as a hit rate, are properties.
-        names += [name for name, entry in vars(type(figures)).items() if isinstance(entry, property)]
-        return {name: getattr(figures, name) for name in names}
+        return html.figures(figures)
     if hasattr(figures, "_asdict"):
         return dict(figures._asdict())
     return {}

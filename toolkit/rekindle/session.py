@@ -268,7 +268,7 @@ class Session:
 
     def save(self, name: str) -> Call[SaveReport]:
         """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only what is new."""
-        return Once(self._keeper.save, name)
+        return Once(self._keeper.save, name, name="save")
 
     def pin(self, prompt: PromptLike) -> int:
         """Keep the cached pages of a prompt until `unpin`; how many of its tokens that covers.
@@ -291,7 +291,7 @@ class Session:
 
     def flush_cache(self) -> Call[None]:
         """Await it to forget every cached page; requests that run keep theirs."""
-        return Once(self._exclusive, lambda: None, lambda _: self._engine.scheduler.flush_cache())
+        return Once(self._exclusive, lambda: None, lambda _: self._engine.scheduler.flush_cache(), name="flush_cache")
 
     def swap_weights(self, weights: Any) -> Call[None]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.
@@ -299,7 +299,7 @@ class Session:
         `weights` is a folder, a loaded model, an nnx module or state, or arrays by path. Requests that run keep the
         tokens they have and go on with the new weights; their pages are computed again, and the cache starts anew.
         """
-        return Once(self._swap, weights)
+        return Once(self._swap, weights, name="swap_weights")
 
     async def _swap(self, weights: Any) -> None:
         swap = self._engine.swap
@@ -316,7 +316,7 @@ class Session:
 
     def step(self) -> Call[StepReport | None]:
         """Await it to run exactly one step of a paused session; None if there was nothing to do."""
-        return Once(self._step)
+        return Once(self._step, name="step")
 
     def step_sync(self) -> StepReport | None:
         return self.step().result_sync()

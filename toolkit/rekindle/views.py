@@ -5,8 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rekindle import html
+
 if TYPE_CHECKING:
     from rekindle.session import PromptLike, Session
+
+
+NAMES = ("dashboard", "stream", "chat", "tree")
 
 
 class Views:
@@ -15,8 +20,15 @@ class Views:
     def __init__(self, session: Session) -> None:
         self._session = session
 
+    def __repr__(self) -> str:
+        return f"<Views of {self._session!r}: dashboard(), stream(prompt), chat(), tree()>"
+
+    def _repr_html_(self) -> str:
+        rows = [(f"session.view.{name}", getattr(type(self), name).__doc__) for name in NAMES]
+        return html.table(["view", "shows"], rows)
+
     def dashboard(self) -> Any:
-        """As `session.watch()`."""
+        """Throughput, queue, the batch over time and pages by tier: as `session.watch()`."""
         return _views().Dashboard(self._session)
 
     def stream(self, prompt: PromptLike, **options: Any) -> Any:
@@ -24,11 +36,11 @@ class Views:
         return _views().StreamView(self._session, prompt, **options)
 
     def chat(self, *, system: str | None = None, **options: Any) -> Any:
-        """A conversation with buttons to stop, answer again and edit."""
+        """A conversation with buttons to stop, answer again, edit, and fork an answer at a token."""
         return _views().ChatView(self._session, system=system, **options)
 
     def tree(self, *, limit: int = 200) -> Any:
-        """As `session.cache.view()`."""
+        """The prefix cache, to fold and to ask what a prompt would hit: as `session.cache.view()`."""
         return _views().TreeView(self._session, limit=limit)
 
 

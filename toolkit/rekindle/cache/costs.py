@@ -7,6 +7,7 @@ import statistics
 from collections import deque
 from typing import Literal
 
+from rekindle import html
 from rekindle.records import StepResult
 
 _MEMORY = 9  # measurements
@@ -29,8 +30,8 @@ class _Rate:
         return statistics.median(self._latest) if self._latest else None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rates:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Rates(html.Record):
     """Seconds, None where nothing was measured yet."""
 
     compute_token: float | None

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rekindle import html
 from rekindle.cache.segment import PARTIAL, Page, Payload, Segment, pages_of, write_segment
 from rekindle.cache.snapshot import Identity, protected
 from rekindle.errors import StoreError
@@ -30,8 +31,8 @@ FRESH_SECONDS = 600.0
 _TOUCH_SECONDS = 60.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DiskStatistics:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class DiskStatistics(html.Record):
     """Sizes now, and counts since the session was opened."""
 
     pages: int  # that this session knows

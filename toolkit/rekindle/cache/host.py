@@ -11,11 +11,13 @@ import threading
 from collections import Counter, OrderedDict
 from typing import Any
 
+from rekindle import html
+
 Payload = tuple[Any, ...]  # arrays with a leading page axis of 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostStatistics:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class HostStatistics(html.Record):
     """Sizes now, and counts since the session was opened."""
 
     pages: int

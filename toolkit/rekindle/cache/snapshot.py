@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rekindle import html
 from rekindle.cache.digest import root_digest
 from rekindle.cache.node import Node
 from rekindle.cache.segment import PARTIAL, Page, Segment, pages_of, write_index
@@ -75,8 +76,8 @@ class Restored(NamedTuple):
     missing: int  # listed, but no longer in the store
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SnapshotInfo:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class SnapshotInfo(html.Record):
     """One snapshot, as `session.cache.snapshots()` shows it."""
 
     name: str
@@ -85,6 +86,19 @@ class SnapshotInfo:
     model: str
     saved: float  # seconds since the epoch
     refused: str | None  # why this session can't use it
+
+    def __str__(self) -> str:
+        refused = f"; refused: {self.refused}" if self.refused else ""
+        size = f"{self.pages} pages ({self.tokens} tokens)"
+        return f"snapshot {self.name!r} of {self.model}: {size}, saved {self.when}{refused}"
+
+    @property
+    def when(self) -> str:
+        """`saved` to read, in local time."""
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved))
+
+    def _repr_html_(self) -> str:
+        return html.line(str(self))
 
 
 def check_name(name: str) -> str:

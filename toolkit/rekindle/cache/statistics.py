@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from rekindle import html
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CacheStatistics:
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class CacheStatistics(html.Record):
     """Sizes now, and counts since the cache was made."""
 
     nodes: int

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from rekindle import html
 from rekindle.engine.flags import FIRST_PROCESSOR, MOST_PROCESSORS
 from rekindle.errors import ConfigError
 
@@ -29,8 +30,8 @@ class LogitsContext(NamedTuple):
     generated: Array  # int32 [N, V]: how often each token was generated
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogitsProcessor:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class LogitsProcessor(html.Record):
     """`function(logits float32 [N, V], context) -> float32 [N, V]`, each row on its own; traced once per program."""
 
     function: Callable[[Array, LogitsContext], Array]

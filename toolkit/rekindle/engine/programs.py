@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
+from rekindle import html
 from rekindle.cache.pool import pages_for
 from rekindle.config import EngineConfig
 from rekindle.engine import kv as paged
@@ -52,8 +53,8 @@ class Store(Protocol):
     def save(self, name: str, compiled: Compiled, compile_seconds: float) -> bool: ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProgramRecord:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ProgramRecord(html.Record):
     """Where a program that is ready came from."""
 
     name: str

@@ -10,8 +10,8 @@ from rekindle.engine.sequence import Sequence
 from rekindle.records import Status
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerStatistics:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class SchedulerStatistics(html.Record):
     """Sizes now, and counts since the start."""
 
     waiting: int  # in the queue, parked and preempted ones included

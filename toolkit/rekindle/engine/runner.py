@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rekindle import html
 from rekindle.config import EngineConfig
 from rekindle.engine import kv as paged
 from rekindle.engine.batch import Bucket, bucket_for
@@ -59,8 +60,8 @@ class InFlight:
     host_seconds: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunnerStatistics:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class RunnerStatistics(html.Record):
     """Counts since the runner was made."""
 
     steps: int

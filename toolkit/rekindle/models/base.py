@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from rekindle import html
 from rekindle.models.config import ModelConfig
 from rekindle.models.layers import Attend
 from rekindle.models.linear import Precision
@@ -46,7 +47,10 @@ class Graph:
     precision: Precision
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+_SHOWN = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LoadedModel:
     """Weights on the device, ready to be passed to programs as `leaves`."""
 
@@ -63,6 +67,14 @@ class LoadedModel:
     @property
     def num_parameters(self) -> int:
         return sum(leaf.size for leaf in self.leaves)
+
+    def __repr__(self) -> str:
+        size = f"{self.num_parameters / 1e6:,.1f}M parameters, {self.nbytes / 2**20:,.0f} MiB"
+        return f"<LoadedModel {self.config.model_type}: {size}>"
+
+    def _repr_html_(self) -> str:
+        sizes = {name: getattr(self.config, name) for name in _SHOWN}
+        return html.block(html.line(repr(self)), html.pairs(sizes))
 
 
 def abstract_model(

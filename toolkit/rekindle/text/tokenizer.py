@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from rekindle import html
 from rekindle.errors import CheckpointError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -80,6 +81,13 @@ class Tokenizer:
             bos_id=next(iter(_ids(bos)), None),
             folder=folder,
         )
+
+    def __repr__(self) -> str:
+        size = f"{self.vocab_size:,} tokens" if self.has_text else "ids only"
+        return f"<Tokenizer: {size}, bos {self.bos_id}, eos {list(self.eos_ids)}>"
+
+    def _repr_html_(self) -> str:
+        return html.block(html.line(repr(self)), html.pairs(self.special))
 
     @property
     def has_text(self) -> bool:
