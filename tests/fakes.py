@@ -176,6 +176,9 @@ class FakeRunner:
         self.fetched += 1
         return StepResult(in_flight.plan, in_flight.rows, program="fake", device_seconds=self.step_seconds)
 
+    def program(self, plan: StepPlan) -> str:
+        return "fake"
+
     def statistics(self) -> dict[str, int]:
         return {"steps": len(self.plans), "compilations": 0, "traces": 0}
 

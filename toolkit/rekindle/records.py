@@ -138,6 +138,7 @@ class StepResult:
     program: str = ""  # the bucket's name
     host_seconds: float = 0.0  # packing and dispatch
     device_seconds: float = 0.0  # from dispatch until its result was there
+    idle_seconds: float = 0.0  # the device had nothing to do before it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

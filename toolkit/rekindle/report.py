@@ -141,6 +141,10 @@ class SessionStats:
     paused: bool
     scheduler: Any
     runner: Any
+    slow_steps: int = 0  # that took longer than step_timeout, one that does so now included
+    stalled: str = ""  # what has been running for longer than step_timeout
+    idle_seconds: float = 0.0  # the device had nothing to do although requests were there
+    idle_share: float = 0.0  # of the time in which requests were there
 
     def __getattr__(self, name: str) -> Any:
         """A figure by its own name, wherever it comes from: `stats.running`, `stats.compilations`."""

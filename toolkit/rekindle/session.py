@@ -222,6 +222,7 @@ class Session:
                 paused=self._pauses > 0,
                 scheduler=engine.scheduler.statistics(),
                 runner=engine.runner.statistics(),
+                **dispatch.watch.figures()._asdict(),
             )
 
         self._host.check()

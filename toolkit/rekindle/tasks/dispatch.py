@@ -37,8 +37,8 @@ class Dispatch:
         self.engine = engine
         self.tickets: dict[str, Ticket] = {}  # live sequences: intake adds, detokenize removes
         self.mailboxes: set[Mailbox] = set()  # live submissions, in the streams or behind
-        watch = Watch(engine.scheduler, engine.runner, engine.config)
-        self.observers: list[schedule.Observer] = [watch]  # of committed steps
+        self.watch = Watch(engine.scheduler, engine.runner, engine.config)
+        self.observers: list[schedule.Observer] = [self.watch]  # of committed steps
         self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * places + 64)
         self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
         turns, turned = anyio.create_memory_object_stream[Turn](1)
@@ -47,17 +47,22 @@ class Dispatch:
         self._streams = (submitted, inbox, turns, turned, events, happened, from_intake, from_step, from_detokenize)
         self._tasks: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (
             partial(intake.run, submitted, from_intake, engine, self.tickets),
-            partial(schedule.run, inbox, turns, events, engine.scheduler, engine.recover, self.observers),
-            partial(step.run, turned, from_step, engine.runner, device),
+            partial(
+                schedule.run, inbox, turns, events, engine.scheduler, engine.recover, self.observers, self.watch.rest
+            ),
+            partial(step.run, turned, from_step, engine.runner, device, self.watch),
             partial(detokenize.run, happened, from_detokenize, self.tickets),
         )
 
     async def run(self) -> None:
         """Until drained. Raises what a task raised, never an ExceptionGroup."""
         try:
-            async with anyio.create_task_group() as group:
-                for task in self._tasks:
-                    group.start_soon(task)
+            async with anyio.create_task_group() as watching:
+                watching.start_soon(self.watch.run)
+                async with anyio.create_task_group() as group:
+                    for task in self._tasks:
+                        group.start_soon(task)
+                watching.cancel_scope.cancel()
         except BaseExceptionGroup as several:
             raise root_cause(several) from None
         finally:

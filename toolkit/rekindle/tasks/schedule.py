@@ -40,10 +40,12 @@ async def run(
     scheduler: SchedulerLike,
     recover: Callable[[], bool] | None = None,
     observers: Sequence[Observer] = (),
+    rest: Callable[[], object] = lambda: None,
 ) -> None:
     """Ends when it was told to drain and no request is left. `recover` is called on the device after a failed step.
 
-    `observers` see every committed step; they must be quick, and nothing waits for them.
+    `observers` see every committed step; they must be quick, and nothing waits for them. `rest` is called when no step
+    runs because nobody wants one.
     """
     desk = Desk(scheduler, recover, observers)
     async with inbox, turns, outbox:
@@ -59,6 +61,8 @@ async def run(
                 await turns.send(turn)
             elif desk.drained:
                 return
+            elif desk.resting:
+                rest()
 
 
 def _next(inbox: MemoryObjectReceiveStream[ScheduleMessage]) -> ScheduleMessage | None:
@@ -101,6 +105,11 @@ class Desk:
     @property
     def drained(self) -> bool:
         return self._draining and self.idle and not self._scheduler.has_work and not self._exclusive
+
+    @property
+    def resting(self) -> bool:
+        """No step is wanted."""
+        return self.idle and (self._pauses > 0 or not self._scheduler.has_work)
 
     @property
     def patience(self) -> float | None:

@@ -8,6 +8,7 @@ from rekindle.engine.base import InFlight, RunnerLike
 from rekindle.records import StepPlan
 from rekindle.tasks.device import DeviceThread
 from rekindle.tasks.messages import Outcome, ScheduleMessage, Turn
+from rekindle.tasks.watch import Watch
 
 
 async def run(
@@ -15,17 +16,20 @@ async def run(
     outbox: MemoryObjectSendStream[ScheduleMessage],
     runner: RunnerLike,
     device: DeviceThread,
+    watch: Watch | None = None,
 ) -> None:
-    """Answers every turn with one outcome; ends with the inbox."""
+    """Answers every turn with one outcome; ends with the inbox. `watch` is told what is being waited for."""
     last: InFlight | None = None
     async with inbox, outbox:
         async for turn in inbox:
-            outcome, last = await wait_for_device(device, runner, turn, last)
+            if watch is not None:
+                watch.wake()
+            outcome, last = await wait_for_device(device, runner, turn, last, watch)
             await outbox.send(outcome)
 
 
 async def wait_for_device(
-    device: DeviceThread, runner: RunnerLike, turn: Turn, last: InFlight | None
+    device: DeviceThread, runner: RunnerLike, turn: Turn, last: InFlight | None, watch: Watch | None = None
 ) -> tuple[Outcome, InFlight | None]:
     """The only place that waits for the device. Dispatching is part of it because it may compile a program."""
     if turn.job is not None:
@@ -34,23 +38,31 @@ async def wait_for_device(
             return Outcome(returned=await device.run(turn.job)), None
         except Exception as error:
             return Outcome(error=error), None
-    return await device.run(lambda: advance(runner, turn.plan, last))
+    return await device.run(lambda: advance(runner, turn.plan, last, watch))
 
 
-def advance(runner: RunnerLike, plan: StepPlan | None, last: InFlight | None) -> tuple[Outcome, InFlight | None]:
+def advance(
+    runner: RunnerLike, plan: StepPlan | None, last: InFlight | None, watch: Watch | None = None
+) -> tuple[Outcome, InFlight | None]:
     """loop(last) -> current, on the device thread: the next step is on its way before the last one is read."""
     current, result, failed = None, None, []
     dispatch_error: Exception | None = None
     if plan is not None:
+        if watch is not None:
+            watch.enter(plan, "in preparation (compiling included)")
         try:
             current = runner.dispatch(plan)
         except Exception as error:
             dispatch_error = error
     if last is not None:
+        if watch is not None:
+            watch.enter(last.plan, "on the device")
         try:
             result = runner.fetch(last)
         except Exception as error:
             failed.append((last.plan, error))
     if plan is not None and dispatch_error is not None:
         failed.append((plan, dispatch_error))
+    if watch is not None:
+        watch.leave()
     return Outcome(result, tuple(failed)), current
