@@ -58,6 +58,8 @@ class InFlight:
     leaving: list[tuple[tuple[PageMove, ...], paged.Payload]]
     dispatched: float
     host_seconds: float
+    idle_seconds: float = 0.0  # the device had nothing to do before it
+    ended: float | None = None  # about when, if it was over before its result was asked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -67,8 +69,8 @@ class RunnerStatistics(html.Record):
     steps: int
     tokens: int
     padding: int  # tokens computed for nothing
-    host_seconds: float
-    device_seconds: float
+    host_seconds: float  # packing and dispatch
+    device_seconds: float  # in which a step ran, as far as the host can tell
     traces: int
     compilations: int
     programs: dict[str, int]  # steps by program
@@ -103,6 +105,9 @@ class Runner:
         self._counts: collections.Counter[str] = collections.Counter()
         self._buckets: collections.Counter[str] = collections.Counter()
         self._host_seconds = self._device_seconds = self._last_ready = 0.0
+        self._latest: InFlight | None = None  # the step dispatched last, until its result is read
+        self._seen_running = 0.0  # when it was last seen to run
+        self._copies = jax.default_backend() != "cpu"  # where a result has to be copied to be read
         self._closed = False
         self._restores = 0
 
@@ -111,6 +116,7 @@ class Runner:
         if self._closed:
             raise SessionClosed("the runner was closed; open a new session")
         start = time.perf_counter()
+        self._look(start)
         leaving = self._offload(plan.offload)
         self._restore(plan.restore)
         if not plan.rows:
@@ -125,8 +131,13 @@ class Runner:
         dispatched = time.perf_counter()
         # numpy goes in as it is: an explicit device_put of both costs 60 of the 190 µs that a dispatch takes.
         self._kv, self._state, output = program(self._leaves, self._kv, self._state, upload.ints, upload.floats)
-        output.rows.copy_to_host_async()
-        return InFlight(plan, bucket, output, upload, leaving, dispatched, time.perf_counter() - start)
+        if self._copies:
+            output.rows.copy_to_host_async()
+        now = time.perf_counter()
+        idle = self._idle(now)
+        self._latest = InFlight(plan, bucket, output, upload, leaving, now if idle else dispatched, now - start, idle)
+        self._seen_running = now
+        return self._latest
 
     def fetch(self, in_flight: InFlight) -> StepResult:
         """Wait for the step and read its result."""
@@ -137,13 +148,18 @@ class Runner:
             prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
             self._uploads[bucket].append(in_flight.upload)
             rows = row_results(plan, packed, prompt, bucket.rows)
-        ready = time.perf_counter()
+        ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from there.
-        seconds = ready - max(in_flight.dispatched, self._last_ready)
+        seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
         self._last_ready = ready
+        if self._latest is in_flight:
+            self._latest = None
+        else:
+            self._look(ready)
         self._hand_over(in_flight.leaving)
         self._count(in_flight, seconds)
-        return StepResult(plan, rows, bucket.name if bucket else "", in_flight.host_seconds, seconds)
+        name = bucket.name if bucket else ""
+        return StepResult(plan, rows, name, in_flight.host_seconds, seconds, in_flight.idle_seconds)
 
     def warm(self) -> None:
         """Load or compile everything that a step may ask for."""
@@ -174,6 +190,7 @@ class Runner:
 
     def reset(self) -> None:
         """Fresh pages and state, after a step has failed on the device; whatever the pages held is lost."""
+        self._latest = None
         self._delete(self._kv, self._state)
         self._kv, self._state = self._fresh_memory()
         self._owners = [None] * len(self._owners)
@@ -197,6 +214,7 @@ class Runner:
         if self._closed:
             return
         self._closed = True
+        self._latest = None
         jax.block_until_ready(jax.tree.leaves(self._state))  # a running step must not lose what it reads
         self._delete(self._kv, self._state)
         self._leaves = ()
@@ -214,6 +232,28 @@ class Runner:
             except ConfigError:
                 return best
         return best
+
+    def program(self, plan: StepPlan) -> str:
+        """The name of the program that a plan takes."""
+        return self._bucket(plan).name if plan.rows else ""
+
+    def _look(self, now: float) -> None:
+        """Note whether the latest step still runs. Nobody is told when it ends, so the end is taken to be half way
+        between two looks; while steps take longer than the host does, the next one is always there before it."""
+        latest = self._latest
+        if latest is None or latest.output is None or latest.ended is not None:
+            return
+        rows: Any = latest.output.rows  # jax.Array does not declare is_ready
+        if rows.is_ready():
+            latest.ended = (self._seen_running + now) / 2
+        else:
+            self._seen_running = now
+
+    def _idle(self, now: float) -> float:
+        """How long the device had nothing to do before the step that was dispatched just now."""
+        self._look(now)
+        ended = self._last_ready if self._latest is None else self._latest.ended
+        return now - ended if ended else 0.0
 
     def _admit(self, row: Row) -> None:
         """Take a slot over for a request that runs in it for the first time in this epoch."""
