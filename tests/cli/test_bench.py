@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rekindle.bench import fresh, growth, limits
+from rekindle.bench import fresh, growth, limits, workloads
 from rekindle.bench.folder import write_checkpoint
 from rekindle.bench.shapes import SHAPES, hf_config
 from rekindle.cli import bench
@@ -45,6 +47,13 @@ def test_shares_are_of_the_limit_that_binds() -> None:
     for options, share in (({}, 0.5), ({"dtype": "float32"}, 1.0), ({"quantize": "int8"}, 0.5)):
         assert bench.shares("W2", flop, small, LIMITS, options) == {"share_of_product": pytest.approx(share)}
     assert bench.shares("W3", {}, small, LIMITS, {}) == {}
+
+
+def test_the_device_is_idle_in_all_time_that_no_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, busy = iter((10.0, 14.0)), iter((1.0, 4.0))
+    monkeypatch.setattr(workloads.time, "perf_counter", lambda: next(clock))
+    session: Any = SimpleNamespace(stats=lambda: SimpleNamespace(device_seconds=next(busy)))
+    assert workloads.Idleness(session).share == 0.25
 
 
 def test_limits_are_measured() -> None:

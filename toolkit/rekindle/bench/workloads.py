@@ -5,6 +5,7 @@ W2 a prompt of 1,024 tokens                         W6 decoding at a context of 
 W3 32 requests at once, prompts 32–256              W7 Poisson arrivals at a share of capacity, a prefill flood amid
 W5 and W8, which take processes of their own, are in `fresh`.
 Prompts are random token ids of a fixed seed, and the prefix cache is emptied before each run that should be cold.
+`idle_share` is the part of the whole time, from submit to end, in which no step was on the device.
 """
 
 from __future__ import annotations
@@ -43,11 +44,30 @@ class Prompts:
         return [float(wait) for wait in self._random.exponential(mean, count)]
 
 
+class Idleness:
+    """What the device did since this was made."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._start, self._busy = session, time.perf_counter(), session.stats().device_seconds
+
+    @property
+    def share(self) -> float:
+        """Of the time, in which it had nothing to do."""
+        seconds = time.perf_counter() - self._start
+        return max(0.0, 1 - (self._session.stats().device_seconds - self._busy) / seconds)
+
+
 async def single_stream(session: Session, prompts: Prompts) -> Figures:
     """W1."""
     await session.flush_cache()
+    device = Idleness(session)
     done = await session.generate(prompts(128), max_tokens=128, ignore_eos=True)
-    return {"ttft_ms": done.timings.first_token * 1e3, "decode_tok_s": done.timings.decode_rate(128)}
+    idle = device.share
+    return {
+        "ttft_ms": done.timings.first_token * 1e3,
+        "decode_tok_s": done.timings.decode_rate(128),
+        "idle_share": idle,
+    }
 
 
 async def prefill(session: Session, prompts: Prompts) -> Figures:
@@ -61,7 +81,8 @@ async def batch(session: Session, prompts: Prompts) -> Figures:
     """W3."""
     await session.flush_cache()
     inputs = [prompts(length) for length in prompts.lengths(32, 256, 32)]
-    return await together(session, inputs, prompts.lengths(32, 96, 32))
+    device = Idleness(session)
+    return {**await together(session, inputs, prompts.lengths(32, 96, 32)), "idle_share": device.share}
 
 
 async def shared_prefix(session: Session, prompts: Prompts) -> Figures:

@@ -172,7 +172,7 @@ def show(report: dict[str, Any]) -> None:
 
 def _number(figure: str, value: float) -> str:
     if "share" in figure:
-        return f"{value:.0%}"
+        return f"{value:.1%}" if figure.startswith("idle") else f"{value:.0%}"
     return f"{value:,.2f}" if figure.endswith("_s") and not figure.endswith("tok_s") else f"{value:,.1f}"
 
 
