@@ -1,6 +1,15 @@
 """Paged attention for JAX on CPU, GPU and TPU behind one call."""
 
-from rekindle_kernels.api import choose, current_platform, implementation_names, init_pages, paged_attention, write_kv
+from rekindle_kernels.api import (
+    abstract_pages,
+    choose,
+    current_platform,
+    implementation_names,
+    init_pages,
+    paged_attention,
+    write_kv,
+    zeros,
+)
 from rekindle_kernels.calls import Call, Implementation, LayerKV, storage_dtype
 from rekindle_kernels.pages import gather_pages, scatter_pages
 
@@ -8,6 +17,7 @@ __all__ = [
     "Call",
     "Implementation",
     "LayerKV",
+    "abstract_pages",
     "choose",
     "current_platform",
     "gather_pages",
@@ -17,4 +27,5 @@ __all__ = [
     "scatter_pages",
     "storage_dtype",
     "write_kv",
+    "zeros",
 ]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from rekindle_kernels import pages
+from rekindle_kernels import native, pages
 from rekindle_kernels.calls import Call, Implementation, LayerKV, needs_scales, storage_dtype
+from rekindle_kernels.native import zeros as untouched
 
 ANYWHERE = ("cpu", "gpu", "tpu")
+Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,27 @@ def init_pages(
     num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
 ) -> LayerKV:
     """Zeroed pages of one layer, page 0 included; int8 and fp8 pages come with scales."""
+    shapes = abstract_pages(num_pages, kv_heads, page_size, head_dim, dtype, platform=platform)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def abstract_pages(
+    num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
+) -> LayerKV:
+    """The shapes of `init_pages`, without memory and without tracing."""
     stored = storage_dtype(dtype, platform or current_platform())
     shape = (num_pages, 2, kv_heads, page_size, head_dim)
-    return LayerKV(jnp.zeros(shape, stored), jnp.zeros(shape[:-1], jnp.float32) if needs_scales(dtype) else None)
+    scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs_scales(dtype) else None
+    return LayerKV(jax.ShapeDtypeStruct(shape, stored), scales)  # type: ignore[arg-type]
+
+
+def zeros(shapes: Tree, *, platform: str | None = None) -> Tree:
+    """Arrays of zeros for a tree of ShapeDtypeStructs, within a program; on CPU memory that nobody has touched yet."""
+    leaves, tree = jax.tree.flatten(shapes)
+    if (platform or current_platform()) != "cpu" or not untouched.supported():
+        return jax.tree.unflatten(tree, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves])
+    sizes = np.array([leaf.dtype.itemsize for leaf in leaves], np.int32)
+    return jax.tree.unflatten(tree, jax.ffi.ffi_call(native.ensure(untouched.NAME), leaves)(sizes))
 
 
 def write_kv(

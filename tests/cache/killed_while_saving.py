@@ -15,7 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from rekindle.cache import snapshot  # noqa: E402
 from rekindle.cache.disk import DiskTier  # noqa: E402
-from rekindle.cache.segment import _orbax  # noqa: E402
+from rekindle.saving import orbax  # noqa: E402
 from stored_pages import IDENTITY, chain, same  # noqa: E402
 
 PAGES = 3  # more in each save
@@ -53,7 +53,7 @@ def look(folder: Path, saved: int) -> None:
 
 
 def main(folder: Path, times: int) -> None:
-    _orbax()  # imported once, before forking
+    orbax()  # imported once, before forking
     draw = random.Random(times)
     for turn in range(times):
         place = folder / str(turn)

@@ -17,8 +17,9 @@ import pytest
 
 from rekindle.config import EngineConfig
 from rekindle.engine import identity
-from rekindle.engine.store import ExecutableStore
+from rekindle.engine.store import META, PROGRAM, ExecutableStore
 from rekindle.errors import StoreError
+from rekindle.saving import PARTIAL, orbax
 
 TRACES = 0
 
@@ -125,8 +126,8 @@ def test_any_single_flipped_byte_is_found_or_harmless(tmp_path: Path) -> None:
 def test_a_foreign_format_is_refused(tmp_path: Path) -> None:
     store = ExecutableStore(tmp_path)
     key = save(store)
-    meta = tmp_path / key / "meta.json"
-    meta.write_text(meta.read_text().replace('"format": 1', '"format": 99'))
+    meta = tmp_path / key / META
+    meta.write_text(meta.read_text().replace('"format": 2', '"format": 99'))
     with pytest.raises(StoreError, match="99"):
         store.load(key)
 
@@ -142,12 +143,12 @@ def test_a_folder_that_can_not_be_written_is_said_once(tmp_path: Path, caplog: p
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, *_: Any) -> None:
-        path.mkdir(parents=True)
-        (path / "half").write_bytes(b"x")
+    def full(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rekindle.engine.store._write", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     store = ExecutableStore(tmp_path)
     assert not store.save("k", compiled(), name="r2t0", model="m", compile_seconds=0.0)
     assert list(tmp_path.iterdir()) == []
@@ -164,6 +165,21 @@ def test_the_least_recently_used_program_leaves_first(tmp_path: Path) -> None:
     store.max_bytes = 1
     store.prune()
     assert store.entries() == []
+
+
+def test_orbax_finds_the_checkpoint_that_is_read_without_it(tmp_path: Path) -> None:
+    folder = orbax().load(tmp_path / save(ExecutableStore(tmp_path)))
+    assert sorted(path.name for path in folder.iterdir()) == sorted(Path(name).name for name in (META, PROGRAM))
+
+
+def test_what_nobody_can_read_is_dropped_when_it_is_old(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path)
+    old, new = tmp_path / ("b" * 32), tmp_path / f"{PARTIAL}0"
+    for path in (old, new):
+        path.mkdir()
+    os.utime(old, (1e9, 1e9))
+    key = save(store)
+    assert {path.name for path in tmp_path.iterdir()} == {key, new.name}
 
 
 def test_many_writers_of_one_program(tmp_path: Path) -> None:

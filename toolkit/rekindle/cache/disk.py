@@ -19,9 +19,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rekindle import html
-from rekindle.cache.segment import PARTIAL, Page, Payload, Segment, pages_of, write_segment
+from rekindle.cache.segment import Page, Payload, Segment, pages_of, write_segment
 from rekindle.cache.snapshot import Identity, protected
 from rekindle.errors import StoreError
+from rekindle.saving import PARTIAL
 
 log = logging.getLogger("rekindle.cache")
 SMALL = 4 << 20  # segments below this are merged when there are MANY of them

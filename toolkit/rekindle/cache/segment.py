@@ -3,21 +3,16 @@
     pages   the payloads one after another, leaf by leaf
     index   what each page is (digest, parent, tokens, checksum) and for which model; ends with a digest of itself
 
-Orbax commits a checkpoint as a whole or not at all. It is written under a name of its own and renamed, because of two
-writers of one path Orbax lets the second remove what the first is writing. Reading goes to the files directly: Orbax
-is imported (0.5 s and more) only to write, and a single page is one `pread`.
+Reading goes to the files directly: a single page is one `pread`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
-import shutil
-import uuid
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle import saving
 from rekindle.cache.digest import DIGEST_SIZE
 from rekindle.errors import StoreError
 from rekindle.records import IntArray
+from rekindle.saving import ITEM, write_checkpoint
 
 Payload = tuple[Any, ...]
-PARTIAL = "partial-"
-_ITEM = "rekindle"  # the item of the checkpoint, hence the folder that its files are in
 _LENGTH = 8  # bytes before the header that say how long it is
 
 
@@ -141,7 +134,7 @@ class Segment:
     @classmethod
     def open(cls, path: Path) -> Segment:
         """Read the index. Raises OSError if there is none, StoreError if it is damaged."""
-        header, records = decode((path / _ITEM / "index").read_bytes())
+        header, records = decode((path / ITEM / "index").read_bytes())
         leaves = tuple(Leaf(tuple(shape), dtype) for shape, dtype in header.get("leaves", ()))
         return cls(path, header, records, leaves, sum(leaf.nbytes for leaf in leaves))
 
@@ -156,7 +149,7 @@ class Segment:
         """
         data = np.empty(self.page_bytes, np.uint8)
         view = memoryview(data)  # type: ignore[arg-type]
-        file = os.open(self.path / _ITEM / "pages", os.O_RDONLY)
+        file = os.open(self.path / ITEM / "pages", os.O_RDONLY)
         try:
             done = os.preadv(file, [view], index * self.page_bytes)
             while 0 < done < self.page_bytes:
@@ -204,18 +197,6 @@ def write_index(path: Path, header: dict[str, Any], pages: Sequence[Page], page_
     write_checkpoint(path, write)
 
 
-def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` fills the folder of a new Orbax checkpoint, which is at `path` when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
-    try:
-        _orbax().save(own, write)
-        own.rename(path)
-    except BaseException:
-        shutil.rmtree(own, ignore_errors=True)
-        raise
-
-
 def _dtype(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
@@ -223,50 +204,3 @@ def _dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, name))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Files:
-    write: Callable[[Path], None]
-
-
-class _Handler:
-    """What Orbax calls to write the one item of such a checkpoint."""
-
-    async def save(self, directory: Any, checkpointable: _Files) -> Awaitable[None]:
-        async def write() -> None:
-            checkpointable.write(Path(str(await directory.await_creation())))
-
-        return write()
-
-    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        raise NotImplementedError("segments are read without Orbax")
-
-    async def metadata(self, directory: Any) -> None:
-        return None
-
-    def is_handleable(self, checkpointable: Any) -> bool:
-        return isinstance(checkpointable, _Files)
-
-    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        return None
-
-
-class _Orbax:
-    """Orbax with the handler above; imported at first use."""
-
-    def __init__(self) -> None:
-        from orbax.checkpoint import v1
-
-        self._v1 = v1
-        self._registry = v1.handlers.local_registry(include_global_registry=False)
-        self._registry.add(_Handler, checkpointable_name=_ITEM)
-
-    def save(self, path: Path, write: Callable[[Path], None]) -> None:
-        context = self._v1.Context()
-        context.checkpointables.registry = self._registry
-        with saving.ONE_AT_A_TIME, context:
-            self._v1.save_checkpointables(path, {_ITEM: _Files(write)})
-
-
-_orbax = functools.cache(_Orbax)

@@ -23,9 +23,10 @@ import numpy as np
 from rekindle import html
 from rekindle.cache.digest import root_digest
 from rekindle.cache.node import Node
-from rekindle.cache.segment import PARTIAL, Page, Segment, pages_of, write_index
+from rekindle.cache.segment import Page, Segment, pages_of, write_index
 from rekindle.cache.tree import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
+from rekindle.saving import PARTIAL
 
 VERSION = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -13,23 +13,16 @@ from jax import Array
 
 from rekindle.engine.packing import StepInputs
 from rekindle.models.config import ModelConfig
-from rekindle_kernels import LayerKV, gather_pages, init_pages, paged_attention, scatter_pages, write_kv
+from rekindle_kernels import LayerKV, abstract_pages, gather_pages, paged_attention, scatter_pages, write_kv
 
 KV = tuple[LayerKV, ...]
 Payload = tuple[Any, ...]  # [n, layers, …] for each leaf of a layer
 
 
-def init(model: ModelConfig, pages: int, page_size: int, dtype: str) -> KV:
-    """Zeroed pages of every layer."""
-    return tuple(
-        init_pages(pages, model.num_kv_heads, page_size, model.head_dim, dtype) for _ in range(model.num_layers)
-    )
-
-
 def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str) -> KV:
-    """The shapes of `init`, without memory."""
-    shapes: KV = jax.eval_shape(lambda: init(model, pages, page_size, dtype))
-    return shapes
+    """The shapes of every layer's pages, without memory."""
+    layer = abstract_pages(pages, model.num_kv_heads, page_size, model.head_dim, dtype)
+    return (layer,) * model.num_layers
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: str) -> int:

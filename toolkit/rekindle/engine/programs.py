@@ -28,18 +28,20 @@ from rekindle.engine.step import make_step
 from rekindle.errors import CompileError, StoreError
 from rekindle.models.base import Graph
 from rekindle.models.config import ModelConfig
+from rekindle_kernels import zeros
 
 MOVED_PAGES = 8  # pages per gather or scatter between tiers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Helper:
-    """A program beside the steps: "admit" a request's history to its slot, "gather" or "scatter" pages."""
+    """A program beside the steps: make the "memory" of pages and state, "admit" a request's history to its slot,
+    "gather" or "scatter" pages."""
 
     name: str
 
 
-ADMIT, GATHER, SCATTER = Helper("admit"), Helper("gather"), Helper("scatter")
+MEMORY, ADMIT, GATHER, SCATTER = Helper("memory"), Helper("admit"), Helper("gather"), Helper("scatter")
 Key = Bucket | Helper
 Compiled = Any  # jax.stages.Compiled, or what a store gives back for one
 
@@ -93,12 +95,13 @@ class Programs:
         self._building: dict[Key, threading.Lock] = {}
         self._ready: dict[Key, Compiled] = {}
         self._records: dict[Key, ProgramRecord] = {}
+        self._why: dict[Key, str] = {}  # there is none in the store
 
     @property
     def keys(self) -> tuple[Key, ...]:
         """All programs; `gather` and `scatter` only where pages can leave the device."""
         moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
-        return (*self.lattice, ADMIT, *moves)
+        return (*self.lattice, MEMORY, ADMIT, *moves)
 
     def layout(self, bucket: Bucket) -> Layout:
         return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
@@ -120,14 +123,17 @@ class Programs:
         found = self._ready.get(key)
         if found is not None:
             return found
-        if key not in self.keys:
-            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.keys)}")
-        with self._lock:
-            building = self._building.setdefault(key, threading.Lock())
-        with building:
-            if key not in self._ready:
-                self._ready[key] = self._load_or_compile(key)
+        with self._alone(key):
+            if key not in self._ready and not self._load(key):
+                self._ready[key] = self._compiled(key)
             return self._ready[key]
+
+    def load(self, key: Key) -> bool:
+        """Get it if that needs no compiling; whether it is ready now."""
+        if key in self._ready:
+            return True
+        with self._alone(key):
+            return key in self._ready or self._load(key)
 
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
@@ -157,20 +163,31 @@ class Programs:
         session loads its own, which XLA did not always survive."""
         self._ready.clear()
 
-    def _load_or_compile(self, key: Key) -> Compiled:
-        start, why = time.perf_counter(), "no store"
-        if self._store is not None:
-            try:
-                stored = self._store.load(key.name)
-            except StoreError as error:
-                why = str(error)
-            else:
-                self._records[key] = ProgramRecord(key.name, "loaded", time.perf_counter() - start)
-                return stored
+    def _alone(self, key: Key) -> threading.Lock:
+        if key not in self.keys:
+            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.keys)}")
+        with self._lock:
+            return self._building.setdefault(key, threading.Lock())
+
+    def _load(self, key: Key) -> bool:
+        """From the store, which is asked once."""
+        if self._store is None or key in self._why:
+            return False
+        start = time.perf_counter()
+        try:
+            program = self._store.load(key.name)
+        except StoreError as error:
+            self._why[key] = str(error)
+            return False
+        self._records[key] = ProgramRecord(key.name, "loaded", time.perf_counter() - start)
+        self._ready[key] = program
+        return True
+
+    def _compiled(self, key: Key) -> Compiled:
         start = time.perf_counter()
         compiled = self.compile(key)
         seconds = time.perf_counter() - start
-        self._records[key] = ProgramRecord(key.name, "compiled", seconds, why)
+        self._records[key] = ProgramRecord(key.name, "compiled", seconds, self._why.get(key, "no store"))
         if self._store is not None:
             self._store.save(key.name, compiled, seconds)
         return compiled
@@ -186,6 +203,8 @@ class Programs:
                 processors=self.processors if key.processed else (),
             )
             return step, (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats)), (1, 2)
+        if key == MEMORY:
+            return lambda: zeros((self.kv, self.state)), (), ()
         if key == ADMIT:
             ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
             return request_state.admit, (self.state, _ints(ints), _floats(floats)), (0,)

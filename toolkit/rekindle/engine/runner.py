@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rekindle import html
@@ -22,7 +21,7 @@ from rekindle.engine import kv as paged
 from rekindle.engine.batch import Bucket, bucket_for
 from rekindle.engine.packing import Constants, Upload
 from rekindle.engine.processors import LogitsProcessor
-from rekindle.engine.programs import ADMIT, GATHER, MOVED_PAGES, SCATTER, Programs
+from rekindle.engine.programs import ADMIT, GATHER, MEMORY, MOVED_PAGES, SCATTER, Programs
 from rekindle.engine.results import needs_prompt, row_results
 from rekindle.engine.state import pack_admission
 from rekindle.engine.step import StepOutput
@@ -95,7 +94,6 @@ class Runner:
             programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
         self.programs, self.config, self.host_tier = programs, config, host_tier
         self.prefer_ready = prefer_ready  # a larger program that is ready goes before compiling the one that fits
-        self._model = model.config
         self._leaves: tuple[Any, ...] = tuple(model.leaves)
         self._kv, self._state = self._fresh_memory()
         self._constants = Constants(config.max_requests, tuple(p.name for p in programs.processors))
@@ -331,9 +329,8 @@ class Runner:
         self._device_seconds += seconds
 
     def _fresh_memory(self) -> tuple[paged.KV, Any]:
-        first = self.programs.kv[0]
-        kv = paged.init(self._model, first.num_pages, first.page_size, self.config.kv_dtype)
-        return kv, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.programs.state)
+        memory: tuple[paged.KV, Any] = self.programs.get(MEMORY)()
+        return memory
 
     @staticmethod
     def _delete(*trees: Any) -> None:
