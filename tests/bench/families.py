@@ -1,9 +1,16 @@
-"""Per family: how fast a random checkpoint loads, at which peak of memory, and what quantising does to its logits.
+"""Per family: parity with transformers, how fast a checkpoint loads, at which peak of memory, what int8 does to it.
 
     python tests/bench/families.py [--tokens 256] [--only llama gemma2 ...]
 
-Each family runs in a process of its own. Agreement is top-1 against float32, KL is in nats, averaged over positions of
-random text. `+e` quantises embedding and head too.
+Every measurement runs in a process of its own.
+
+parity      largest difference of float32 logits, prefilled at once and in chunks, relative to their deviation, and
+            whether 64 greedy tokens are the same, over all the family's cases of tests/checkpoints.py
+load        a random float32 checkpoint of several hundred MB, read from the page cache; peak memory beyond that of the
+            imports over the size of the weights
+int8 …      top-1 agreement with float32 and KL in nats over random text. `+e` quantises embedding and head too
+
+Then the perplexity of the embedded model on its held-out documents under every choice.
 """
 
 from __future__ import annotations
@@ -30,10 +37,22 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "gemma3": {"query_pre_attn_scalar": 64, "sliding_window": 128},
 }  # fmt: skip
-CASES = (
-    "llama", "smollm2", "mistral-window", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gemma3", "phi3",
-    "smollm3", "gpt2", "olmo2",
-)  # fmt: skip
+LARGE = {
+    "vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+LARGE_GPT2 = {"vocab_size": 16384, "n_embd": 1024, "n_head": 16}
+LARGE_MORE: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 3},
+    "qwen3-moe": {"moe_intermediate_size": 704},
+}
+# The case that is measured, and the beginnings of the names of those whose parity counts.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": ("llama", "llama-"), "llama3-rope": ("llama3",), "smollm2": ("smollm2",), "mistral-window": ("mistral",),
+    "mixtral": ("mixtral",), "qwen2": ("qwen2",), "qwen3": ("qwen3", "qwen3-b"), "qwen3-moe": ("qwen3-moe",),
+    "gemma2": ("gemma2",), "gemma3": ("gemma3",), "phi3": ("phi3",), "smollm3": ("smollm3",), "gpt2": ("gpt2",),
+    "olmo2": ("olmo2",),
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "int8": {"quantize": "int8", "quantize_embeddings": False},
@@ -41,69 +60,147 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8-weight": {"quantize": "int8-weight", "quantize_embeddings": False},
     "int8-weight+e": {"quantize": "int8-weight"},
 }
+BATCHES = 24  # of held-out windows for the perplexity, as on the model's card
 
 
-def measure(case: str, tokens: int) -> None:
-    """In a process of its own: prints one line of JSON."""
-    import jax
-    import numpy as np
-    from checkpoint_load import peak
-
+def grown(case: str, sizes: dict[str, Any], gpt2: dict[str, Any], more: dict[str, dict[str, Any]]) -> dict[str, Any]:
     import checkpoints
-    from rekindle import reference
-    from rekindle.models import LoadedModel, checkpoint
 
     raw = checkpoints.CASES[case]
-    raw = {**raw, **(GPT2 if raw["model_type"] == "gpt2" else SIZES), **MORE.get(case, {})}
+    return {**raw, **(gpt2 if raw["model_type"] == "gpt2" else sizes), **more.get(case, {})}
+
+
+def write(folder: Path, raw: dict[str, Any]) -> None:
+    """In another process, whose memory doesn't count."""
+    program = "import sys, json, pathlib, checkpoints as c; c.write(pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]))"
+    subprocess.run([sys.executable, "-c", program, str(folder), json.dumps(raw)], check=True)
+
+
+def cases_of(family: str) -> list[str]:
+    import checkpoints
+
+    starts = FAMILIES[family]
+    named = [name for name in checkpoints.CASES if name == starts[0] or name.startswith(starts[1:] or starts)]
+    kind = checkpoints.CASES[family]["model_type"]
+    return [name for name in named if checkpoints.CASES[name]["model_type"] == kind]
+
+
+def parity(family: str, folder: Path) -> dict[str, Any]:
+    import numpy as np
+
+    import checkpoints
+    from golden.make import NEW, PROMPT, run
+    from rekindle import reference
+
+    worst, same, cases = 0.0, 0, cases_of(family)
+    for name in cases:
+        raw = checkpoints.CASES[name]
+        state = checkpoints.tensors(raw, seed=7)
+        expected = run(checkpoints.write(folder / name, raw, state))
+        model = checkpoints.model(raw, state)
+        for chunk in (None, 8):
+            logits, _ = reference.prefill(model, PROMPT, reference.empty_cache(model, len(PROMPT) + NEW), chunk)
+            delta = np.abs(np.asarray(logits) - expected.logits).max() / expected.logits.std()
+            worst = max(worst, float(delta))
+        same += reference.generate(model, PROMPT, NEW) == expected.greedy
+    return {"delta": worst, "greedy": f"{same}/{len(cases)}"}
+
+
+def loading(case: str, folder: Path) -> dict[str, Any]:
+    import jax
+    from checkpoint_load import peak
+
+    from rekindle.models import checkpoint
+
+    write(folder, grown(case, SIZES | LARGE, GPT2 | LARGE_GPT2, MORE | LARGE_MORE))
+    jax.devices()
+    before, start = peak(), time.perf_counter()
+    model = checkpoint.load(folder, dtype="float32")
+    jax.block_until_ready(model.leaves)
+    seconds = time.perf_counter() - start
+    return {"mb": model.nbytes / 1e6, "rate": model.nbytes / 1e6 / seconds, "ratio": (peak() - before) / model.nbytes}
+
+
+def agreement(case: str, folder: Path, tokens: int) -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    from rekindle import reference
+    from rekindle.models import LoadedModel, checkpoint
 
     def logits(model: LoadedModel) -> np.ndarray:
         return np.asarray(reference.prefill(model, text, reference.empty_cache(model, tokens))[0])
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / case
-        program = (
-            "import sys, json, pathlib, checkpoints as c; c.write(pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]))"
-        )
-        subprocess.run([sys.executable, "-c", program, str(folder), json.dumps(raw)], check=True)
-        text = np.random.default_rng(1).integers(0, 8192, tokens).tolist()
-        jax.devices()
-        before, start = peak(), time.perf_counter()
-        model = checkpoint.load(folder, dtype="float32")
-        answer: dict[str, Any] = {
-            "mb": model.nbytes / 1e6,
-            "rate": model.nbytes / 1e6 / (time.perf_counter() - start),
-            "ratio": (peak() - before) / model.nbytes,
-        }
-        exact = logits(model)
-        log_p = np.asarray(jax.nn.log_softmax(exact))
-        for variant, options in VARIANTS.items():
-            other = logits(checkpoint.load(folder, **options))
-            log_q = np.asarray(jax.nn.log_softmax(other))
-            agreement = float(np.mean(exact.argmax(-1) == other.argmax(-1)))
-            answer[variant] = (agreement, float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean()))
-    print(json.dumps(answer))
+    write(folder, grown(case, SIZES, GPT2, MORE))
+    text = np.random.default_rng(1).integers(0, 8192, tokens).tolist()
+    exact = logits(checkpoint.load(folder, dtype="float32"))
+    log_p = np.asarray(jax.nn.log_softmax(exact))
+    found: dict[str, Any] = {}
+    for variant, options in VARIANTS.items():
+        other = logits(checkpoint.load(folder, **options))
+        log_q = np.asarray(jax.nn.log_softmax(other))
+        top = float(np.mean(exact.argmax(-1) == other.argmax(-1)))
+        found[variant] = (top, float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean()))
+    return found
+
+
+def perplexity() -> None:
+    from tokenizers import Tokenizer
+
+    from rekindle.assemble import TINY
+    from rekindle.models import checkpoint
+    from rekindle.tiny.evaluate import held_out
+
+    words = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    print("\n| tiny, held-out documents | perplexity | first guesses right | MB |")
+    print("|---|---|---|---|")
+    for variant, options in {"float32": {"dtype": "float32"}, **VARIANTS}.items():
+        model = checkpoint.load(TINY, **options)
+        score = held_out(model.graph, model.leaves, words, BATCHES)
+        print(f"| {variant} | {score.perplexity:.4f} | {score.accuracy:.2%} | {model.nbytes / 1e6:.1f} |", flush=True)
+
+
+def ask(what: str, case: str, tokens: int) -> dict[str, Any]:
+    """Measure in a process of its own."""
+    command = [sys.executable, __file__, what, case, str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{what} of {case} failed:\n{done.stderr}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--only", nargs="*", default=CASES)
+    parser.add_argument("--only", nargs="*", default=tuple(FAMILIES))
     options = parser.parse_args()
-    print(f"| family | MB | load MB/s | peak / weights | {' | '.join(f'{v}: top-1, KL' for v in VARIANTS)} |")
-    print("|" + "---|" * (4 + len(VARIANTS)))
+    heads = [f"{variant}: top-1, KL" for variant in VARIANTS]
+    print(f"| family | logits | greedy | MB | load MB/s | peak / weights | {' | '.join(heads)} |")
+    print("|" + "---|" * (6 + len(VARIANTS)))
     for case in options.only:
-        command = [sys.executable, __file__, "measure", case, str(options.tokens)]
-        answer = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-        cells = [f"{100 * answer[v][0]:.1f} %, {answer[v][1]:.1e}" for v in VARIANTS]
+        answer = {}
+        for what in ("parity", "loading", "agreement"):
+            answer |= ask(what, case, options.tokens)
+        cells = [f"{answer[v][0]:.1%}, {answer[v][1]:.1e}" for v in VARIANTS]
         print(
-            f"| {case} | {answer['mb']:.0f} | {answer['rate']:.0f} | {answer['ratio']:.2f} | {' | '.join(cells)} |",
+            f"| {case} | {answer['delta']:.1e} | {answer['greedy']} | {answer['mb']:.0f} | {answer['rate']:.0f} "
+            f"| {answer['ratio']:.2f} | {' | '.join(cells)} |",
             flush=True,
         )
+    perplexity()
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    if sys.argv[1:2] == ["measure"]:
-        measure(sys.argv[2], int(sys.argv[3]))
+    if sys.argv[1:2] in (["parity"], ["loading"], ["agreement"]):
+        with tempfile.TemporaryDirectory() as name:
+            what, place = sys.argv[1], Path(name) / "model"
+            if what == "parity":
+                print(json.dumps(parity(sys.argv[2], place)))
+            elif what == "loading":
+                print(json.dumps(loading(sys.argv[2], place)))
+            else:
+                print(json.dumps(agreement(sys.argv[2], place, int(sys.argv[3]))))
     else:
         main()
