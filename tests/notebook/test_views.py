@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from rekindle import Session
-from rekindle.errors import RequestAborted
+from rekindle.errors import QueueFull, RequestAborted
 from rekindle.notebook import ChatView, Dashboard, StreamView
 from rekindle.notebook.dashboard import timeline
+from rekindle.notebook.live import Live
 from rekindle.notebook.recorder import Seen
 from rekindle.records import Status
 from sessions import eventually, opened
@@ -30,26 +32,36 @@ def slow() -> Iterator[Session]:
     eventually(lambda: not any(thread.name == "rekindle view" for thread in threading.enumerate()))
 
 
+def press(view: Live, name: str) -> None:
+    """As the page does it."""
+    view.widget._handle_custom_msg({"event": "press", "name": name}, [])
+
+
+def click(view: Live, token: int) -> None:
+    view.widget._handle_custom_msg({"event": "token", "name": "", "value": token}, [])
+
+
 def test_a_stream_shows_the_text_and_then_the_completion(session: Session) -> None:
     view = session.view.stream("hello", max_tokens=30)
     assert isinstance(view, StreamView)
     done = view.handle.result_sync()
     view.join(10)
-    assert done._repr_html_() in view._picture.value
-    assert "text/html" in view._repr_mimebundle_()
-    assert not any("widget" in kind for kind in view._repr_mimebundle_()), "a dead widget would be all that is left"
+    assert done._repr_html_() in view.picture
+    bundle, _ = view._repr_mimebundle_()
+    assert "text/html" in bundle
+    assert not any("widget" in kind for kind in bundle), "a dead widget would be all that is left"
 
 
 def test_the_stop_button_frees_the_slot(slow: Session) -> None:
     view = slow.view.stream("hello", max_tokens=400)
-    assert any("widget" in kind for kind in view._repr_mimebundle_())
+    assert any("widget" in kind for kind in view._repr_mimebundle_()[0])
     eventually(lambda: len(view.handle.token_ids) > 3)
-    view._stop_button.click()
+    press(view, "stop")
     with pytest.raises(RequestAborted):
         view.handle.result_sync()
     view.join(10)
     assert view.handle.status is Status.ABORTED
-    assert "RequestAborted" in view._picture.value
+    assert "RequestAborted" in view.picture
     eventually(lambda: slow.stats().running == 0)
 
 
@@ -66,7 +78,7 @@ def test_a_dashboard_sees_every_step_and_lets_go(session: Session) -> None:
     view = session.watch()
     assert isinstance(view, Dashboard)
     session.generate_sync(["hello", "you"], max_tokens=12)
-    eventually(lambda: "<rect" in view._picture.value)
+    eventually(lambda: "<rect" in view.picture)
     rows = [row for seen in view._recorder.steps for row in seen.rows]
     assert {kind for _, _, kind in rows} == {"prefill", "decode"}
     assert sum(seen.made for seen in view._recorder.steps) >= 24
@@ -75,7 +87,7 @@ def test_a_dashboard_sees_every_step_and_lets_go(session: Session) -> None:
     before = len(view._recorder.steps)
     session.generate_sync("hello", max_tokens=4)
     assert len(view._recorder.steps) == before
-    assert "held" in view._repr_mimebundle_()["text/html"]
+    assert "held" in view._repr_mimebundle_()[0]["text/html"]
 
 
 def test_a_dashboard_ends_with_its_session() -> None:
@@ -84,7 +96,7 @@ def test_a_dashboard_ends_with_its_session() -> None:
         session.generate_sync("hello", max_tokens=4)
     view.join(10)
     assert view.ended
-    assert view._picture.value
+    assert view.picture
 
 
 def test_the_timeline_joins_steps_of_one_request() -> None:
@@ -134,7 +146,7 @@ class TestChat:
         view.send("more")
         assert [message["role"] for message in view.messages] == ["user", "assistant", "user"]
         assert len(view.messages[1]["content"]) == 20
-        eventually(lambda: "more" in view._picture.value)
+        eventually(lambda: "more" in view.picture)
 
     def test_stopping_keeps_what_was_said(self, view: ChatView) -> None:
         view.send("hello")
@@ -151,16 +163,93 @@ class TestChat:
         assert view._handle is not first
         view.edit()
         assert view.messages == []
-        assert view._input.value == "hello"
+        assert view.widget.value("say") == "hello"
+
+    def test_enter_sends_and_clears_the_line(self, view: ChatView) -> None:
+        view.widget.fill("say", "hello")
+        press(view, "say:enter")
+        assert view.messages == [{"role": "user", "content": "hello"}]
+        assert view.widget.value("say") == ""
+        press(view, "halt")
+        eventually(lambda: not view.answering)
 
     def test_a_fork_keeps_the_beginning(self, view: ChatView) -> None:
         view.send("hello")
         before = view._handle.result_sync()
         view.fork(5, "XY")
         view._handle.result_sync()
+        assert view.answer.startswith(before.text[:5] + "XY")
+        assert len(view.answer_ids) == 20, "max_tokens counts the whole answer"
+        said = view.answer
         view.send("more")
-        said = view.messages[1]["content"]
-        assert said.startswith(before.text[:5] + "XY")
+        assert view.messages[1]["content"] == said
+
+    def test_a_fork_goes_on_as_the_model_would(self, view: ChatView, slow: Session) -> None:
+        view.send("hello")
+        before = view._handle.result_sync()
+        view.fork(5, "XY")
+        forked = view._handle.result_sync()
+        alone = slow.generate_sync("hello" + before.text[:5] + "XY", max_tokens=13)
+        assert forked.token_ids == alone.token_ids
+
+    def test_a_fork_of_a_fork_keeps_both_beginnings(self, view: ChatView) -> None:
+        view.send("hello")
+        before = view._handle.result_sync().text
+        view.fork(5, "XY")
+        view._handle.result_sync()
+        after = view.answer
+        view.fork(10, "Z")
+        view._handle.result_sync()
+        assert view.answer.startswith(after[:10] + "Z")
+        view.fork(3)
+        view._handle.result_sync()
+        assert view.answer[:3] == before[:3]
+        assert len(view.answer) == 20
+
+    def test_a_click_marks_a_token_and_the_button_forks_there(self, view: ChatView) -> None:
+        view.send("hello")
+        before = view._handle.result_sync().text
+        assert 'data-token="7"' in view.draw()
+        click(view, 7)
+        assert view.widget.controls[-2]["name"] == "fork"
+        assert view.draw().count("background:") == 1
+        view.widget.fill("instead", "Q")
+        press(view, "fork")
+        view._handle.result_sync()
+        assert view.answer.startswith(before[:7] + "Q")
+        assert all(control["name"] != "fork" for control in view.widget.controls)
+
+    def test_a_mark_can_be_taken_back(self, view: ChatView) -> None:
+        view.send("hello")
+        first = view._handle
+        first.result_sync()
+        click(view, 7)
+        press(view, "keep")
+        press(view, "fork")  # its button is gone, but its message may be on the way
+        click(view, 700)
+        assert view._handle is first
+        assert view._marked is None
+
+    def test_errors_are_shown(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise QueueFull("no place")
+
+        monkeypatch.setattr(view._session, "chat", refuse)
+        view.widget.fill("say", "hello")
+        press(view, "send")
+        assert "QueueFull: no place" in view.widget.note
+
+    def test_what_the_page_sends_is_not_trusted(self, view: ChatView) -> None:
+        for content in (None, {}, {"event": 3}, {"event": "press", "name": "draw"}, {"event": "token", "value": "x"}):
+            view.widget._handle_custom_msg(content, [])
+        view.send("<script>alert(1)</script>")
+        view._handle.result_sync()
+        assert "<script" not in view.draw()
+
+    def test_it_sleeps_while_nobody_speaks(self, view: ChatView) -> None:
+        before = view.pictures
+        time.sleep(1.0)
+        assert view.pictures - before <= 4, "twice a second"
 
 
 def test_the_tree_folds_and_answers(tmp_path: object) -> None:
@@ -174,11 +263,11 @@ def test_the_tree_folds_and_answers(tmp_path: object) -> None:
         for tail in (3, 4):
             session.generate_sync([*base, *[tail] * 9], max_tokens=1)
         view = session.cache.view()
-        made = view._picture.value
+        made = view.picture
         assert made.count("<details") == made.count("</details>") == 1
         assert made.count("<code") == 3
         assert "device" in made
-        assert "widget" in " ".join(view._repr_mimebundle_())
+        assert "widget" in " ".join(view._repr_mimebundle_()[0])
         for thing in (session.cache, session.cache.tree(), session.cache.stats()):
             assert "<table" in thing._repr_html_()
             assert "\n" not in repr(thing)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets
-
 from rekindle import html
 from rekindle.errors import RekindleError
 from rekindle.notebook.live import Live
+from rekindle.notebook.panel import button
 from rekindle.notebook.recorder import Recorder, Seen
 from rekindle.tasks.host import wait
 
@@ -26,19 +25,22 @@ class Dashboard(Live):
     interval = 0.25
 
     def __init__(self, session: Session, *, steps: int = 240) -> None:
-        close = ipywidgets.Button(description="Close", icon="times", layout={"width": "6em"})
-        super().__init__(close)
+        super().__init__(button("close", "Close", title="Leave the last picture"))
         self._session = session
         self._recorder = Recorder(steps)
         self._slots = session.config.max_requests
         self._last = ""
-        close.on_click(lambda button: self.stop())
+        self._seen: Any = None
         wait(session._host.call(lambda dispatch: dispatch.observers.append(self._recorder)))
         self.start()
 
     @property
     def ended(self) -> bool:
         return super().ended or self._session.closed
+
+    def press(self, name: str) -> None:
+        if name == "close":
+            self.stop()
 
     def stop(self) -> None:
         super().stop()
@@ -52,6 +54,10 @@ class Dashboard(Live):
         except RekindleError:  # it was closed: the last picture stays
             return self._last
         steps = tuple(self._recorder.steps)
+        seen = (figures, len(steps) and steps[-1].step, self._recorder.rate())
+        if seen == self._seen:  # an idle session costs four calls a second on its loop, and no drawing
+            return self._last
+        self._seen = seen
         cached, asked = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)
         parts: list[str] = [
             html.line(

@@ -6,7 +6,9 @@ import contextlib
 import threading
 from typing import Any
 
-import ipywidgets
+from rekindle import html
+from rekindle.errors import RekindleError
+from rekindle.notebook.panel import Control, Panel
 
 INTERVAL = 0.05  # at most 20 pictures a second, however fast tokens come
 
@@ -20,10 +22,8 @@ class Live:
 
     interval = INTERVAL
 
-    def __init__(self, *controls: Any) -> None:
-        self._picture = ipywidgets.HTML()
-        self.widget = ipywidgets.VBox([self._picture, ipywidgets.HBox(list(controls))])
-        self._controls = controls
+    def __init__(self, *controls: Control) -> None:
+        self.widget = Panel(list(controls), self._heard)
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._shown: list[Any] = []  # display handles
@@ -33,6 +33,12 @@ class Live:
         """Static HTML of how things are."""
         raise NotImplementedError
 
+    def press(self, name: str) -> None:
+        """A button was pressed, or Enter in a text field."""
+
+    def token(self, index: int) -> None:
+        """A token of the picture was clicked."""
+
     @property
     def ended(self) -> bool:
         """Nothing will change any more."""
@@ -40,7 +46,6 @@ class Live:
 
     def wait(self) -> None:
         """Block the drawing thread until there may be something new."""
-        self._stopped.wait(self.interval)
 
     def start(self) -> None:
         """Begin to draw."""
@@ -60,8 +65,22 @@ class Live:
 
     def refresh(self) -> None:
         """Draw now; nothing is sent when the picture is the same."""
-        self._picture.value = self.draw()
+        self.widget.html = self.draw()
         self.pictures += 1
+
+    @property
+    def picture(self) -> str:
+        """The latest picture."""
+        return str(self.widget.html)
+
+    def _heard(self, event: str, name: str, value: Any) -> None:
+        try:
+            if event == "press":
+                self.press(name)
+            elif event == "token" and isinstance(value, int):
+                self.token(value)
+        except RekindleError as error:  # what a callback raises is seen by nobody
+            self.widget.note = html.line(f"{type(error).__name__}: {error}")
 
     def _run(self) -> None:
         # A view must not hurt: whatever happens to the kernel's channels at its end is not the user's business.
@@ -75,23 +94,26 @@ class Live:
 
     def _leave(self) -> None:
         self.refresh()
-        for control in self._controls:
-            control.close()
+        self.widget.controls = []
         for handle in self._shown:
-            handle.update({"text/html": self._picture.value, "text/plain": repr(self)}, raw=True)
+            handle.update({"text/html": self.picture, "text/plain": repr(self)}, raw=True)
+        if self._shown:
+            self.widget.close()  # or the kernel would keep it for ever
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        bundle: dict[str, Any] = {"text/html": self._picture.value, "text/plain": repr(self)}
-        if not (self._thread is not None and not self._thread.is_alive()):
-            bundle |= self.widget._repr_mimebundle_() or {}
-            bundle["text/plain"] = repr(self)
-        return bundle
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        bundle: dict[str, Any] = {"text/html": self.picture, "text/plain": repr(self)}
+        if self._thread is not None and not self._thread.is_alive():
+            return bundle, {}
+        # Metadata is where Colab looks up how to show widgets that are not its own.
+        data, metadata = self.widget._repr_mimebundle_() or ({}, {})
+        return {**data, **bundle}, metadata
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
         self.start()
-        handle = display(self._repr_mimebundle_(), raw=True, display_id=True)
+        data, metadata = self._repr_mimebundle_()
+        handle = display(data, metadata=metadata, raw=True, display_id=True)
         if handle is not None:
             self._shown.append(handle)
 

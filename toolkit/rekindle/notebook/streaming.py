@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets
-
 from rekindle import html
 from rekindle.notebook.live import Live
+from rekindle.notebook.panel import button
 from rekindle.tasks.ports import run_sync
 
 if TYPE_CHECKING:
@@ -18,16 +17,18 @@ class StreamView(Live):
     """`StreamView(session, prompt, **options)`; the request runs as soon as it is made. `handle` is its handle."""
 
     def __init__(self, session: Session, prompt: Any, **options: Any) -> None:
-        self._stop_button = ipywidgets.Button(description="Stop", icon="stop", layout={"width": "6em"})
-        super().__init__(self._stop_button)
+        super().__init__(button("stop", "Stop", title="Cancel the request; its text stays"))
         self.handle = session.submit(prompt, **options)
         self._seen = 0
-        self._stop_button.on_click(lambda button: self.stop())
         self.start()
 
     @property
     def ended(self) -> bool:
         return self.handle.done
+
+    def press(self, name: str) -> None:
+        if name == "stop":
+            self.stop()
 
     def wait(self) -> None:
         """Blocks until there is another delta: an idle view costs nothing."""
@@ -37,7 +38,6 @@ class StreamView(Live):
 
     def stop(self) -> None:
         """Cancel the request; what it has produced stays."""
-        self._stop_button.disabled = True
         self.handle.cancel()
         super().stop()
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets
-
 from rekindle import html
 from rekindle.errors import RekindleError
 from rekindle.notebook.live import Live
+from rekindle.notebook.panel import button, field
 
 if TYPE_CHECKING:
     from rekindle.session import Session
@@ -21,17 +20,17 @@ class TreeView(Live):
     """The tree as it is; the button draws it again. Typing a prompt tells what it would find."""
 
     def __init__(self, session: Session, *, limit: int = 200) -> None:
-        again = ipywidgets.Button(description="Refresh", icon="refresh", layout={"width": "9em"})
-        self._prompt = ipywidgets.Text(placeholder="What would this prompt hit?", layout={"width": "32em"})
-        self._answer = ipywidgets.HTML()
-        super().__init__(again, self._prompt, self._answer)
+        super().__init__(button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
         self._session, self._limit = session, limit
-        again.on_click(lambda button: self.refresh())
-        self._prompt.observe(lambda change: self.ask(change["new"]), "value")
+        self.widget.observe(lambda change: self.ask(self.widget.value("prompt")), "values")
         self.refresh()
 
     def start(self) -> None:
         """It is drawn when somebody asks, so there is no thread."""
+
+    def press(self, name: str) -> None:
+        if name == "refresh":
+            self.refresh()
 
     def ask(self, prompt: str) -> str:
         """What the cache holds of a prompt, in words."""
@@ -39,7 +38,7 @@ class TreeView(Live):
             answer = str(self._session.cache.explain(prompt)) if prompt else ""
         except (RekindleError, ValueError) as error:
             answer = str(error)
-        self._answer.value = html.line(answer)
+        self.widget.note = html.line(answer)
         return answer
 
     def draw(self) -> str:

@@ -1,0 +1,72 @@
+// A picture, the controls below it and a note below them. It needs the anywidget model and a DOM, and nothing else: no
+// imports, no network, no globals of a particular notebook.
+
+function make(tag, properties) {
+  return Object.assign(document.createElement(tag), properties);
+}
+
+function render({ model, el }) {
+  const picture = make("div"), bar = make("div", { className: "rekindle-bar" }), note = make("div");
+  el.classList.add("rekindle-panel");
+  el.append(picture, bar, note);
+
+  const say = (event, name, value) => model.send({ event, name, value });
+
+  function button({ name, label, title, disabled }) {
+    const made = make("button", { type: "button", textContent: label, title: title ?? "", disabled: !!disabled });
+    made.addEventListener("click", () => say("press", name));
+    return made;
+  }
+
+  function text({ name, label, width }) {
+    const made = make("input", { type: "text", placeholder: label, value: model.get("values")[name] ?? "" });
+    made.setAttribute("aria-label", label);
+    made.dataset.name = name;
+    made.style.width = width ?? "20em";
+    made.addEventListener("input", () => {
+      model.set("values", { ...model.get("values"), [name]: made.value });
+      model.save_changes();
+    });
+    made.addEventListener("keydown", (event) => {
+      event.stopPropagation(); // a notebook's own shortcuts are not meant while somebody types
+      if (event.key === "Enter") say("press", `${name}:enter`);
+    });
+    return made;
+  }
+
+  function draw() {
+    picture.innerHTML = model.get("html");
+  }
+
+  function annotate() {
+    note.innerHTML = model.get("note");
+  }
+
+  function control() {
+    const focused = bar.contains(document.activeElement) ? document.activeElement.dataset.name : undefined;
+    bar.replaceChildren(...model.get("controls").map((one) => (one.kind === "text" ? text(one) : button(one))));
+    if (focused) bar.querySelector(`[data-name="${focused}"]`)?.focus();
+  }
+
+  function fill() {
+    for (const input of bar.querySelectorAll("input")) {
+      const value = model.get("values")[input.dataset.name] ?? "";
+      if (input.value !== value) input.value = value;
+    }
+  }
+
+  picture.addEventListener("click", (event) => {
+    const token = event.target.closest("[data-token]");
+    if (token) say("token", "", Number(token.dataset.token));
+  });
+  const heard = { "change:html": draw, "change:note": annotate, "change:controls": control, "change:values": fill };
+  for (const [event, react] of Object.entries(heard)) {
+    model.on(event, react);
+    react();
+  }
+  return () => {
+    for (const [event, react] of Object.entries(heard)) model.off(event, react);
+  };
+}
+
+export default { render };
