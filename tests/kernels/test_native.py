@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -37,28 +38,37 @@ def test_few_rows_times_a_matrix(dtype: str, height: int, width: int, rows: int)
     weight, scale, meaning = weights(dtype, height, width)
     assert native.multiplies(rows, weight)
     x = RANDOM.standard_normal((rows, width), np.float32)
-    got = np.asarray(jax.jit(native.matvec)(x, weight, scale))
-    if products._kernel(rows, weight) == "pairs_bfloat16":
+    got = np.asarray(jax.jit(native.multiply)(x, weight, scale))
+    if products._kernels(rows, weight, False)[0].startswith("pack"):
         x = np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_allclose(got, x.astype(np.float64) @ meaning.T, rtol=0, atol=1e-5 * width)
 
 
-@pytest.mark.parametrize("rows", [5, 9, 16, 33, 48])
-def test_a_batch_of_rows_in_pairs_of_bfloat16(rows: int) -> None:
-    weight, _, meaning = weights("bfloat16", 964, 576)
-    if not build.has_feature("avx512bf16"):
-        assert not native.multiplies(rows, weight) or rows <= 8
-        pytest.skip("this processor does not multiply pairs of bfloat16")
-    assert native.multiplies(rows, weight)
-    x = jnp.asarray(RANDOM.standard_normal((rows, 576), np.float32)).astype(jnp.bfloat16).astype(jnp.float32)
-    got = np.asarray(jax.jit(native.matvec)(x, weight))
-    np.testing.assert_allclose(got, np.asarray(x, np.float64) @ meaning.T, rtol=0, atol=1e-3)
+@pytest.mark.parametrize("rows", [5, 15, 16, 17, 20, 21, 32, 34, 47, 64, 66, 85, 130])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_many_rows_in_panels(dtype: str, rows: int) -> None:
+    weight, scale, meaning = weights(dtype, 208, 192)
+    if not products._in_panels(weight):
+        assert not native.multiplies(16, weight, quantize_rows=True)
+        pytest.skip("this processor has no instruction for it")
+    assert native.multiplies(rows, weight, quantize_rows=True)
+    x = RANDOM.standard_normal((rows, 192), np.float32) * RANDOM.random((rows, 1), np.float32) * 10
+    x[rows // 2] = 0
+    got = np.asarray(jax.jit(partial(native.multiply, quantize_rows=True))(x, weight, scale))
+    if dtype == "int8":
+        unit = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(1e-30)) / np.float32(127)
+        x = np.rint(x * (1 / unit)) * unit.astype(np.float64)
+    else:
+        x = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64)
+    np.testing.assert_allclose(got, x @ meaning.T, rtol=1e-5, atol=1e-3)
 
 
 def test_what_it_does_not_multiply() -> None:
     assert not native.multiplies(2, jnp.zeros((4, 4), jnp.float8_e4m3fn))
     assert not native.multiplies(2, jnp.zeros((2, 4, 4), jnp.float32)), "stacks of experts"
-    assert not native.multiplies(1000, jnp.zeros((64, 64), jnp.bfloat16))
+    assert not native.multiplies(1000, jnp.zeros((64, 96), jnp.bfloat16)), "a width that is no multiple of a vector"
+    assert not native.multiplies(1000, jnp.zeros((72, 64), jnp.bfloat16)), "a height that is no multiple of a tile"
+    assert not native.multiplies(16, jnp.zeros((64, 64), jnp.int8)), "rows that must not be rounded"
     assert not native.multiplies(16, jnp.zeros((64, 64), jnp.float32))
 
 
@@ -94,7 +104,7 @@ def test_writing_equals_the_scatter_bit_by_bit(dtype: str) -> None:
 
 def test_calls_from_several_threads_do_not_meet() -> None:
     weight, _, meaning = weights("float32", 512, 256)
-    product = jax.jit(native.matvec)
+    product = jax.jit(native.multiply)
     wrong: list[float] = []
 
     def work(seed: int) -> None:
@@ -115,7 +125,7 @@ def test_calls_from_several_threads_do_not_meet() -> None:
 PRODUCT = """
 import sys, jax, jax.numpy as jnp
 from rekindle_kernels import native
-assert float(jax.jit(native.matvec)(jnp.ones((2, 64)), jnp.ones((8, 64)))[1, 7]) == 64
+assert float(jax.jit(native.multiply)(jnp.ones((2, 64)), jnp.ones((8, 64)))[1, 7]) == 64
 print("numba" in sys.modules)
 """
 

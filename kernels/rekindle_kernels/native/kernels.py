@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle_kernels.native import decode, memory, pairs, placing, prefill, rows, vector
+from rekindle_kernels.native import decode, memory, panels, placing, prefill, rows, vector, words
 from rekindle_kernels.native.target import Kernel
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -11,14 +11,17 @@ _LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "float16": ve
 
 
 def make(name: str) -> Kernel:
-    """`rotate`, `pairs_bfloat16`, `matvec_DTYPE`, `write_DTYPE`, `decode_DTYPE_HEADSIZE`, `prefill_DTYPE_HEADSIZE`."""
+    """`rotate`, `pack_DTYPE`, `panels_DTYPE`, `matvec_DTYPE`, `write_DTYPE`, `decode_DTYPE_HEADSIZE`,
+    `prefill_DTYPE_HEADSIZE`."""
     kind, dtype, *rest = f"{name}_float32".split("_")
     if kind == "rotate":
         return placing.rotate(name)
     if kind == "write":
         return placing.write(name, vector.store if dtype == "float32" else vector.store_bf16, SIZES[dtype])
-    if kind == "pairs":
-        return pairs.kernel(name)
+    if kind == "pack":
+        return panels.pack(name, SIZES[dtype])
+    if kind == "panels":
+        return panels.kernel(name, SIZES[dtype], words.add_pairs if dtype == "bfloat16" else words.add_quads)
     if kind == "matvec":
         return rows.kernel(name, _READ[dtype], _LOAD[dtype], SIZES[dtype], scaled=dtype == "int8")
     if kind == "prefill":

@@ -1,4 +1,4 @@
-"""Few rows times a matrix, as a call of JAX."""
+"""Rows times a matrix, as a call of JAX."""
 
 from __future__ import annotations
 
@@ -9,39 +9,46 @@ from rekindle_kernels.native.build import builds, ensure, has_feature
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
-MANY_ROWS = 48  # up to which the instruction for pairs of bfloat16 does; XLA's packing pays for more
 DTYPES = ("float32", "bfloat16", "float16", "int8")
+_INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multiply two and four of them in a lane
 
 
-def multiplies(rows: int, weight: jax.Array) -> bool:
-    """Whether `matvec` takes so many rows and this weight, and is faster than XLA."""
-    name = _kernel(rows, weight)
-    return name is not None and builds(name)
+def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False) -> bool:
+    """Whether `multiply` takes so many rows and this weight, and is faster than XLA."""
+    names = _kernels(rows, weight, quantize_rows)
+    return bool(names) and all(builds(name) for name in names)
 
 
-def _kernel(rows: int, weight: jax.Array) -> str | None:
-    """The kernel's name; None where XLA is better."""
+def _kernels(rows: int, weight: jax.Array, quantize_rows: bool) -> tuple[str, ...]:
+    """The kernels' names; none where XLA is better."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
-        return None
-    if FEW_ROWS < rows <= MANY_ROWS and _in_pairs(weight):
-        return "pairs_bfloat16"
-    return f"matvec_{weight.dtype.name}" if rows <= SOME_ROWS else None
+        return ()
+    if rows > FEW_ROWS and _in_panels(weight) and (quantize_rows or weight.dtype != jnp.int8):
+        return f"pack_{weight.dtype.name}", f"panels_{weight.dtype.name}"
+    return (f"matvec_{weight.dtype.name}",) if rows <= SOME_ROWS else ()
 
 
-def _in_pairs(weight: jax.Array) -> bool:
+def _in_panels(weight: jax.Array) -> bool:
     N, K = weight.shape
-    return weight.dtype == jnp.bfloat16 and K % 32 == 0 and N % 4 == 0 and has_feature("avx512bf16")
+    instructions = _INSTRUCTIONS.get(weight.dtype.name)
+    return instructions is not None and K % 64 == 0 and N % 16 == 0 and has_feature(instructions)
 
 
-def matvec(x: jax.Array, weight: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-    """A few rows x [R, K] · weight [N, K] · scale [N] -> float32 [R, N]."""
-    name, shape = _kernel(x.shape[0], weight), jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    assert name is not None, f"{x.shape[0]} rows times {weight.dtype}{list(weight.shape)} are XLA's"
-    call = jax.ffi.ffi_call(ensure(name), shape)
-    product: jax.Array
-    if name == "pairs_bfloat16":
-        product = call(weight, x.astype(jnp.bfloat16))
-    else:
-        factors = jnp.ones((1,), jnp.float32) if scale is None else scale
-        product = call(weight, factors, x.astype(jnp.float32))
+def multiply(
+    x: jax.Array, weight: jax.Array, scale: jax.Array | None = None, *, quantize_rows: bool = False
+) -> jax.Array:
+    """x [R, K] · weight [N, K] · scale [N] -> float32 [R, N]. Many rows are rounded to bfloat16 where the weight is;
+    where it is int8 and `quantize_rows`, they become int8 with a scale of their own."""
+    R, K = x.shape
+    names = _kernels(R, weight, quantize_rows)
+    assert names, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
+    factors = jnp.ones((1,), jnp.float32) if scale is None else scale
+    rows = [x.astype(jnp.float32)]
+    if len(names) == 2:
+        words = K * weight.dtype.itemsize // 4
+        panels = jax.ShapeDtypeStruct((words * (-(-R // 32) * 32 + FEW_ROWS),), jnp.int32)
+        scales = jax.ShapeDtypeStruct((-(-R // 16) * 16,), jnp.float32)
+        rows = [*jax.ffi.ffi_call(ensure(names[0]), (panels, scales))(*rows)]
+    shape = jax.ShapeDtypeStruct((R, weight.shape[0]), jnp.float32)
+    product: jax.Array = jax.ffi.ffi_call(ensure(names[-1]), shape)(weight, factors, *rows)
     return product

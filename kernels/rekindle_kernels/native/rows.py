@@ -6,10 +6,9 @@ whatever the weights are stored as.
 
 135M weights in 121 matrices, 2 shared cores that read 30-35 GB/s at that time, milliseconds (interleaved, medians):
 
-    rows                               2      8     16     32     48
-    bfloat16   XLA                  13.4   15.1   16.9   22.8   26.6
+    rows                               2      8
+    bfloat16   XLA                  13.4   15.1
                this file             9.0   13.3
-               pairs.py                           12.2   17.5   22.7
     int8       XLA (int8 x int8)     9.0   12.2
                this file             5.7    9.5
 

@@ -59,6 +59,12 @@ def result(frame: int, index: int) -> int:
 
 
 @inline
+def result_dim(frame: int, index: int, axis: int) -> int:
+    """Size of a result's axis."""
+    return word(word(word(word(frame, _RESULTS), index), _DIMS), axis)
+
+
+@inline
 def field(job: int, index: int) -> int:
     return word(job, FIELDS + index)
 

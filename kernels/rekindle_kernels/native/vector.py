@@ -13,7 +13,7 @@ from numba.extending import intrinsic, register_model
 from rekindle_kernels.native.memory import WORD, widen_bf16
 
 LANES = 16
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 
 class Vector(types.Type):
@@ -29,7 +29,7 @@ VECTOR = Vector()
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _FLOATS)
+        super().__init__(manager, numba_type, FLOATS)
 
 
 def _loader(element: ir.Type, widen: Any) -> Any:
@@ -47,15 +47,15 @@ def _loader(element: ir.Type, widen: Any) -> Any:
 
 load_f32 = _loader(ir.FloatType(), lambda builder, x: x)
 load_bf16 = _loader(ir.IntType(16), widen_bf16)
-load_f16 = _loader(ir.HalfType(), lambda builder, x: builder.fpext(x, _FLOATS))
-load_i8 = _loader(ir.IntType(8), lambda builder, x: builder.sitofp(x, _FLOATS))
+load_f16 = _loader(ir.HalfType(), lambda builder, x: builder.fpext(x, FLOATS))
+load_i8 = _loader(ir.IntType(8), lambda builder, x: builder.sitofp(x, FLOATS))
 
 
 @intrinsic
 def store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(args[0], ir.FloatType().as_pointer()), [args[1]])
-        builder.store(args[2], builder.bitcast(pointer, _FLOATS.as_pointer()), align=1)
+        builder.store(args[2], builder.bitcast(pointer, FLOATS.as_pointer()), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, VECTOR), codegen
@@ -67,7 +67,7 @@ def store_four(typing_context: Any, address: Any, index: Any, a: Any, b: Any, c:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(args[0], ir.FloatType().as_pointer()), [args[1]])
-        first = builder.bitcast(pointer, _FLOATS.as_pointer())
+        first = builder.bitcast(pointer, FLOATS.as_pointer())
         for number, vector in enumerate(args[2:]):
             builder.store(vector, builder.gep(first, [ir.Constant(ir.IntType(32), number)]), align=1)
         return context.get_dummy_value()
@@ -80,9 +80,9 @@ def splat(typing_context: Any, value: Any) -> Any:
     """The same number in every lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), args[0], ir.Constant(ir.IntType(32), 0))
+        one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), args[0], ir.Constant(ir.IntType(32), 0))
         lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        return builder.shuffle_vector(one, ir.Constant(_FLOATS, ir.Undefined), lanes)
+        return builder.shuffle_vector(one, ir.Constant(FLOATS, ir.Undefined), lanes)
 
     return VECTOR(types.float32), codegen
 
@@ -101,7 +101,7 @@ def _operation(arguments: int, emit: Any) -> Any:
     return intrinsic(lambda typing_context, a, b, c: (signature, codegen))
 
 
-def _llvm(name: str, result: ir.Type, *operands: ir.Type) -> Any:
+def llvm_call(name: str, result: ir.Type, *operands: ir.Type) -> Any:
     """A call of LLVM's own function `name`."""
 
     def emit(builder: Any, *args: Any) -> Any:
@@ -114,18 +114,18 @@ def _llvm(name: str, result: ir.Type, *operands: ir.Type) -> Any:
 def _power_of_two(builder: Any, exponent: Any) -> Any:
     integers = ir.VectorType(ir.IntType(32), LANES)
     biased = builder.add(builder.fptosi(exponent, integers), ir.Constant(integers, [127] * LANES))
-    return builder.bitcast(builder.shl(biased, ir.Constant(integers, [23] * LANES)), _FLOATS)
+    return builder.bitcast(builder.shl(biased, ir.Constant(integers, [23] * LANES)), FLOATS)
 
 
-multiply_add = _operation(3, _llvm(f"llvm.fma.v{LANES}f32", _FLOATS, _FLOATS, _FLOATS, _FLOATS))  # a · b + c
+multiply_add = _operation(3, llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS))  # a · b + c
 multiply = _operation(2, lambda builder, a, b: builder.fmul(a, b))
 add = _operation(2, lambda builder, a, b: builder.fadd(a, b))
 larger = _operation(2, lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
-nearest = _operation(1, _llvm(f"llvm.rint.v{LANES}f32", _FLOATS, _FLOATS))  # integers, as float32
+nearest = _operation(1, llvm_call(f"llvm.rint.v{LANES}f32", FLOATS, FLOATS))  # integers, as float32
 subtract = _operation(2, lambda builder, a, b: builder.fsub(a, b))
 divide = _operation(2, lambda builder, a, b: builder.fdiv(a, b))
-magnitude = _operation(1, _llvm(f"llvm.fabs.v{LANES}f32", _FLOATS, _FLOATS))
-with_sign_of = _operation(2, _llvm(f"llvm.copysign.v{LANES}f32", _FLOATS, _FLOATS, _FLOATS))  # |a| with b's sign
+magnitude = _operation(1, llvm_call(f"llvm.fabs.v{LANES}f32", FLOATS, FLOATS))
+with_sign_of = _operation(2, llvm_call(f"llvm.copysign.v{LANES}f32", FLOATS, FLOATS, FLOATS))  # |a| with b's sign
 power_of_two = _operation(1, _power_of_two)  # of an integer from -126 to 127
 
 
@@ -134,7 +134,7 @@ def total(typing_context: Any, value: Any) -> Any:
     """The sum of all lanes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _llvm(f"llvm.vector.reduce.fadd.v{LANES}f32", ir.FloatType(), ir.FloatType(), _FLOATS)
+        emit = llvm_call(f"llvm.vector.reduce.fadd.v{LANES}f32", ir.FloatType(), ir.FloatType(), FLOATS)
         return emit(builder, ir.Constant(ir.FloatType(), 0.0), args[0])
 
     return types.float32(VECTOR), codegen
@@ -145,7 +145,7 @@ def largest(typing_context: Any, value: Any) -> Any:
     """The largest of all lanes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _llvm(f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), _FLOATS)(builder, args[0])
+        return llvm_call(f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), FLOATS)(builder, args[0])
 
     return types.float32(VECTOR), codegen
 
@@ -165,62 +165,9 @@ def between(typing_context: Any, value: Any, low: Any, high: Any, otherwise: Any
 
         above = builder.icmp_signed(">=", number, everywhere(args[1], lanes))
         below = builder.icmp_signed("<", number, everywhere(args[2], lanes))
-        return builder.select(builder.and_(above, below), args[0], everywhere(args[3], _FLOATS))
+        return builder.select(builder.and_(above, below), args[0], everywhere(args[3], FLOATS))
 
     return VECTOR(VECTOR, types.int64, types.int64, types.float32), codegen
-
-
-class _BFloat(ir.Type):
-    """llvmlite has every float type but this one."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
-_PAIRS_BITS = ir.VectorType(ir.IntType(16), 2 * LANES)
-
-
-class Pairs(types.Type):
-    """The type of a numba variable that holds `2 * LANES` bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__(name=f"bfloat16x{2 * LANES}")
-
-
-PAIRS = Pairs()
-
-
-@register_model(Pairs)
-class _PairsModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _PAIRS_BITS)
-
-
-@intrinsic
-def load_pairs(typing_context: Any, address: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.gep(builder.inttoptr(args[0], ir.IntType(16).as_pointer()), [args[1]])
-        return builder.load(builder.bitcast(pointer, _PAIRS_BITS.as_pointer()), align=1)
-
-    return PAIRS(types.int64, types.int64), codegen
-
-
-@intrinsic
-def add_pairs(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a + b · c, two products to a lane; one instruction of processors with AVX512-BF16."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _llvm("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, _FLOATS, _PAIRS, _PAIRS)
-        return emit(builder, args[0], builder.bitcast(args[1], _PAIRS), builder.bitcast(args[2], _PAIRS))
-
-    return VECTOR(VECTOR, PAIRS, PAIRS), codegen
 
 
 @intrinsic

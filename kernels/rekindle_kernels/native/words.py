@@ -1,0 +1,123 @@
+"""Words of four bytes in the sixteen lanes of a vector, and the instructions that multiply what is in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.cgutils import get_or_insert_function
+from numba.extending import intrinsic
+
+from rekindle_kernels.native.vector import FLOATS, LANES, VECTOR, llvm_call
+
+
+class _BFloat(ir.Type):
+    """llvmlite has every float type but this one."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_INTS = ir.VectorType(ir.IntType(32), LANES)
+
+
+@intrinsic
+def add_pairs(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a + b · c, where b and c hold two bfloat16 in each lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = llvm_call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, FLOATS, _PAIRS, _PAIRS)
+        return emit(builder, args[0], builder.bitcast(args[1], _PAIRS), builder.bitcast(args[2], _PAIRS))
+
+    return VECTOR(VECTOR, VECTOR, VECTOR), codegen
+
+
+@intrinsic
+def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a + b · c, where lanes hold an int32, four uint8 and four int8."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
+        function = get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+        result = builder.call(function, [builder.bitcast(x, _INTS) for x in args])
+        return builder.bitcast(result, FLOATS)
+
+    return VECTOR(VECTOR, VECTOR, VECTOR), codegen
+
+
+@intrinsic
+def from_ints(typing_context: Any, a: Any, less: Any) -> Any:
+    """The integers in the lanes of a, less one number, as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = builder.trunc(args[1], ir.IntType(32))
+        one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
+        everywhere = builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
+        return builder.sitofp(builder.sub(builder.bitcast(args[0], _INTS), everywhere), FLOATS)
+
+    return VECTOR(VECTOR, types.int64), codegen
+
+
+@intrinsic
+def total_of_ints(typing_context: Any, a: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [_INTS])
+        function = get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.add.v{LANES}i32")
+        return builder.sext(builder.call(function, [builder.bitcast(args[0], _INTS)]), ir.IntType(64))
+
+    return types.int64(VECTOR), codegen
+
+
+@intrinsic
+def store_u8(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+    """Rounded to the nearest integer, plus 128, sixteen bytes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        narrow = ir.VectorType(ir.IntType(8), LANES)
+        integers = builder.add(builder.fptosi(args[2], _INTS), ir.Constant(_INTS, [128] * LANES))
+        pointer = builder.gep(builder.inttoptr(args[0], ir.IntType(8).as_pointer()), [args[1]])
+        builder.store(builder.trunc(integers, narrow), builder.bitcast(pointer, narrow.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, VECTOR), codegen
+
+
+@intrinsic
+def store_columns(typing_context: Any, address: Any, stride: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """The lanes of four vectors as sixteen rows of four float32, `stride` floats apart."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def pick(x: Any, y: Any, lanes: list[int]) -> Any:
+            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+
+        low = [lane for g in range(0, LANES, 4) for lane in (g, LANES + g, g + 1, LANES + g + 1)]
+        high = [lane + 2 for lane in low]
+        ab, ab2, cd, cd2 = (
+            pick(args[2], args[3], low),
+            pick(args[2], args[3], high),
+            pick(args[4], args[5], low),
+            pick(args[4], args[5], high),
+        )
+        first = [lane for g in range(0, LANES, 4) for lane in (g, g + 1, LANES + g, LANES + g + 1)]
+        second = [lane + 2 for lane in first]
+        rows = [pick(ab, cd, first), pick(ab, cd, second), pick(ab2, cd2, first), pick(ab2, cd2, second)]
+        four = ir.VectorType(ir.FloatType(), 4)
+        start = builder.inttoptr(args[0], ir.FloatType().as_pointer())
+        for row in range(LANES):
+            vector = rows[row % 4]
+            part = builder.shuffle_vector(
+                vector, vector, ir.Constant(ir.VectorType(ir.IntType(32), 4), [row // 4 * 4 + i for i in range(4)])
+            )
+            pointer = builder.gep(start, [builder.mul(args[1], ir.Constant(ir.IntType(64), row))])
+            builder.store(part, builder.bitcast(pointer, four.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, VECTOR, VECTOR, VECTOR, VECTOR), codegen
