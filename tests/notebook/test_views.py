@@ -11,9 +11,9 @@ import pytest
 from rekindle import Session
 from rekindle.errors import QueueFull, RequestAborted
 from rekindle.notebook import ChatView, Dashboard, StreamView
-from rekindle.notebook.dashboard import timeline
 from rekindle.notebook.live import Live
 from rekindle.notebook.recorder import Seen
+from rekindle.notebook.timeline import Timeline
 from rekindle.records import Status
 from sessions import eventually, opened
 
@@ -99,21 +99,38 @@ def test_a_dashboard_ends_with_its_session() -> None:
     assert view.picture
 
 
-def test_the_timeline_joins_steps_of_one_request() -> None:
-    def seen(step: int, *rows: tuple[int, str, str], moved: int = 0) -> Seen:
-        return Seen(float(step), step, rows, 1, 1, moved, 0.0)
+def seen(step: int, *rows: tuple[int, str, str], moved: int = 0) -> Seen:
+    return Seen(float(step), step, rows, 1, 1, moved, 0.0)
 
-    steps = (
+
+def test_the_timeline_joins_steps_of_one_request() -> None:
+    timeline = Timeline(2)
+    assert "no step" in timeline.draw()
+    for step in (
         seen(0, (0, "a", "prefill")),
         seen(1, (0, "a", "decode"), (1, "<b>", "prefill")),
         seen(2, (0, "a", "decode"), moved=3),
         seen(3, (0, "c", "decode")),
-    )
-    made = timeline(steps, 2)
+    ):
+        timeline.add(step)
+    made = timeline.draw()
     assert made.count("<rect") == 5, "a's prefill, a's decode, b, c, and the mark of the moved pages"
     assert "a decode, 2 steps" in made
     assert "3 pages moved" in made
     assert "<b>" not in made
+
+
+def test_the_timeline_forgets_what_has_left_the_picture() -> None:
+    timeline = Timeline(1, steps=60)
+    for step in range(1000):
+        timeline.add(seen(step, (0, f"r{step // 2}", "decode"), moved=step % 2))
+    made = timeline.draw()
+    assert made.count("decode, ") == 30
+    assert made.count("pages moved") == 30
+    assert 'viewBox="940 0 60 ' in made
+    assert "steps 940–999" in made
+    assert "r469 " not in made
+    assert "r470 decode, 2 steps" in made
 
 
 def test_the_dashboard_costs_little(session: Session) -> None:

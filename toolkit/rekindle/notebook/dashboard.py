@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from rekindle import html
@@ -10,13 +11,11 @@ from rekindle.errors import RekindleError
 from rekindle.notebook.live import Live
 from rekindle.notebook.panel import button
 from rekindle.notebook.recorder import Recorder, Seen
+from rekindle.notebook.timeline import WIDTH, Timeline
 from rekindle.tasks.host import wait
 
 if TYPE_CHECKING:
     from rekindle.session import Session
-
-WIDTH, ROW = 720, 9  # pixels
-COLOURS = {"prefill": "#d9822b", "decode": "#3d8bcd"}
 
 
 class Dashboard(Live):
@@ -28,7 +27,8 @@ class Dashboard(Live):
         super().__init__(button("close", "Close", title="Leave the last picture"))
         self._session = session
         self._recorder = Recorder(steps)
-        self._slots = session.config.max_requests
+        self._timeline = Timeline(session.config.max_requests, steps)
+        self._newest: Seen | None = None  # the last step that the timeline has
         self._last = ""
         self._seen: Any = None
         wait(session._host.call(lambda dispatch: dispatch.observers.append(self._recorder)))
@@ -53,8 +53,8 @@ class Dashboard(Live):
             figures = self._session.stats().as_dict()
         except RekindleError:  # it was closed: the last picture stays
             return self._last
-        steps = tuple(self._recorder.steps)
-        seen = (figures, len(steps) and steps[-1].step, self._recorder.rate())
+        self._take()
+        seen = figures, self._newest, self._recorder.rate()
         if seen == self._seen:  # an idle session costs four calls a second on its loop, and no drawing
             return self._last
         self._seen = seen
@@ -68,13 +68,20 @@ class Dashboard(Live):
                 f"{cached / asked:.0%} of prompt tokens cached" if asked else "",
                 f"{figures.get('compilations', 0)} compilations",
             ),
-            timeline(steps, self._slots),
+            self._timeline.draw(),
         ]
         if figures.get("pages_total"):
             parts.append(html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, width=WIDTH))
         parts += self._tiers()
         self._last = html.block(*parts, title=f"Session over {figures['model']}")
         return self._last
+
+    def _take(self) -> None:
+        """Give the timeline the steps since the last picture."""
+        fresh = list(takewhile(lambda step: step is not self._newest, reversed(tuple(self._recorder.steps))))
+        for step in reversed(fresh):
+            self._timeline.add(step)
+        self._newest = fresh[0] if fresh else self._newest
 
     def _tiers(self) -> list[str]:
         cache: Any = getattr(self._session, "cache", None)
@@ -84,40 +91,3 @@ class Dashboard(Live):
             return []
         mib = {tier: getattr(stats, f"{tier}_bytes") / 2**20 for tier in ("device", "host", "disk")}
         return [html.line("cached pages", *(f"{tier} {size:.1f} MiB" for tier, size in mib.items()))]
-
-
-def timeline(steps: tuple[Seen, ...], slots: int) -> html.Markup:
-    """Slots from top to bottom, steps from left to right; a mark above a step that moved pages between tiers."""
-    if not steps:
-        return html.line("no step has run yet")
-    width, height = WIDTH / max(60, len(steps)), slots * ROW + 8
-    marks = [
-        f'<rect x="{index * width:.1f}" y="0" width="{width:.1f}" height="4" fill="#9b59b6"><title>{seen.moved} pages '
-        "moved</title></rect>"
-        for index, seen in enumerate(steps)
-        if seen.moved
-    ]
-    runs: list[str] = []
-    open_runs: dict[int, tuple[str, str, int]] = {}  # slot → request, kind, first step
-
-    def close(slot: int, end: int) -> None:
-        request, kind, first = open_runs.pop(slot)
-        runs.append(
-            f'<rect x="{first * width:.1f}" y="{8 + slot * ROW}" width="{(end - first) * width:.1f}" '
-            f'height="{ROW - 2}" fill="{COLOURS[kind]}">'
-            f"<title>{html.escape(request)} {kind}, {end - first} steps</title></rect>"
-        )
-
-    for index, seen in enumerate(steps):
-        now = {slot: (request, kind) for slot, request, kind in seen.rows}
-        for slot in [slot for slot, (request, kind, _) in open_runs.items() if now.get(slot) != (request, kind)]:
-            close(slot, index)
-        for slot, (request, kind) in now.items():
-            open_runs.setdefault(slot, (request, kind, index))
-    for slot in list(open_runs):
-        close(slot, len(steps))
-    legend = " ".join(f'<span style="color:{colour}">■</span> {kind}' for kind, colour in COLOURS.items())
-    return html.Markup(
-        f'<svg width="{WIDTH}" height="{height}" style="background:rgba(128,128,128,.12)">{"".join(marks + runs)}</svg>'
-        f'<div style="font-size:85%">{legend} · steps {steps[0].step}–{steps[-1].step}, one line per slot</div>'
-    )

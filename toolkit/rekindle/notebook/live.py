@@ -27,6 +27,7 @@ class Live:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._shown: list[Any] = []  # display handles
+        self.picture = ""  # the latest
         self.pictures = 0  # drawn so far
 
     def draw(self) -> str:
@@ -65,13 +66,12 @@ class Live:
 
     def refresh(self) -> None:
         """Draw now; nothing is sent when the picture is the same."""
-        self.widget.html = self.draw()
-        self.pictures += 1
+        self._draw()
+        self.widget.html = self.picture
 
-    @property
-    def picture(self) -> str:
-        """The latest picture."""
-        return str(self.widget.html)
+    def _draw(self) -> None:
+        self.picture = self.draw()
+        self.pictures += 1
 
     def _heard(self, event: str, name: str, value: Any) -> None:
         try:
@@ -87,18 +87,21 @@ class Live:
         with contextlib.suppress(Exception):
             while not self.ended:
                 self.wait()
+                if self.ended:
+                    break
                 self.refresh()
                 self._stopped.wait(self.interval)
         with contextlib.suppress(Exception):
             self._leave()
 
     def _leave(self) -> None:
-        self.refresh()
-        self.widget.controls = []
+        self._draw()
         for handle in self._shown:
             handle.update({"text/html": self.picture, "text/plain": repr(self)}, raw=True)
         if self._shown:
-            self.widget.close()  # or the kernel would keep it for ever
+            self.widget.close()  # nobody sees it any more, and the kernel would keep it for ever
+        else:
+            self.widget.html, self.widget.controls = self.picture, []
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle: dict[str, Any] = {"text/html": self.picture, "text/plain": repr(self)}

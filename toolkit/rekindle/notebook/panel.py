@@ -6,11 +6,13 @@ made in 0.8 ms instead of 2.0; the session pays for that too, since both hold th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anywidget
+import ipywidgets
 import traitlets
 
 _STATIC = Path(__file__).parent / "static"
@@ -27,6 +29,12 @@ def field(name: str, label: str, *, width: str = "20em") -> Control:
     return {"kind": "text", "name": name, "label": label, "width": width}
 
 
+@functools.cache
+def _layout() -> Any:
+    """One for all panels, which leave theirs alone: each would be another model for the kernel to announce and keep."""
+    return ipywidgets.Layout()
+
+
 class Panel(anywidget.AnyWidget):
     """`hears(event, name, value)` is told of a "press" on a button, and of a click on a "token" of the picture."""
 
@@ -38,7 +46,7 @@ class Panel(anywidget.AnyWidget):
     values: Any = traitlets.Dict().tag(sync=True)  # what text fields hold, by name
 
     def __init__(self, controls: list[Control], hears: Callable[[str, str, Any], None]) -> None:
-        super().__init__(controls=controls)
+        super().__init__(controls=controls, layout=_layout())
         self._hears = hears
         self.on_msg(lambda widget, content, buffers: self.hear(content))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from itertools import pairwise
 from typing import NamedTuple
 
 from rekindle.records import StepResult
@@ -27,14 +26,20 @@ class Recorder:
 
     def __init__(self, steps: int = 240) -> None:
         self.steps: deque[Seen] = deque(maxlen=steps)
+        self._gaps: deque[float] = deque(maxlen=steps)
+        self._last: tuple[float, set[str]] = (0.0, set())
 
     def __call__(self, result: StepResult) -> None:
         plan = result.plan
         rows = [(row.slot, row.request.id, "prefill") for row in plan.prefill]
         rows += [(row.slot, row.request.id, "decode") for row in plan.decode]
+        now, requests = time.perf_counter(), {row[1] for row in rows}
+        if not requests.isdisjoint(self._last[1]):
+            self._gaps.append(now - self._last[0])
+        self._last = now, requests
         self.steps.append(
             Seen(
-                at=time.perf_counter(),
+                at=now,
                 step=plan.step,
                 rows=tuple(rows),
                 made=sum(row.samples for row in plan.rows),
@@ -51,9 +56,5 @@ class Recorder:
 
     def slowest(self) -> float:
         """Seconds between two tokens of a request, the 99th percentile of those that are remembered."""
-        gaps = sorted(
-            after.at - before.at
-            for before, after in pairwise(tuple(self.steps))
-            if {row[1] for row in before.rows} & {row[1] for row in after.rows}
-        )
+        gaps = sorted(self._gaps)
         return gaps[int(0.99 * (len(gaps) - 1))] if gaps else 0.0

@@ -1,0 +1,192 @@
+"""What looking costs: tokens a second with every view open beside the same load without one.
+
+    python tests/bench/interface.py --model tiny --waves 8 [--rounds 7] [--everyone] [--plain] [--views dashboard chat]
+    python tests/bench/interface.py --model 135m
+
+The load is W3's: 32 requests at once, prompts of 32–256 tokens, 32–96 new ones; `--waves` times as many, one after
+another, for a model that is done too soon. With views: a dashboard, the cache's tree, a chat, and a stream view of
+every 32nd request (`--everyone`: of each). It runs in a kernel whose messages this process reads, as a notebook's
+server would; `--plain` leaves the kernel out. Both arms take turns, in an order that changes from round to round, and
+the ratio is the median of the rounds' own. The views' share of a core is what their threads computed, over the time
+that the load took; with `--views tree`, which has no thread and draws nothing by itself, the spread is the machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels")]
+
+import anyio  # noqa: E402
+
+import rekindle  # noqa: E402
+from rekindle.bench.folder import write_checkpoint  # noqa: E402
+from rekindle.bench.workloads import Prompts  # noqa: E402
+
+REQUESTS = 32
+VIEWS = ("dashboard", "tree", "chat", "stream")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="tiny, or a shape of rekindle.bench.shapes")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--waves", type=int, default=1, help="how many times 32 requests")
+    parser.add_argument("--views", nargs="+", choices=VIEWS, default=VIEWS)
+    parser.add_argument("--everyone", action="store_true", help="a stream view for every request")
+    parser.add_argument("--plain", action="store_true", help="in this process, without a Jupyter kernel")
+    given = vars(parser.parse_args())
+    plain = given.pop("plain")
+    rounds = anyio.run(functools.partial(measure, **given)) if plain else in_a_kernel(given)
+    ratios = [there["rate"] / without["rate"] for without, there in rounds]
+    for without, there in rounds:
+        print(
+            f"{without['rate']:7.1f} tokens/s without, {there['rate']:7.1f} with: "
+            f"{there['rate'] / without['rate']:.3f}; views {there['views']:.1%} of a core, "
+            f"{there['pictures']:.1f} pictures/s in the busiest; the kernel's output thread {there['output']:.1%}"
+        )
+    share = statistics.median(there["views"] for _, there in rounds)
+    print(f"median ratio {statistics.median(ratios):.3f}, views {share:.1%} of a core")
+
+
+def in_a_kernel(given: dict[str, Any]) -> list[Any]:
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:2])})
+    printed: list[str] = []
+    counts: dict[str, int] = {}
+
+    def hook(message: dict[str, Any]) -> None:
+        kind, content = message["msg_type"], message["content"]
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind == "error":
+            raise RuntimeError("\n".join(content["traceback"]))
+        if kind == "stream" and content["name"] == "stdout":
+            printed.append(content["text"])
+
+    try:
+        code = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\nimport interface, json\n"
+        code += f"print(json.dumps(await interface.measure(**{given!r})))"
+        client.execute_interactive(code, output_hook=hook, timeout=900)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())), file=sys.stderr)
+    return json.loads("".join(printed))
+
+
+async def measure(*, model: str, rounds: int, waves: int, views: Sequence[str], everyone: bool) -> list[Any]:
+    source = model if model == "tiny" else str(write_checkpoint(model, Path(tempfile.gettempdir()) / f"shape-{model}"))
+    options = {"max_requests": REQUESTS, "max_model_len": 1024, "precompile": "all", "quiet": True}
+    async with rekindle.open(source, **options) as session:
+        await load(session, waves, None, 0)
+        time_views()
+        found = []
+        for number in range(rounds):
+            arms: dict[bool, dict[str, float]] = {}
+            for looked_at in (False, True) if number % 2 else (True, False):
+                shown = Views(session, views, everyone) if looked_at else None
+                arms[looked_at] = await arm(session, waves, shown, number)
+            found.append((arms[False], arms[True]))
+        return found
+
+
+async def arm(session: Any, waves: int, views: Views | None, number: int) -> dict[str, float]:
+    output = output_seconds()
+    seconds, tokens = await load(session, waves, views, number)
+    output = output_seconds() - output
+    computed, busiest = views.close() if views is not None else (0.0, 0.0)
+    return {"rate": tokens / seconds, "views": computed / seconds, "output": output / seconds, "pictures": busiest}
+
+
+async def load(session: Any, waves: int, views: Views | None, seed: int) -> tuple[float, int]:
+    prompts = Prompts(2000, seed)  # the same for both arms of a round
+    await session.flush_cache()
+    inputs = [prompts(length) for length in prompts.lengths(32, 256, REQUESTS * waves)]
+    lengths = prompts.lengths(32, 96, REQUESTS * waves)
+    start = time.perf_counter()
+    handles = []
+    for index, (prompt, length) in enumerate(zip(inputs, lengths, strict=True)):
+        submit = session.submit if views is None or not views.follows(index) else views.submit
+        handles.append(submit(prompt, max_tokens=length, ignore_eos=True))
+    done = [await handle for handle in handles]
+    return time.perf_counter() - start, sum(len(one.token_ids) for one in done)
+
+
+class Views:
+    """Views over one session, shown where there is a notebook."""
+
+    def __init__(self, session: Any, kinds: Sequence[str], everyone: bool) -> None:
+        self.session, self.kinds, self.everyone = session, kinds, everyone
+        ENDED.clear()
+        make = {"dashboard": session.watch, "tree": session.cache.view, "chat": session.view.chat}
+        self.standing = [make[kind]() for kind in kinds if kind in make]
+        self.streams: list[Any] = []
+        for view in self.standing:
+            show(view)
+
+    def follows(self, index: int) -> bool:
+        return "stream" in self.kinds and (self.everyone or index % REQUESTS == 0)
+
+    def submit(self, prompt: Any, **options: Any) -> Any:
+        view = self.session.view.stream(prompt, **options)
+        show(view)
+        self.streams.append(view)
+        return view.handle
+
+    def close(self) -> tuple[float, float]:
+        """Seconds that their threads computed, and the most pictures that one of them drew a second."""
+        for view in self.standing:
+            view.stop()
+        for view in self.standing + self.streams:
+            view.join(10)
+        return sum(seconds for seconds, _ in ENDED), max((rate for _, rate in ENDED), default=0.0)
+
+
+ENDED: list[tuple[float, float]] = []  # of each view's thread: seconds it computed, pictures a second
+
+
+def time_views() -> None:
+    """A thread that ends leaves no record of its time: the views' write theirs down."""
+    from rekindle.notebook.live import Live
+
+    def timed(view: Any) -> None:
+        start, pictures = time.perf_counter(), view.pictures
+        run(view)
+        seconds = max(1.0, time.perf_counter() - start)
+        ENDED.append((time.thread_time(), (view.pictures - pictures) / seconds))
+
+    run = Live._run
+    Live._run = timed  # type: ignore[method-assign]
+
+
+def output_seconds() -> float:
+    """What the kernel's thread that sends outputs and widget updates has computed."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "IOPub" and thread.ident is not None]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threads)
+
+
+def show(view: Any) -> None:
+    with contextlib.suppress(ImportError):
+        from IPython import get_ipython
+        from IPython.display import display
+
+        if get_ipython() is not None:
+            display(view)
+
+
+if __name__ == "__main__":
+    main()
