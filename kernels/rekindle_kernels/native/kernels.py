@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rekindle_kernels.native import decode, memory, panels, placing, prefill, rows, vector, words
+from rekindle_kernels.native.build import has_feature
 from rekindle_kernels.native.target import Kernel
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -25,5 +26,7 @@ def make(name: str) -> Kernel:
     if kind == "matvec":
         return rows.kernel(name, _READ[dtype], _LOAD[dtype], SIZES[dtype], scaled=dtype == "int8")
     if kind == "prefill":
-        return prefill.kernel(name, _READ[dtype], SIZES[dtype], int(rest[0]), scaled=dtype == "int8")
+        D = int(rest[0])
+        paired = dtype == "bfloat16" and D % 32 == 0 and has_feature("avx512bf16")
+        return prefill.kernel(name, _READ[dtype], SIZES[dtype], D, scaled=dtype == "int8", paired=paired)
     return decode.kernel(name, _LOAD[dtype], SIZES[dtype], int(rest[0]), scaled=dtype == "int8")

@@ -1,8 +1,11 @@
 """Attention of prompt chunks over pages: flash attention with tiles that stay in a core's own cache.
 
 Work is divided by (sequence, tile of queries, kv head). The queries of one kv head are the rows of a matrix; a tile of
-keys is widened and turned, a tile of values widened, once for all of them, and both products run in one micro-kernel of
+keys is turned, a tile of values brought in order, once for all of them, and both products run in one micro-kernel of
 four rows by four vectors. Tiles that no query sees are skipped.
+
+Products are of float32, or, where pages are bfloat16 and the processor multiplies two of them in a lane, of words that
+hold two: queries and weights are rounded to bfloat16 then, sums stay float32.
 
 Axes: T tokens, H query heads, K kv heads, G = H/K, D head size, S page size, W page-table width, M rows of a tile.
 """
@@ -28,24 +31,37 @@ from rekindle_kernels.native.vector import (
     multiply_add,
     splat,
     store,
+    store_bf16,
     store_four,
     subtract,
     total,
 )
+from rekindle_kernels.native.words import add_pairs, load_interleaved, store_columns
 
 KEYS = 64  # of a tile: the four vectors of the micro-kernel
 ZERO, ONE, MASKED = np.float32(0), np.float32(1), np.float32(-1e30)
+
+
+@inline
+def add_products(a: Any, b: Any, c: Any) -> Any:
+    """a + b · c in every lane."""
+    return multiply_add(b, c, a)
+
 
 # Fields of a job.
 Q, PAGES, SCALES, TABLE, LENS, SINKS, NUMBERS, CU = range(8)
 WINDOW, SINKED, QUERIES, OUT, WORK, HEADS, KV_HEADS, PAGE_SIZE, WIDTH, TILES = range(8, 18)
 
 
-def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
+def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) -> Kernel:
     """`(q [T, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [N, W], lens [N], sinks [H], numbers,
     cu [N + 1], count [], rules) -> [T, H, D]` and scratch, for pages that `read` widens. `numbers` are scale and soft
-    cap (0: none), `rules` the sliding window (0: none), whether there are sinks, and the queries of a tile.
+    cap (0: none), `rules` the sliding window (0: none), whether there are sinks, and the queries of a tile. `paired`:
+    pages are bfloat16, and multiplied so.
     """
+    elements = 2 if paired else 1  # of a word
+    words, key_words = D // elements, KEYS // elements  # of a query, of a row of weights
+    add_product = add_pairs if paired else add_products
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
@@ -75,15 +91,19 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
         return tiles * K
 
     @inline
+    def address(job: int, s: int, k: int, t: int) -> int:
+        """Where the key of position t is, in tokens of a head; its value is K · S further."""
+        S, K = field(job, PAGE_SIZE), field(job, KV_HEADS)
+        return (i32(field(job, TABLE), s * field(job, WIDTH) + t // S) * 2 * K + k) * S + t % S
+
+    @inline
     def load_tile(job: int, s: int, k: int, begin: int, until: int, keys: int, values: int) -> None:
         """Keys [D, KEYS] and values [KEYS, D] of one tile as float32, zero from `until` on."""
-        S, K, pages = field(job, PAGE_SIZE), field(job, KV_HEADS), field(job, PAGES)
+        pages = field(job, PAGES)
         for j in range(KEYS):
-            t = begin + j
-            if t < until:
-                page = i32(field(job, TABLE), s * field(job, WIDTH) + t // S)
-                key = (page * 2 * K + k) * S + t % S
-                value = ((page * 2 + 1) * K + k) * S + t % S
+            if begin + j < until:
+                key = address(job, s, k, begin + j)
+                value = key + field(job, KV_HEADS) * field(job, PAGE_SIZE)
                 key_scale = f32(field(job, SCALES), key) if scaled else ONE
                 value_scale = f32(field(job, SCALES), value) if scaled else ONE
                 for d in range(D):
@@ -94,6 +114,34 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
                 for d in range(D):
                     set_f32(values, j * D + d, ZERO)
                     set_f32(keys, d * KEYS + j, ZERO)
+
+    @inline
+    def load_pairs(job: int, s: int, k: int, begin: int, until: int, keys: int, values: int) -> None:
+        """Keys as words [D / 2, KEYS] of two numbers of a key, values as words [KEYS / 2, D] of two values."""
+        pages, heads = field(job, PAGES), field(job, KV_HEADS) * field(job, PAGE_SIZE) * D * 2
+        nothing_there = values + KEYS * D * 2  # behind the values: a row of zeros
+        for d in range(0, D, 2 * LANES):
+            store(nothing_there, d // 2, splat(ZERO))
+        for j in range(0, KEYS, 4):
+            t = begin + j
+            a = pages + address(job, s, k, t) * D * 2 if t < until else nothing_there
+            b = pages + address(job, s, k, t + 1) * D * 2 if t + 1 < until else nothing_there
+            c = pages + address(job, s, k, t + 2) * D * 2 if t + 2 < until else nothing_there
+            e = pages + address(job, s, k, t + 3) * D * 2 if t + 3 < until else nothing_there
+            for i in range(0, D // 2, LANES):
+                store_columns(
+                    keys + (i * KEYS + j) * 4, KEYS, load_f32(a, i), load_f32(b, i), load_f32(c, i), load_f32(e, i)
+                )
+            a = a + heads if t < until else nothing_there
+            b = b + heads if t + 1 < until else nothing_there
+            c = c + heads if t + 2 < until else nothing_there
+            e = e + heads if t + 3 < until else nothing_there
+            for d in range(0, D, LANES):
+                store(values, j // 2 * D + d, load_interleaved(a, b, d))
+                store(values, (j // 2 + 1) * D + d, load_interleaved(c, e, d))
+
+    load = load_pairs if paired else load_tile
+    put = store_bf16 if paired else store
 
     @inline
     def product(a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool) -> None:
@@ -120,17 +168,17 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
             b0, b1 = load_f32(b, i * b_step), load_f32(b, i * b_step + LANES)
             b2, b3 = load_f32(b, i * b_step + 2 * LANES), load_f32(b, i * b_step + 3 * LANES)
             x = splat(f32(a, i))
-            r00, r01 = multiply_add(x, b0, r00), multiply_add(x, b1, r01)
-            r02, r03 = multiply_add(x, b2, r02), multiply_add(x, b3, r03)
+            r00, r01 = add_product(r00, b0, x), add_product(r01, b1, x)
+            r02, r03 = add_product(r02, b2, x), add_product(r03, b3, x)
             x = splat(f32(a, a_step + i))
-            r10, r11 = multiply_add(x, b0, r10), multiply_add(x, b1, r11)
-            r12, r13 = multiply_add(x, b2, r12), multiply_add(x, b3, r13)
+            r10, r11 = add_product(r10, b0, x), add_product(r11, b1, x)
+            r12, r13 = add_product(r12, b2, x), add_product(r13, b3, x)
             x = splat(f32(a, 2 * a_step + i))
-            r20, r21 = multiply_add(x, b0, r20), multiply_add(x, b1, r21)
-            r22, r23 = multiply_add(x, b2, r22), multiply_add(x, b3, r23)
+            r20, r21 = add_product(r20, b0, x), add_product(r21, b1, x)
+            r22, r23 = add_product(r22, b2, x), add_product(r23, b3, x)
             x = splat(f32(a, 3 * a_step + i))
-            r30, r31 = multiply_add(x, b0, r30), multiply_add(x, b1, r31)
-            r32, r33 = multiply_add(x, b2, r32), multiply_add(x, b3, r33)
+            r30, r31 = add_product(r30, b0, x), add_product(r31, b1, x)
+            r32, r33 = add_product(r32, b2, x), add_product(r33, b3, x)
         store_four(c, 0, r00, r01, r02, r03)
         store_four(c, c_step, r10, r11, r12, r13)
         store_four(c, 2 * c_step, r20, r21, r22, r23)
@@ -141,16 +189,16 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
         """c += a · b for one row and one vector: head sizes that are no multiple of four vectors."""
         x = load_f32(c, 0)
         for i in range(depth):
-            x = multiply_add(splat(f32(a, i)), load_f32(b, i * b_step), x)
+            x = add_product(x, load_f32(b, i * b_step), splat(f32(a, i)))
         store(c, 0, x)
 
     @inline
     def softmax_row(job: int, logits: int, low: int, high: int, running: int, out: int) -> None:
         """Turn one row's logits into weights, keys [low, high) of the tile being seen; rescale what was summed."""
-        cap, before = f32(field(job, NUMBERS), 1), f32(running, 0)
+        scale, cap, before = f32(field(job, NUMBERS), 0), f32(field(job, NUMBERS), 1), f32(running, 0)
         highest, weights = splat(before), splat(ZERO)
         for at in range(0, KEYS, LANES):
-            x = load_f32(logits, at)
+            x = multiply(load_f32(logits, at), splat(scale))
             if cap > ZERO:
                 x = multiply(tanh(divide(x, splat(cap))), splat(cap))
             if low > at or high < at + LANES:
@@ -160,7 +208,7 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
         top = largest(highest)
         for at in range(0, KEYS, LANES):
             x = exp(subtract(load_f32(logits, at), splat(top)))
-            store(logits, at, x)
+            put(logits, at, x)  # of half the size, it stays behind what is still to be read
             weights = add(weights, x)
         keep = ONE
         if top > before:
@@ -188,22 +236,21 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
         logits, running = scratch + 2 * M * D * 4, scratch + M * (2 * D + KEYS) * 4
         keys = scratch + M * (2 * D + KEYS + 2) * 4
         values = keys + KEYS * D * 4
-        scale = f32(field(job, NUMBERS), 0)
         for m in range(M):
             source = field(job, Q) + ((start + begin + m // G) * H + k * G + m % G) * D * 4
-            for d in range(D):
-                set_f32(q, m * D + d, f32(source, d) * scale if m < rows else ZERO)
-                set_f32(out, m * D + d, ZERO)
+            for d in range(0, D, LANES):
+                put(q, m * elements * words + d, load_f32(source, d) if m < rows else splat(ZERO))
+                store(out, m * D + d, splat(ZERO))
             set_f32(running, 2 * m, MASKED)
             set_f32(running, 2 * m + 1, ZERO)
         last = min(length, position + count)
         first = max(0, position - window + 1) if window > 0 else 0
         for key in range(first // KEYS * KEYS, last, KEYS):
-            load_tile(job, s, k, key, last, keys, values)
+            load(job, s, k, key, last, keys, values)
             for m in range(0, M, 4):
                 if key > position + min(rows - 1, m + 3) // G:
                     continue  # none of the four sees it
-                product(q + m * D * 4, D, keys, KEYS, D, logits + m * KEYS * 4, KEYS, False)
+                product(q + m * words * 4, words, keys, KEYS, words, logits + m * KEYS * 4, KEYS, False)
                 for i in range(m, m + 4):
                     sees = position + min(i, rows - 1) // G
                     low = max(0, sees - window + 1 - key) if window > 0 else 0
@@ -212,12 +259,12 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool) -> Kernel:
                 if D % KEYS == 0:
                     for column in range(0, D, KEYS):
                         at = (m * D + column) * 4
-                        product(logits + m * KEYS * 4, KEYS, values + column * 4, D, KEYS, out + at, D, True)
+                        product(logits + m * KEYS * 4, KEYS, values + column * 4, D, key_words, out + at, D, True)
                 else:
                     for i in range(m, m + 4):
                         for column in range(0, D, LANES):
                             at = (i * D + column) * 4
-                            row_vector(logits + i * KEYS * 4, values + column * 4, D, KEYS, out + at)
+                            row_vector(logits + i * KEYS * 4, values + column * 4, D, key_words, out + at)
         for m in range(rows):
             h = k * G + m % G
             target = field(job, OUT) + ((start + begin + m // G) * H + h) * D * 4

@@ -67,6 +67,22 @@ def from_ints(typing_context: Any, a: Any, less: Any) -> Any:
 
 
 @intrinsic
+def load_interleaved(typing_context: Any, a: Any, b: Any, index: Any) -> Any:
+    """Sixteen elements of two bytes of each of two rows: those of a in the low halves of the words."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def halves(address: Any) -> Any:
+            pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [args[2]])
+            stored = ir.VectorType(ir.IntType(16), LANES).as_pointer()
+            return builder.zext(builder.load(builder.bitcast(pointer, stored), align=1), _INTS)
+
+        high = builder.shl(halves(args[1]), ir.Constant(_INTS, [16] * LANES))
+        return builder.bitcast(builder.or_(halves(args[0]), high), FLOATS)
+
+    return VECTOR(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def total_of_ints(typing_context: Any, a: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [_INTS])
