@@ -92,8 +92,9 @@ async def measure(*, model: str, rounds: int, waves: int, views: Sequence[str], 
     source = model if model == "tiny" else str(write_checkpoint(model, Path(tempfile.gettempdir()) / f"shape-{model}"))
     options = {"max_requests": REQUESTS, "max_model_len": 1024, "precompile": "all", "quiet": True}
     async with rekindle.open(source, **options) as session:
-        await load(session, waves, None, 0)
         time_views()
+        for shown in (None, Views(session, views, everyone)):  # everything is imported and compiled then
+            await arm(session, waves, shown, rounds)
         found = []
         for number in range(rounds):
             arms: dict[bool, dict[str, float]] = {}

@@ -1,120 +1,146 @@
-"""JupyterLab in a headless Chromium: a stream is stopped by its button, dashboard and tree are there to be seen."""
+"""JupyterLab and Notebook 7 in a headless Chromium: buttons act, views are drawn, and the saved notebook keeps them."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
+
+import browsing
+from browsing import cell, run
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 sync_api = pytest.importorskip("playwright.sync_api")
 
-ROOT = Path(__file__).parent.parent.parent
-SHOTS = Path(os.environ.get("REKINDLE_SCREENSHOTS", ROOT / "build" / "screenshots"))
+SHOTS = Path(os.environ.get("REKINDLE_SCREENSHOTS", browsing.ROOT / "build" / "screenshots"))
+WIDGET = "application/vnd.jupyter.widget-view+json"
 CELLS = (
     'import rekindle\nsession = await rekindle.open("tiny", max_requests=4, max_tokens_per_step=64)\n'
     'ready = await session.generate("Once", max_tokens=4)\nprint("session ready")',
-    "session.watch()",
+    "dashboard = session.watch()\ndashboard",
     'view = session.view.stream("Once upon a time", max_tokens=1000, ignore_eos=True, temperature=1.0)\nview',
     'print("status:", view.handle.status, session.stats().running)',
     'await session.generate("Once upon a time, " * 40, max_tokens=2)\nsession.cache.view()',
+    "chat = session.view.chat(max_tokens=24, ignore_eos=True)\nchat",
+    'print("said:", len(chat.answer_ids), chat.messages)',
+    "await session.aclose()\nfor each in (dashboard, chat):\n    each.join(10)\nprint('closed')",
 )
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[str]:
-    """The address of a notebook in a JupyterLab of its own."""
-    cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), tmp_path / "views.ipynb")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": os.environ.get("PYTHONPATH") or f"{ROOT / 'toolkit'}{os.pathsep}{ROOT / 'kernels'}",
-        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
-    }
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
-    command += ["--IdentityProvider.token=", "--ServerApp.password=", f"--ServerApp.root_dir={tmp_path}"]
-    with (tmp_path / "lab.log").open("w") as log:
-        server = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(240):
-            try:
-                urllib.request.urlopen(f"{address}/api", timeout=2).close()
-                break
-            except OSError:
-                assert server.poll() is None, (tmp_path / "lab.log").read_text()
-                time.sleep(0.5)
-        yield f"{address}/lab/tree/views.ipynb?reset"
-    finally:
-        server.terminate()
-        server.wait(20)
-
-
-@pytest.fixture
-def page(lab: str) -> Iterator[Any]:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    SHOTS.mkdir(parents=True, exist_ok=True)
-    with sync_api.sync_playwright() as playwright:
+@pytest.fixture(params=["jupyterlab", "notebook"])
+def page(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    application = request.param
+    if importlib.util.find_spec(application) is None:
+        pytest.skip(f"{application} is not installed")
+    shots = SHOTS / application
+    shots.mkdir(parents=True, exist_ok=True)
+    with sync_api.sync_playwright() as playwright, browsing.served(tmp_path, CELLS, application=application) as address:
         try:
-            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            with browsing.opened(playwright, address) as page:
+                asked: list[str] = []
+                page.on("request", lambda request: asked.append(request.url))
+                page.shots, page.folder, page.asked = shots, tmp_path, asked
+                yield page
+                page.screenshot(path=shots / "last.png")
         except sync_api.Error as error:
-            pytest.skip(f"no Chromium: {error}")
-        page = browser.new_page(viewport={"width": 1100, "height": 1400})
-        page.set_default_timeout(120_000)
-        page.goto(lab)
-        page.wait_for_selector(".jp-Notebook .jp-CodeCell")
-        yield page
-        page.screenshot(path=SHOTS / "last.png")
-        browser.close()
+            if "Executable doesn't exist" in str(error):
+                pytest.skip(f"no Chromium: {error}")
+            raise
 
 
-def run_next(page: Any) -> None:
-    page.keyboard.press("Shift+Enter")
+def test_views_live_act_and_stay(page: Any) -> None:
+    run(page, 0).get_by_text("session ready").wait_for()
+    run(page, 1)
+    a_stream_is_stopped(page)
+    assert cell(page, 1).locator("svg rect").count() >= 1
+    the_tree_answers(page)
+    the_chat_forks_at_a_token(page)
+    cell(page, 1).screenshot(path=page.shots / "dashboard.png")
+    run(page, 7).get_by_text("closed").wait_for()
+    the_saved_notebook_keeps_pictures(page)
+    local = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:")
+    assert [url for url in page.asked if not url.startswith(local)] == [], "nothing comes from the network"
 
 
-def cell(page: Any, index: int) -> Any:
-    return page.locator(".jp-Notebook .jp-CodeCell").nth(index)
-
-
-def test_a_stream_is_stopped_and_views_are_shown(page: Any) -> None:
-    page.get_by_text("| Idle").wait_for()  # a cell that is run before its kernel is there is lost
-    cell(page, 0).locator(".cm-content").click()
-    run_next(page)
-    cell(page, 0).locator(".jp-OutputArea-output").get_by_text("session ready").wait_for()
-    run_next(page)
-    run_next(page)
-    stop = cell(page, 2).get_by_role("button", name="Stop")
+def a_stream_is_stopped(page: Any) -> None:
+    shown = run(page, 2)
+    stop = shown.get_by_role("button", name="Stop")
     stop.wait_for()
-    text = cell(page, 2).locator(".jp-OutputArea-output")
-    page.wait_for_function("element => element.innerText.length > 150", arg=text.first.element_handle())
-    page.screenshot(path=SHOTS / "streaming.png")
+    text = shown.locator(".jp-OutputArea-output").first
+    page.wait_for_function("element => element.innerText.length > 150", arg=text.element_handle())
+    page.screenshot(path=page.shots / "streaming.png")
     stop.click()
     stop.wait_for(state="detached")
-    stopped = text.first.inner_text()
+    stopped = text.inner_text()
     assert "RequestAborted" in stopped
     page.wait_for_timeout(1000)
-    assert text.first.inner_text() == stopped, "the text went on"
-    cell(page, 3).locator(".cm-content").click()  # the button took the focus with it
-    run_next(page)
-    cell(page, 3).get_by_text("status: aborted 0").wait_for()
-    assert cell(page, 1).locator("svg rect").count() >= 1
-    run_next(page)
-    cell(page, 4).get_by_text("Prefix cache").first.wait_for()
-    box = cell(page, 4).get_by_placeholder("What would this prompt hit?")
-    box.fill("Once upon a time, Once upon a time, " * 20)
-    cell(page, 4).get_by_text("prompt tokens are cached").first.wait_for()
-    page.screenshot(path=SHOTS / "tree.png")
-    cell(page, 1).screenshot(path=SHOTS / "dashboard.png")
+    assert text.inner_text() == stopped, "the text went on"
+    run(page, 3).get_by_text("status: aborted 0").wait_for()
+
+
+def the_tree_answers(page: Any) -> None:
+    tree = run(page, 4)
+    tree.get_by_text("Prefix cache").first.wait_for()
+    tree.get_by_placeholder("What would this prompt hit?").fill("Once upon a time, Once upon a time, " * 20)
+    tree.get_by_text("prompt tokens are cached").first.wait_for()
+    page.screenshot(path=page.shots / "tree.png")
+
+
+def the_chat_forks_at_a_token(page: Any) -> None:
+    chat = run(page, 5)
+    line = chat.get_by_placeholder("Say something")
+    line.fill("Who are you?")
+    line.press("Enter")
+    chat.locator("[data-token]").nth(10).wait_for()
+    answered(page, 24)
+    assert line.input_value() == "", "what was sent is cleared"
+    before = chat.locator("[data-token]").all_inner_texts()
+    chat.locator("[data-token='6']").click()
+    instead = chat.get_by_placeholder("what should come there instead")
+    instead.fill(" penguin")
+    page.screenshot(path=page.shots / "chat-marked.png")
+    chat.get_by_role("button", name="Fork").click()
+    instead.wait_for(state="detached")
+    chat.get_by_text("penguin").wait_for()
+    answered(page, 24)
+    after = chat.locator("[data-token]").all_inner_texts()
+    assert "".join(after).startswith("".join(before[:6]) + " penguin")
+    chat.get_by_role("button", name="Again").click()
+    chat.get_by_text("penguin").wait_for(state="detached")
+    answered(page, 24)
+    assert chat.locator("[data-token]").all_inner_texts() == before, "greedy: the first answer once more"
+    chat.get_by_role("button", name="Edit last").click()
+    page.wait_for_function("element => element.value == 'Who are you?'", arg=line.element_handle())
+    line.fill("Who is Tom?")
+    chat.get_by_role("button", name="Send").click()
+    chat.get_by_text("Who is Tom?").wait_for()
+    answered(page, 24)
+    page.screenshot(path=page.shots / "chat.png")
+
+
+def answered(page: Any, tokens: int) -> None:
+    """Ask the kernel until the answer is complete."""
+    for _ in range(60):
+        printed = run(page, 6).locator(".jp-OutputArea-output").last
+        printed.get_by_text("said:").wait_for()
+        page.wait_for_timeout(300)
+        if printed.inner_text().startswith(f"said: {tokens} "):
+            return
+    raise AssertionError(printed.inner_text())
+
+
+def the_saved_notebook_keeps_pictures(page: Any) -> None:
+    """Those that ended as HTML alone; the tree, which is still a widget, with HTML beside it for who has no kernel."""
+    page.keyboard.press("Control+s")
+    page.wait_for_timeout(2000)
+    for index, words in ((1, "tokens/s"), (2, "RequestAborted"), (5, "Who is Tom?")):
+        kinds = browsing.outputs(page.folder, index)[0]
+        assert words in kinds["text/html"]
+        assert WIDGET not in kinds
+    kinds = browsing.outputs(page.folder, 4)[0]
+    assert {"text/html", WIDGET} <= set(kinds)
+    assert "Prefix cache" in kinds["text/html"]

@@ -60,19 +60,29 @@ def test_a_log_gets_few_lines(clock: Clock, caplog: pytest.LogCaptureFixture) ->
     assert 5 <= len(caplog.records) <= 8
 
 
-def test_a_notebook_gets_a_widget_that_is_closed_at_the_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_gets_an_output_that_ends_as_one_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("IPython")
     shown: list[Any] = []
-    monkeypatch.setattr("IPython.display.display", shown.append)
-    bar = Progress("loading", backend="widget")
+
+    class Output:
+        def update(self, data: Any, *, raw: bool) -> None:
+            shown.append(data)
+
+    def display(data: Any, *, raw: bool, display_id: bool) -> Output:
+        shown.append(data)
+        return Output()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    bar = Progress("loading <x>", backend="notebook")
     clock.now = 1.0
     bar(Loaded(1, 4, 1.0))
-    assert shown[0].children[0].value == 0.25
-    assert "loading" in shown[0].children[1].value
+    assert 'title="done: 0.25"' in shown[0]["text/html"]
+    assert "loading &lt;x&gt;" in shown[0]["text/html"]
     clock.now = 2.0
     bar(Loaded(4, 4, 2.0))
-    assert len(shown) == 1
-    assert shown[0].comm is None, "it was closed"
+    assert len(shown) == 2
+    assert "title=" not in shown[1]["text/html"]
+    assert shown[1]["text/plain"].startswith("loading <x>: ")
 
 
 def test_programs_are_named(clock: Clock) -> None:

@@ -98,7 +98,7 @@ def number(value: object) -> object:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def bar(parts: Mapping[str, float], *, width: int = 320) -> Markup:
+def bar(parts: Mapping[str, float], *, width: int = 320, legend: bool = True) -> Markup:
     """Shares of a whole as one bar with a legend; names are in the titles too."""
     total = sum(parts.values()) or 1.0
     hues = (210, 140, 35, 280, 0, 60)
@@ -107,12 +107,12 @@ def bar(parts: Mapping[str, float], *, width: int = 320) -> Markup:
         f'width:{width * value / total:.1f}px;background:hsla({hues[index % len(hues)]},60%,50%,.7)"></span>'
         for index, (name, value) in enumerate(parts.items())
     )
-    legend = " ".join(
+    names = " ".join(
         f'<span style="color:hsl({hues[index % len(hues)]},60%,50%)">■</span> {escape(name)} {escape(number(value))}'
         for index, (name, value) in enumerate(parts.items())
     )
     outer = f'<div style="width:{width}px;line-height:0;background:rgba(128,128,128,.2)">{cells}</div>'
-    return Markup(f'{outer}<div style="font-size:85%">{legend}</div>')
+    return Markup(f'{outer}<div style="font-size:85%">{names}</div>' if legend else outer)
 
 
 class Record:

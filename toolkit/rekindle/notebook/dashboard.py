@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Dashboard(Live):
-    """Looks four times a second; what has not changed is not sent. Keeps the session open until it is closed."""
+    """Looks twice a second; what has not changed is not sent. Keeps the session open until it is closed."""
 
-    interval = 0.25
+    interval = 0.5
 
     def __init__(self, session: Session, *, steps: int = 240) -> None:
         super().__init__(button("close", "Close", title="Leave the last picture"))
@@ -55,7 +55,7 @@ class Dashboard(Live):
             return self._last
         self._take()
         seen = figures, self._newest, self._recorder.rate()
-        if seen == self._seen:  # an idle session costs four calls a second on its loop, and no drawing
+        if seen == self._seen:  # an idle session costs two calls a second on its loop, and no drawing
             return self._last
         self._seen = seen
         cached, asked = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)

@@ -1,4 +1,4 @@
-"""How far something slow is, shown where it is read: a widget in a notebook, a bar on a terminal, lines in a log.
+"""How far something slow is, shown where it is read: an output in a notebook, a bar on a terminal, lines in a log.
 
 session = await rekindle.open(folder, progress=Progress("loading"))
 """
@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
+from rekindle import html
+
 log = logging.getLogger("rekindle.progress")
 PATIENCE = 0.5  # seconds before anything is shown: most loads are over by then
 INTERVAL = 0.05
 LOG_INTERVAL = 10.0
-Backend = Literal["auto", "widget", "terminal", "log"]
+Backend = Literal["auto", "notebook", "terminal", "log"]
 
 
 class Progress:
-    """Call it with anything that has `done` and `total`; one line, which is gone from notebooks when all is done."""
+    """Call it with anything that has `done` and `total`; one line, of which a notebook keeps the last."""
 
     def __init__(
         self, label: str, *, backend: Backend = "auto", quiet: bool = False, stream: TextIO | None = None
@@ -57,9 +59,9 @@ class Progress:
 def _backend(asked: Backend, stream: TextIO | None) -> Callable[[str, float, bool], None]:
     out = sys.stderr if stream is None else stream
     if asked == "auto":
-        asked = "widget" if _in_notebook() else "terminal" if out.isatty() else "log"
-    if asked == "widget":
-        return _Widget()
+        asked = "notebook" if _in_notebook() else "terminal" if out.isatty() else "log"
+    if asked == "notebook":
+        return _Output()
     return _Terminal(out) if asked == "terminal" else _logged
 
 
@@ -80,24 +82,21 @@ class _Terminal:
         self._out.flush()
 
 
-class _Widget:
-    """Shown by the first call, closed by the last, so that a saved notebook keeps nothing of it."""
+class _Output:
+    """An output of the cell, replaced as things go on; the last line stays. No widget, so every viewer shows it."""
 
     def __init__(self) -> None:
-        self._bar: Any = None
+        self._shown: Any = None
 
     def __call__(self, line: str, fraction: float, ended: bool) -> None:
-        import ipywidgets
         from IPython.display import display
 
-        if self._bar is None:
-            self._bar = ipywidgets.FloatProgress(min=0.0, max=1.0)
-            self._text = ipywidgets.HTML()
-            self.box = ipywidgets.HBox([self._bar, self._text])
-            display(self.box)
-        self._bar.value, self._text.value = fraction, line
-        if ended:
-            self.box.close()
+        bar = "" if ended else html.bar({"done": fraction, "to do": 1.0 - fraction}, legend=False)
+        data = {"text/html": html.block(bar, html.line(line)), "text/plain": line}
+        if self._shown is None:
+            self._shown = display(data, raw=True, display_id=True)
+        else:
+            self._shown.update(data, raw=True)
 
 
 def _in_notebook() -> bool:
