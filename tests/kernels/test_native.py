@@ -83,6 +83,18 @@ def test_rotation_of_some_heads(tokens: int, head_dim: int, frequencies: int) ->
     np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [1, 15, 256, 257, 1000, 49152])
+def test_the_first_index_of_the_largest(width: int) -> None:
+    x = RANDOM.integers(-50, 50, (7, width)).astype(np.float32)
+    x[1] = -np.inf
+    x[2] = -7
+    x[3, -1] = 1e30
+    x[4] = -np.inf
+    x[4, width // 2 :] = -1e30
+    assert np.asarray(jax.jit(native.largest_index)(x)).tolist() == x.argmax(axis=1).tolist()
+    assert native.largest_index(jnp.full((1, width), jnp.nan)).tolist() == [width - 1]
+
+
 def test_few_tokens_are_left_to_xla() -> None:
     assert native.rotate(jnp.zeros((2, 4, 64)), jnp.zeros((2, 32)), jnp.zeros((2, 32)), 0, 4) is None
 

@@ -1,4 +1,4 @@
-"""Rows times a matrix, as a call of JAX."""
+"""Rows times a matrix, and the largest of each row, as calls of JAX."""
 
 from __future__ import annotations
 
@@ -52,3 +52,11 @@ def multiply(
     shape = jax.ShapeDtypeStruct((R, weight.shape[0]), jnp.float32)
     product: jax.Array = jax.ffi.ffi_call(ensure(names[-1]), shape)(weight, factors, *rows)
     return product
+
+
+def largest_index(x: jax.Array) -> jax.Array | None:
+    """The first index [R] of the largest of each row of x [R, N]; None where XLA has to look for it."""
+    if x.dtype != jnp.float32 or not builds("largest"):
+        return None
+    indices: jax.Array = jax.ffi.ffi_call(ensure("largest"), jax.ShapeDtypeStruct((x.shape[0],), jnp.int32))(x)
+    return indices

@@ -35,7 +35,7 @@ def _handle(frame: int) -> int:
     extension = _word(frame, _EXTENSION)
     if extension:  # XLA asks for the version of its interface that this was written for: 0.1
         version = (ctypes.c_int32 * 3).from_address(_word(extension, 3) + 4 * 6)
-        version[:] = 0, 1, 0
+        version[:] = [0, 1, 0]
         return 0
     count = _word(frame, _RESULT_COUNT)
     sizes = (ctypes.c_int32 * count).from_address(_word(_word(_word(frame, _OPERANDS), 0), _DATA))

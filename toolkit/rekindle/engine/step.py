@@ -63,7 +63,7 @@ def make_step(
         )
         logits = model.logits(hidden[inputs.last])
         with jax.named_scope("sample"):
-            tokens = _sample(logits, inputs, state, processors)
+            tokens = _sample(logits, inputs, state, processors, use_native=graph.precision.native)
         logprobs = row_logprobs(inputs.wanted, logits, tokens)
         slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
         output = StepOutput(
@@ -74,7 +74,14 @@ def make_step(
     return step
 
 
-def _sample(logits: Array, inputs: StepInputs, state: RequestState, processors: Sequence[LogitsProcessor]) -> Array:
+def _sample(
+    logits: Array,
+    inputs: StepInputs,
+    state: RequestState,
+    processors: Sequence[LogitsProcessor],
+    *,
+    use_native: bool,
+) -> Array:
     changes, processed = inputs.wanted & (SHAPES | PROCESSORS) != 0, inputs.wanted & PROCESSORS != 0
 
     def change() -> Array:
@@ -88,7 +95,7 @@ def _sample(logits: Array, inputs: StepInputs, state: RequestState, processors: 
         return choose(lax.cond(changes, change, lambda: logits), inputs.choice, inputs.wanted)
 
     plain = inputs.wanted & (SHAPES | PROCESSORS | Flag.DRAWS) == 0
-    return lax.cond(plain, lambda: greedy(logits), options)
+    return lax.cond(plain, lambda: greedy(logits, use_native=use_native), options)
 
 
 def _context(inputs: StepInputs, state: RequestState) -> LogitsContext:
