@@ -17,7 +17,7 @@ from driving import TINY, tiny_config
 from rekindle.engine.batch import Bucket
 from rekindle.engine.processors import LogitsProcessor
 from rekindle.engine.programs import ADMIT, Programs
-from rekindle.engine.warming import Background, warm
+from rekindle.engine.warming import Warming, warm
 from rekindle.errors import CompileError, ConfigError, StoreError
 from rekindle.models.base import abstract_model
 from rekindle.models.config import ModelConfig
@@ -115,7 +115,7 @@ def test_what_the_store_has_is_neither_traced_nor_compiled() -> None:
     seen: list[str] = []
     second = programs_of(store=store)
     warm(second, [ADMIT, SMALL], progress=lambda warmed: seen.append(warmed.program.name), workers=1)
-    assert seen == ["r2t0", "admit"]
+    assert seen == ["admit", "r2t0"]
     assert (second.traces, second.compilations) == (0, 0)
     assert [(record.name, record.origin, record.why) for record in first.manifest()] == [
         ("r2t0", "compiled", "not stored yet"),
@@ -134,12 +134,44 @@ def test_warming_in_the_background_gets_everything_and_can_be_stopped() -> None:
     store = DictStore()
     warm(programs_of(store=store))
     programs = programs_of(store=store)
-    background = Background(programs)
+    background = Warming(programs, "background")
+    background.opened()
     background.stop(timeout=60)
     ready = len(programs.manifest())
     warm(programs)
     assert ready <= len(programs.manifest()) == len(programs.keys)
     assert programs.compilations == 0
+
+
+def test_all_programs_are_ready_when_the_session_is_open() -> None:
+    programs = programs_of()
+    warming = Warming(programs, "all")
+    warming.opened()
+    assert len(programs.manifest()) == len(programs.keys)
+
+
+def test_a_program_that_has_to_be_ready_and_does_not_compile_fails_the_opening() -> None:
+    programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
+    with pytest.raises(CompileError, match="shorter"):
+        Warming(programs, "all").opened()
+    background = Warming(programs, "background")
+    background.opened()
+    background.stop(timeout=60)
+
+
+@pytest.mark.parametrize("restoring", [False, True])
+def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(restoring: bool) -> None:
+    store = DictStore()
+    warm(programs_of(store=store))
+    programs = programs_of(store=store)
+    Warming(programs, "lazy", restoring=restoring).stop(timeout=60)  # before the weights were read
+    del store.kept["r2t0"]
+    again = programs_of(store=store)
+    lazy = Warming(again, "lazy", restoring=restoring)
+    lazy._thread.join()
+    lazy.opened()
+    assert {record.name for record in again.manifest()} == {"r2t32", *(["scatter"] if restoring else [])}
+    assert again.compilations == programs.compilations == 0
 
 
 def test_a_program_that_does_not_compile_ends_the_warming() -> None:
@@ -152,8 +184,8 @@ def test_an_interpreter_that_exits_while_programs_warm_ends_cleanly() -> None:
     """A daemon thread inside XLA would abort the process."""
     code = (
         "from test_programs import programs_of\n"
-        "from rekindle.engine.warming import Background\n"
-        "Background(programs_of())"
+        "from rekindle.engine.warming import Warming\n"
+        "Warming(programs_of(), 'background')"
     )
     path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
     done = subprocess.run(

@@ -26,10 +26,11 @@ from rekindle.engine.resolve import resolve
 from rekindle.engine.runner import Runner
 from rekindle.engine.scheduler import Limits, Scheduler
 from rekindle.engine.store import ExecutableStore, ProgramStore
-from rekindle.engine.warming import Background
+from rekindle.engine.warming import Warming
 from rekindle.errors import OutOfMemory, RekindleError
-from rekindle.models.base import LoadedModel
-from rekindle.models.checkpoint import load
+from rekindle.models.base import Graph, LoadedModel
+from rekindle.models.checkpoint import Described, describe, load, read
+from rekindle.models.config import ModelConfig
 from rekindle.models.progress import Report, console
 from rekindle.models.replace import replace_weights
 from rekindle.tasks.device import Contexts
@@ -66,18 +67,28 @@ def build(order: Order) -> Engine:
 
 
 def _build(order: Order) -> Engine:
-    config = order.config
-    loaded = order.model if isinstance(order.model, LoadedModel) else _load(order.model, order)
-    config = resolve(config, loaded.config)
-    programs = stored_programs(loaded, config, order.processors)
+    described = order.model if isinstance(order.model, LoadedModel) else _describe(order.model, order.config)
+    model, graph, shapes, weight_bytes = _shapes(described)
+    config = resolve(order.config, model, weight_bytes=weight_bytes)
+    programs = stored_programs(model, graph, shapes, config, order.processors)
     precompile = _precompile(config.precompile)
-    tiers = _tiers(loaded, config, str(order.model) if loaded is not order.model else loaded.config.model_type)
-    runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=precompile == "background")
-    stop: Callable[[], None] = lambda: None  # noqa: E731
-    if precompile == "all":
-        runner.warm()
-    elif precompile == "background":
-        stop = Background(programs, contexts=order.contexts).stop
+    # Programs need shapes alone, so they are loaded or compiled while the weights are read.
+    warming = Warming(programs, precompile, restoring=config.restore is not None, contexts=order.contexts)
+    try:
+        loaded = described if isinstance(described, LoadedModel) else _read(described, order)
+        return _engine(order, config, loaded, programs, warming, prefer_ready=precompile == "background")
+    except BaseException:
+        warming.stop()
+        raise
+
+
+def _engine(
+    order: Order, config: EngineConfig, loaded: LoadedModel, programs: Programs, warming: Warming, *, prefer_ready: bool
+) -> Engine:
+    owned, model = loaded is not order.model, loaded.config
+    tiers = _tiers(loaded, config, str(order.model) if owned else model.model_type)
+    runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready)
+    warming.opened()
     assert config.device_pages is not None, "resolved"
     limits = Limits.of(config, max_prefill_rows=prefill_rows(config.max_tokens_per_step, config.max_requests))
     # The session's gate bounds the queue; a burst may be queued whole before the first of it runs.
@@ -91,11 +102,11 @@ def _build(order: Order) -> Engine:
             restore(cache, tiers, config.restore)
     scheduler = Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed)
     folder = loaded.folder
-    tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=loaded.config.eos_token_ids)
-    weights = _Weights(loaded, runner, config, tiers, owned=loaded is not order.model)
+    tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=model.eos_token_ids)
+    weights = _Weights(loaded, runner, config, tiers, owned=owned)
 
     def release() -> None:
-        stop()
+        warming.stop()
         programs.close()
         weights.release()
         if tiers is not None:
@@ -107,9 +118,9 @@ def _build(order: Order) -> Engine:
         tokenizer=tokenizer,
         detokenizer=_detokenizer(tokenizer),
         config=config,
-        vocab_size=loaded.config.vocab_size,
+        vocab_size=model.vocab_size,
         chat=ChatTemplate.load(folder) if folder is not None else None,
-        model=loaded.config.model_type if loaded is order.model else str(order.model),
+        model=str(order.model) if owned else model.model_type,
         swap=weights.swap,
         recover=lambda: recover(runner),
         release=release,
@@ -117,13 +128,22 @@ def _build(order: Order) -> Engine:
     )
 
 
-def _load(model: str | Path, order: Order) -> LoadedModel:
+def _describe(model: str | Path, config: EngineConfig) -> Described:
+    return describe(TINY if model == "tiny" else model, dtype=config.dtype, quantize=config.quantize)
+
+
+def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequence[Any], int]:
+    """Config, graph, leaves or their shapes, and how many bytes are still to be loaded."""
+    if isinstance(model, LoadedModel):
+        return model.config, model.graph, model.leaves, 0
+    return model.found.config, model.graph, model.shapes, model.nbytes
+
+
+def _read(described: Described, order: Order) -> LoadedModel:
     config = order.config
-    return load(
-        TINY if model == "tiny" else model,
-        dtype=config.dtype,
-        quantize=config.quantize,
-        progress=order.progress or _bar(model, config),
+    return read(
+        described,
+        progress=order.progress or _bar(str(order.model), config),
         cache_dir=cache_folder(config.cache_dir),
     )
 
@@ -137,20 +157,24 @@ def _detokenizer(tokenizer: Tokenizer) -> Callable[[Sampling], DetokenizerLike]:
     return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
 
 
-def stored_programs(model: LoadedModel, config: EngineConfig, processors: Sequence[LogitsProcessor] = ()) -> Programs:
-    """The programs of a resolved config, with those of earlier sessions; weights don't matter to them, only shapes."""
+def stored_programs(
+    model: ModelConfig,
+    graph: Graph,
+    leaves: Sequence[Any],
+    config: EngineConfig,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Programs:
+    """The programs of a resolved config, with those of earlier sessions; of the leaves only shapes matter."""
     fields = {
         "environment": identity.environment(),
-        "model": model.config.digest(),
-        "leaves": [
-            (path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)
-        ],
+        "model": model.digest(),
+        "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(graph.paths, leaves, strict=True)],
         "config": identity.config_fields(config),
         "processors": [(processor.name, processor.version) for processor in processors],
     }
     folder = cache_folder(config.cache_dir) / "programs"
-    store = ProgramStore(ExecutableStore(folder), model.config.model_type, identity.digest(fields))
-    return Programs(model.config, model.graph, model.leaves, config, processors=processors, store=store)
+    store = ProgramStore(ExecutableStore(folder), model.model_type, identity.digest(fields))
+    return Programs(model, graph, leaves, config, processors=processors, store=store)
 
 
 def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:

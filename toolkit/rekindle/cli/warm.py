@@ -16,17 +16,16 @@ from rekindle.cli.main import engine_options
 from rekindle.config import EngineConfig
 from rekindle.engine.resolve import resolve
 from rekindle.engine.warming import Warmed, warm
-from rekindle.models.base import LoadedModel, abstract_model
-from rekindle.models.checkpoint import inspect, resolve_dtype
+from rekindle.models.checkpoint import describe
 
 
 def run(arguments: argparse.Namespace) -> int:
     options = EngineConfig.of(engine_options(arguments))
-    checkpoint = inspect(TINY if arguments.model == "tiny" else arguments.model)
-    model = checkpoint.config
-    graph, leaves = abstract_model(model, resolve_dtype(options.dtype, model), options.quantize)
-    config = resolve(options, model, weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
-    programs = stored_programs(LoadedModel(model, graph, leaves, "shapes only"), config)  # type: ignore[arg-type]
+    model = describe(
+        TINY if arguments.model == "tiny" else arguments.model, dtype=options.dtype, quantize=options.quantize
+    )
+    config = resolve(options, model.found.config, weight_bytes=model.nbytes)
+    programs = stored_programs(model.found.config, model.graph, model.shapes, config)
     start = time.perf_counter()
     warm(programs, progress=None if arguments.json else show)
     if arguments.json:

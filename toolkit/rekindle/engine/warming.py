@@ -8,10 +8,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from rekindle.engine.batch import Bucket
-from rekindle.engine.programs import Key, ProgramRecord, Programs
-from rekindle.errors import CompileError
+from rekindle.engine.programs import SCATTER, Key, ProgramRecord, Programs
 
 WORKERS = 2  # XLA compiles one program on one core; more workers than cores only slow serving down
 
@@ -39,6 +39,14 @@ def likely_first(keys: Iterable[Key]) -> list[Key]:
     return sorted(keys, key=rank)
 
 
+def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
+    """Of a session that has just been opened: restored pages first, then prompts of few requests, then their decode."""
+    rows = min(bucket.rows for bucket in programs.lattice)
+    few = sorted(bucket for bucket in programs.lattice if bucket.rows == rows and not bucket.processed)
+    decode, *prefill = few
+    return [*([SCATTER] if restoring else []), *prefill[:1], decode, *prefill[1:]]
+
+
 def warm(
     programs: Programs,
     keys: Iterable[Key] | None = None,
@@ -48,8 +56,8 @@ def warm(
     contexts: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     workers: int = WORKERS,
 ) -> None:
-    """Get every program, or those of `keys`; returns when all are ready, raises the first `CompileError`."""
-    ordered = likely_first(programs.keys if keys is None else keys)
+    """Get every program, or those of `keys` in turn; returns when all are ready, raises the first `CompileError`."""
+    ordered = likely_first(programs.keys) if keys is None else [*keys]
     waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
     for key in ordered:
         waiting.put(key)
@@ -86,27 +94,59 @@ def warm(
         raise errors[0]
 
 
-class Background:
-    """`warm` in a thread of its own. A program that fails is tried again, and its error raised, when it is needed."""
+class Warming:
+    """What `precompile` asks for, begun while the weights are still read.
+
+    all         every program is ready when the session is open
+    background  the same, but the session opens meanwhile; a program that fails is tried again when it is needed
+    lazy        nothing is compiled; what is stored of the first request's programs is loaded until the session is open
+    """
 
     def __init__(
         self,
         programs: Programs,
+        precompile: str,
         *,
+        restoring: bool = False,
         progress: Progress | None = None,
         contexts: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._stopped = threading.Event()
+        self._precompile = precompile
+        self._error: BaseException | None = None
+        first = first_needed(programs, restoring=restoring)
 
         def work() -> None:
-            with contextlib.suppress(CompileError):
-                # One worker: the other core serves meanwhile.
-                warm(programs, progress=progress, stopped=self._stopped, contexts=contexts, workers=1)
+            if precompile == "lazy":
+                self._load(programs, first, contexts)
+                return
+            keys = [*first, *(key for key in likely_first(programs.keys) if key not in first)]
+            # In the background one worker: the other core serves meanwhile.
+            workers = WORKERS if precompile == "all" else 1
+            try:
+                warm(programs, keys, progress=progress, stopped=self._stopped, contexts=contexts, workers=workers)
+            except BaseException as error:
+                self._error = error
 
         self._thread = threading.Thread(target=work, name="rekindle warming", daemon=False)
         self._thread.start()
+
+    def opened(self) -> None:
+        """The weights are there. Raises the `CompileError` of a program that had to be ready by now."""
+        if self._precompile == "lazy":
+            self._stopped.set()
+        elif self._precompile == "all":
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
 
     def stop(self, timeout: float = 0.5) -> None:
         """Begin no further program. One that compiles can't be interrupted and is left to end by itself."""
         self._stopped.set()
         self._thread.join(timeout)
+
+    def _load(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
+        with contexts():
+            for key in keys:
+                if self._stopped.is_set() or not programs.load(key):
+                    return

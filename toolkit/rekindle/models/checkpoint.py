@@ -51,6 +51,34 @@ def inspect(model: str | Path) -> Checkpoint:
     return Checkpoint(folder, ModelConfig.from_hf(raw), headers, fingerprints.folder_fingerprint(raw, headers))
 
 
+class Described(NamedTuple):
+    """A checkpoint as the model that it becomes in one precision: all that programs need, none of the weights."""
+
+    found: Checkpoint
+    graph: Graph
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves
+    dtype: str
+    quantize: str | None
+    quantize_embeddings: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of the leaves."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.shapes)
+
+
+def describe(
+    model: str | Path, *, dtype: str = "auto", quantize: str | None = None, quantize_embeddings: bool = True
+) -> Described:
+    """What `load` would make of a folder or hub id."""
+    if quantize not in QUANTIZE:
+        raise ConfigError("quantize", quantize, "is not known", f"Use one of {', '.join(map(repr, QUANTIZE))}")
+    found = inspect(model)
+    name = resolve_dtype(dtype, found.config)
+    graph, shapes = abstract_model(found.config, name, quantize, quantize_embeddings=quantize_embeddings)
+    return Described(found, graph, shapes, name, quantize, quantize_embeddings)
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json."""
     path = folder / "config.json"
@@ -89,13 +117,21 @@ def load(
     With `cache_dir`, weights that had to be converted or quantised are kept there in their final form, and the next
     start reads those. `progress` is called from this thread. `place(path, array)` puts a leaf on its device or devices.
     """
-    if quantize not in QUANTIZE:
-        raise ConfigError("quantize", quantize, "is not known", f"Use one of {', '.join(map(repr, QUANTIZE))}")
-    found = inspect(model)
-    name = resolve_dtype(dtype, found.config)
-    graph, shapes = abstract_model(found.config, name, quantize, quantize_embeddings=quantize_embeddings)
+    described = describe(model, dtype=dtype, quantize=quantize, quantize_embeddings=quantize_embeddings)
+    return read(described, progress=progress, cache_dir=cache_dir, place=place)
+
+
+def read(
+    described: Described,
+    *,
+    progress: Report | None = None,
+    cache_dir: str | Path | None = None,
+    place: reading.Place = reading.place_on_default_device,
+) -> LoadedModel:
+    """`load` of what was described."""
+    found, graph, shapes, dtype, quantize, quantize_embeddings = described
     leaves, entries = plan(found, graph, shapes)
-    fingerprint = fingerprints.with_precision(found.fingerprint, name, quantize, quantize_embeddings)
+    fingerprint = fingerprints.with_precision(found.fingerprint, dtype, quantize, quantize_embeddings)
     kept = None
     if cache_dir is not None and _worth_keeping(leaves, entries):
         kept = prepared.slot(cache_dir, fingerprint, graph, shapes)
