@@ -1,4 +1,17 @@
-"""Float matrices to int8 with one scale per output channel, on the host and in cache-sized pieces."""
+"""Float matrices to int8 with one scale per output channel, on the host and in cache-sized pieces.
+
+What each choice costs (`tests/bench/families.py`): perplexity of the embedded model on its held-out documents, and how
+often the likeliest token is that of float32 on random checkpoints of 30 million parameters, all dense families. Random
+weights are the hardest case, since their logits are nearly flat. With random experts it is less, 73 % for bfloat16 and
+35 to 59 % in 8 bits: a token that is routed otherwise is another token.
+
+    float32                                   1.5010     100 %
+    bfloat16                                  1.5010      91 to 99 %
+    "int8", embedding and head kept           1.5013      66 to 91 %
+    "int8"                                    1.5013      64 to 90 %
+    "int8-weight", embedding and head kept    1.5012      77 to 94 %
+    "int8-weight"                             1.5012      72 to 93 %
+"""
 
 from __future__ import annotations
 
