@@ -98,7 +98,8 @@ def the_chat_forks_at_a_token(page: Any) -> None:
     chat.locator("[data-token]").nth(10).wait_for()
     answered(page, 24)
     assert line.input_value() == "", "what was sent is cleared"
-    before = chat.locator("[data-token]").all_inner_texts()
+    before = said(chat)
+    kept = "".join(chat.locator("[data-token]").all_inner_texts()[:6])
     chat.locator("[data-token='6']").click()
     instead = chat.get_by_placeholder("what should come there instead")
     instead.fill(" penguin")
@@ -107,12 +108,11 @@ def the_chat_forks_at_a_token(page: Any) -> None:
     instead.wait_for(state="detached")
     chat.get_by_text("penguin").wait_for()
     answered(page, 24)
-    after = chat.locator("[data-token]").all_inner_texts()
-    assert "".join(after).startswith("".join(before[:6]) + " penguin")
+    assert said(chat).startswith(kept + " penguin")
     chat.get_by_role("button", name="Again").click()
     chat.get_by_text("penguin").wait_for(state="detached")
     answered(page, 24)
-    assert chat.locator("[data-token]").all_inner_texts() == before, "greedy: the first answer once more"
+    assert said(chat) == before, "greedy: the first answer once more"
     chat.get_by_role("button", name="Edit last").click()
     page.wait_for_function("element => element.value == 'Who are you?'", arg=line.element_handle())
     line.fill("Who is Tom?")
@@ -120,6 +120,10 @@ def the_chat_forks_at_a_token(page: Any) -> None:
     chat.get_by_text("Who is Tom?").wait_for()
     answered(page, 24)
     page.screenshot(path=page.shots / "chat.png")
+
+
+def said(chat: Any) -> str:
+    return "".join(chat.locator("[data-token]").all_inner_texts())
 
 
 def answered(page: Any, tokens: int) -> None:

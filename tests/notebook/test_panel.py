@@ -80,3 +80,8 @@ def test_views_do_not_pile_up_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> 
             view.handle.result_sync()
             view.join(10)
             assert view.widget.comm is None
+        late = session.view.stream("hello", max_tokens=1)
+        late.handle.result_sync()
+        late.join(10)
+        late._ipython_display_()
+        assert late.widget.comm is None

@@ -165,11 +165,10 @@ class PrefixExplanation:
         text = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens are cached"
         text += f" ({where})" if where else ""
         if self.host_tokens + self.disk_tokens:
-            computing = "an unknown time" if self.compute_seconds is None else f"{self.compute_seconds * 1e3:.1f} ms"
             choice = "copied" if self.copies else "computed again"
             text += (
-                f"; those below the device would be {choice}: copying them takes {self.fetch_seconds * 1e3:.1f} ms, "
-                f"computing {computing}"
+                f"; those below the device would be {choice}: copying them takes {_time(self.fetch_seconds)}, "
+                f"computing {_time(self.compute_seconds)}"
             )
         return text
 
@@ -180,6 +179,10 @@ class PrefixExplanation:
         found = {tier: getattr(self, f"{tier}_tokens") for tier in TIERS}
         missing = self.prompt_tokens - self.cached_tokens
         return html.block(html.text(str(self)), html.bar({**found, "not cached": missing}))
+
+
+def _time(seconds: float | None) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds else "a time that was not measured yet"
 
 
 class Snapshots(list[SnapshotInfo]):

@@ -80,7 +80,7 @@ class StepReport:
 
     def __str__(self) -> str:
         head = (
-            f"step {self.step}: {len(self.rows)} rows, {self.tokens} tokens, program {self.program}, "
+            f"step {self.step}: {self._size()}, program {self.program}, "
             f"{self.device_seconds * 1e3:.1f} ms on the device, {self.host_seconds * 1e3:.1f} ms on the host"
         )
         lines = [head, *(f"  {row}" for row in self.rows)]
@@ -90,8 +90,12 @@ class StepReport:
             lines.append(f"  pages {_ranges(sorted(self.restored))} came back from host memory")
         return "\n".join(lines)
 
+    def _size(self) -> str:
+        rows, tokens = len(self.rows), self.tokens
+        return f"{rows} row{'s' * (rows != 1)}, {tokens} token{'s' * (tokens != 1)}"
+
     def __repr__(self) -> str:
-        return f"<StepReport {self.step}: {len(self.rows)} rows, {self.tokens} tokens, program {self.program}>"
+        return f"<StepReport {self.step}: {self._size()}, program {self.program}>"
 
     def _repr_html_(self) -> str:
         rows = [

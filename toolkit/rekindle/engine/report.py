@@ -78,7 +78,7 @@ def explanation(sequence: Sequence, ahead: int) -> Explanation:
     elif status is Status.PREFILL:
         words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
     elif sequence.reason and sequence.ended:
-        words.append(sequence.reason)
+        words.append(sequence.reason if " " in sequence.reason else f"ended by {sequence.reason}")
     if sequence.epoch:
         hit = sequence.cached_tokens
         words.append(

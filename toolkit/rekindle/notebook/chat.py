@@ -64,6 +64,11 @@ class ChatView(Live):
         return self._handle is not None and not self._handle.done
 
     @property
+    def handle(self) -> Handle | None:
+        """Of the last answer, or None."""
+        return self._handle
+
+    @property
     def answer(self) -> str:
         """The last answer so far."""
         return "".join(piece.text for piece in self._pieces())

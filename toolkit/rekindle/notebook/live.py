@@ -29,6 +29,8 @@ class Live:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._shown: list[Any] = []  # display handles
+        self._left = False  # the last picture is there
+        self._lock = threading.Lock()  # a view may be shown in the moment in which it ends
         self.picture = ""  # the latest
         self.pictures = 0  # drawn so far
 
@@ -97,17 +99,19 @@ class Live:
             self._leave()
 
     def _leave(self) -> None:
-        self._draw()
-        for handle in self._shown:
-            handle.update({"text/html": self.picture, "text/plain": repr(self)}, raw=True)
-        if self._shown:
-            self.widget.close()  # nobody sees it any more, and the kernel would keep it for ever
-        else:
-            self.widget.html, self.widget.controls = self.picture, []
+        with self._lock:
+            self._draw()
+            self._left = True
+            for handle in self._shown:
+                handle.update({"text/html": self.picture, "text/plain": repr(self)}, raw=True)
+            if self._shown:
+                self.widget.close()  # nobody sees it any more, and the kernel would keep it for ever
+            else:
+                self.widget.html, self.widget.controls = self.picture, []
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle: dict[str, Any] = {"text/html": self.picture, "text/plain": repr(self)}
-        if self._thread is not None and not self._thread.is_alive():
+        if self._left:
             return bundle, {}
         # Metadata is where Colab looks up how to show widgets that are not its own.
         data, metadata = self.widget._repr_mimebundle_() or ({}, {})
@@ -117,10 +121,13 @@ class Live:
         from IPython.display import display
 
         self.start()
-        data, metadata = self._repr_mimebundle_()
-        handle = display(data, metadata=metadata, raw=True, display_id=True)
-        if handle is not None:
-            self._shown.append(handle)
+        with self._lock:
+            data, metadata = self._repr_mimebundle_()
+            handle = display(data, metadata=metadata, raw=True, display_id=True)
+            if self._left:
+                self.widget.close()
+            elif handle is not None:
+                self._shown.append(handle)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}, {'ended' if self.ended else 'live'}>"
