@@ -53,6 +53,7 @@ from rekindle_kernels.native.words import from_ints, store_columns, store_u8, to
 PANEL = 2 * LANES  # rows
 GROUP = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
+PACKED_BYTES = 128 << 10  # of rows that one thread packs: to wake another takes as long
 FEW = 4  # rows left over that are not worth a vector
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
 ONES = 0x01010101
@@ -76,7 +77,7 @@ def panels_of(rows: int) -> int:
 
 def pack(name: str, size: int) -> Kernel:
     """`(x [R, K] float32) -> panels int32 [words], scales float32 [R]`: panels, then rows that are left over."""
-    X, R, K, OUT, SCALES = range(5)
+    X, R, K, OUT, SCALES, PER_BLOCK = range(6)
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
@@ -85,7 +86,9 @@ def pack(name: str, size: int) -> Kernel:
         set_field(job, K, dim(frame, 0, 1))
         set_field(job, OUT, result(frame, 0))
         set_field(job, SCALES, result(frame, 1))
-        return (dim(frame, 0, 0) + LANES - 1) // LANES
+        set_field(job, PER_BLOCK, max(1, PACKED_BYTES // (LANES * dim(frame, 0, 1) * 4)))
+        vectors = (dim(frame, 0, 0) + LANES - 1) // LANES
+        return (vectors + field(job, PER_BLOCK) - 1) // field(job, PER_BLOCK)
 
     @inline
     def narrow(job: int, r: int, out: int) -> None:
@@ -104,10 +107,10 @@ def pack(name: str, size: int) -> Kernel:
         for k in range(0, width, LANES):
             store_u8(out, k, nearest(multiply(load_f32(x, k), factor)))
 
-    @jit
-    def block(job: int, index: int) -> None:
+    @inline
+    def sixteen(job: int, first: int) -> None:
+        """The rows [first, first + 16)."""
         rows, words = field(job, R), field(job, K) * size // 4
-        first = index * LANES
         if first >= rows - left_over(rows):
             for r in range(first, rows):
                 narrow(job, r, field(job, OUT) + (panels_of(rows) * PANEL + r - first) * words * 4)
@@ -132,6 +135,12 @@ def pack(name: str, size: int) -> Kernel:
                     load_f32(line, 3 * words + j),
                 )
         free(lines)
+
+    @jit
+    def block(job: int, index: int) -> None:
+        per_block = field(job, PER_BLOCK)
+        for vector in range(index * per_block, min((index + 1) * per_block, (field(job, R) + LANES - 1) // LANES)):
+            sixteen(job, vector * LANES)
 
     return Kernel(name, prepare, block, nothing)
 
@@ -158,8 +167,8 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         set_field(job, PARTS, parts)
         return groups * parts
 
-    @jit
-    def two_vectors(w: int, x: int, words: int, sums: int) -> None:
+    @inline
+    def two_vectors(w: int, x: int, words: int, sums: int, ahead: bool) -> None:
         """32 rows for 8 outputs: sums [8, 32]."""
         a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = splat(ZERO)
         b0 = b1 = b2 = b3 = b4 = b5 = b6 = b7 = splat(ZERO)
@@ -167,6 +176,8 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         v = w + 4 * step
         for j in range(words):
             x0, x1 = load_f32(x, j * PANEL), load_f32(x, j * PANEL + LANES)
+            if ahead:
+                prefetch(w + 16 // size * step + j * 32)
             y = splat(f32(w, j))
             a0, b0 = add(a0, x0, y), add(b0, x1, y)
             y = splat(f32(w + step, j))
@@ -191,6 +202,15 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         store_both(sums, 5, a5, b5)
         store_both(sums, 6, a6, b6)
         store_both(sums, 7, a7, b7)
+
+    @jit
+    def first_of_group(w: int, x: int, words: int, sums: int) -> None:
+        """Asks for the next outputs' weights little by little: all at once would wait for the memory."""
+        two_vectors(w, x, words, sums, True)
+
+    @jit
+    def one_of_group(w: int, x: int, words: int, sums: int) -> None:
+        two_vectors(w, x, words, sums, False)
 
     @inline
     def store_both(sums: int, output: int, a: Any, b: Any) -> None:
@@ -313,10 +333,11 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
                 both = r + LANES < end
                 if both:
                     for half in range(2):
+                        here, sums = w + half * tile // 2, scratch + half * 8 * PANEL * 4
                         if r == first:
-                            for line in range(0, tile // 2, 64):
-                                prefetch(w + tile + half * tile // 2 + line)
-                        two_vectors(w + half * tile // 2, x, words, scratch + half * 8 * PANEL * 4)
+                            first_of_group(here, x, words, sums)
+                        else:
+                            one_of_group(here, x, words, sums)
                 else:
                     one_vector(w, x, words, scratch)
                 put(job, scratch, offsets, n, r, turned)
