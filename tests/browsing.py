@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,7 +63,7 @@ def served(folder: Path, cells: Sequence[str], *, application: str = "jupyterlab
 
 @contextmanager
 def opened(playwright: Any, address: str, *, width: int = 1100, height: int = 1400, scale: float = 1) -> Iterator[Any]:
-    """The page, as soon as its kernel is idle: a cell that is run before that is lost."""
+    """The page, as soon as the notebook is drawn and its kernel idle."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
     try:
@@ -70,7 +71,12 @@ def opened(playwright: Any, address: str, *, width: int = 1100, height: int = 14
         page.set_default_timeout(120_000)
         page.goto(address)
         page.wait_for_selector(".jp-Notebook .jp-CodeCell")
-        page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").first.wait_for()
+        kernels = urllib.parse.urljoin(address, "/api/kernels")
+        for _ in range(240):
+            with urllib.request.urlopen(kernels, timeout=10) as answer:
+                if any(kernel["execution_state"] == "idle" for kernel in json.load(answer)):
+                    break
+            time.sleep(0.5)
         yield page
     finally:
         browser.close()
@@ -83,9 +89,16 @@ def cell(page: Any, index: int) -> Any:
 def run(page: Any, index: int) -> Any:
     """Run a cell; gives it, while it may still be running."""
     found = cell(page, index)
-    found.locator(".cm-content").click()
-    page.keyboard.press("Shift+Enter")
-    return found
+    prompt = found.locator(".jp-InputPrompt").first
+    before = prompt.inner_text()
+    for _ in range(5):  # a cell that is run before the page has connected to its kernel is lost
+        found.locator(".cm-content").click()
+        page.keyboard.press("Shift+Enter")
+        for _ in range(50):
+            if prompt.inner_text() != before:
+                return found
+            page.wait_for_timeout(100)
+    raise AssertionError(f"cell {index} does not run")
 
 
 def outputs(folder: Path, index: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`python tutorials/pictures.py`: the README's pictures, taken from the real views in JupyterLab, in both themes.
+"""`python tutorials/pictures.py`: pictures of the real views in JupyterLab, in both themes.
 
 Needs playwright and a Chromium, as the browser tests do. Every picture is of a cell's output alone.
 """
