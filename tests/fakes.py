@@ -199,7 +199,11 @@ class FakeRunner:
         end = row.start + row.length
         positions = np.arange(row.start, end)
         before = self.memory[row.pages].reshape(-1)[: row.start]
-        self.memory[row.pages[positions // size], positions % size] = self.model.extend(before, tokens)
+        places, written = (row.pages[positions // size], positions % size), self.model.extend(before, tokens)
+        if row.kept:
+            assert (self.memory[places] == written).all(), "a page that is kept has another content"
+        else:
+            self.memory[places] = written
         values = self.memory[row.pages].reshape(-1)[:end]
         self.computed[request.id] = self.computed.get(request.id, 0) + row.length
         token, logprobs = None, None
@@ -226,7 +230,9 @@ class FakeRunner:
         assert len({row.slot for row in rows}) == len(rows) <= self.max_requests, "a slot is used twice"
         assert all(0 <= row.slot < self.max_requests for row in rows)
         assert len({row.request.id for row in rows}) == len(rows), "a request has two rows"
-        assert all(row.token_ids is None and row.length == 1 and row.samples for row in plan.decode)
+        assert all(row.length == 1 and row.samples for row in plan.decode)
+        assert all(row.start + 1 >= row.request.prompt_length for row in plan.decode), "a prompt has more tokens"
+        assert not any(row.kept for row in plan.prefill)
         written: set[int] = set()
         for row in rows:
             assert row.token_ids is None or len(row.token_ids) == row.length >= 1
@@ -236,8 +242,9 @@ class FakeRunner:
             assert row.pages.min() > 0 and row.pages.max() < len(self.memory), "a page is out of range"
             first, last = row.start // self.page_size, (row.start + row.length - 1) // self.page_size
             mine = set(row.pages[first : last + 1].tolist())
-            assert not mine & written, "two rows write the same page"
-            written |= mine
+            if not row.kept:
+                assert not mine & written, "two rows write the same page"
+                written |= mine
         restored = {move.page for move in plan.restore}
         assert len(restored) == len(plan.restore) and not restored & written
 

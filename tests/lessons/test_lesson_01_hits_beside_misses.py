@@ -9,7 +9,7 @@ from small import PAGE, opening, plain, prompt
 
 SHARED = 3 * PAGE
 NEW = 12
-HITS = [prompt(seed, SHARED + length, shared=SHARED) for seed, length in ((1, 1), (2, 5))]
+HITS = [prompt(seed, SHARED + length, shared=SHARED) for seed, length in ((1, 2), (2, 5))]
 MISSES = [prompt(seed, length) for seed, length in ((3, 7), (4, 3))]
 ORDERS = {
     "hits first": [*HITS, *MISSES],

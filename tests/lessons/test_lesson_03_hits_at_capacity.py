@@ -8,7 +8,7 @@ from rekindle import Session
 from small import CONTEXT, PAGE, opening, plain, prompt
 
 SHARED = CONTEXT - PAGE  # all pages but the last
-ROOM = [1, 2, PAGE - 1]  # tokens that the window has left after the prompt
+ROOM = [1, 2, PAGE - 2]  # tokens that the window has left after the prompt; a rest of one token is a decode row
 
 
 async def padded(session: Session, ids: list[int]) -> None:

@@ -75,7 +75,7 @@ class CacheView:
 
         def explain() -> PrefixExplanation:
             counts = dict.fromkeys(TIERS, 0)
-            usable = (len(tokens) - 1) // cache.page_size  # the last token is computed in any case
+            usable = len(tokens) // cache.page_size
             for node in cache.find(tokens)[:usable]:
                 tier = _tier(cache, tiers, node)
                 if tier not in counts:

@@ -76,6 +76,7 @@ class Row:
     fresh: bool = False  # first row of this epoch: the slot's state belongs to somebody else and is reset
     generated: int = 0  # how many tokens the request has generated before this step's
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
+    kept: bool = False  # a shared page holds its one token's keys and values already: only the logits are wanted
 
 
 class PageMove(NamedTuple):
@@ -166,7 +167,7 @@ class TextDelta(html.Record):
     finish_reason: FinishReason | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Usage(html.Record):
     """Tokens of one request."""
 
@@ -179,7 +180,7 @@ class Usage(html.Record):
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Timings(html.Record):
     """Seconds, on the clock of time.perf_counter()."""
 

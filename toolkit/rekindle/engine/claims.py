@@ -54,7 +54,7 @@ class Claims:
             shared += 1
         saved = (shared - cached) * self._page_size
         left = length - cached * self._page_size
-        return shared if saved >= _ENOUGH or 2 * saved >= left else 0
+        return shared if saved and (saved >= _ENOUGH or 2 * saved >= left) else 0
 
     def park(self, sequence: Sequence, key: int) -> Sequence:
         """It waits for the page with this key; returns who computes it."""

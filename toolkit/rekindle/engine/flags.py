@@ -24,6 +24,7 @@ class Flag(enum.IntFlag):
     BARRED = 128  # min_tokens is not reached
     LOGPROBS = 256
     PROMPT_LOGPROBS = 512
+    KEPT = 1024  # its keys and values are in a shared page already and are not written again
 
 
 SHAPES = Flag.BIASED | Flag.PENALISED | Flag.BARRED

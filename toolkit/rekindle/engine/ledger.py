@@ -42,17 +42,17 @@ class PageLedger:
             return self.pool.total
         own = 0
         if request.sampling.prompt_logprobs is None:
-            own = cache.pinned_prefix(request.token_ids[: request.prompt_length - 1])
+            own = cache.pinned_prefix(request.token_ids)
         return self.pool.total - cache.pinned_pages + own
 
     def keys(self, sequence: Sequence) -> list[int]:
-        """Keys of the pages that may come from the cache: one token at least has to be computed for its logits."""
+        """Keys of the pages that may come from the cache."""
         if self.cache is None:
             return []
-        length = sequence.known - 1
+        length = sequence.known
         if sequence.request.sampling.prompt_logprobs is not None and sequence.scored < sequence.request.prompt_length:
             # Positions that the cache skips have no logits, and not all were delivered yet.
-            length = min(length, sequence.scored)
+            length = min(length - 1, sequence.scored)
         return sequence.keys(length // self._page_size)
 
     def cached_path(self, sequence: Sequence) -> list[int]:
@@ -96,7 +96,8 @@ class PageLedger:
         if self.cache is not None:
             self._restore += self.cache.restore(match, taken[: len(match.nodes) - match.on_device])
         sequence.published = len(match.nodes)
-        return sequence.published * self._page_size
+        # The last token is computed even if its page is there: its logits choose the next one.
+        return min(sequence.published * self._page_size, sequence.known - 1)
 
     def grow(self, sequence: Sequence) -> bool:
         """One more page, if there is one."""

@@ -27,6 +27,7 @@ from rekindle.records import IntArray, Row, StepPlan
 _VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
 # As plain integers: operations on an enum.IntFlag take a microsecond each.
 _PROMPT, _SAMPLES, _SAMPLES_BARRED = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.SAMPLES | Flag.BARRED)
+_KEPT = int(Flag.KEPT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,6 +150,8 @@ class Upload:
             flags |= _SAMPLES_BARRED
         else:
             flags |= _SAMPLES
+        if row.kept:
+            flags |= _KEPT
         token = -1 if row.token_ids is None else int(row.token_ids[0])
         return row.slot, row.start + row.length, token, flags
 
@@ -197,7 +200,7 @@ def unpack(layout: Layout, page_size: int, ints: Array, floats: Array, last_toke
     )
     decode_tokens = jnp.where(given[:R] >= 0, given[:R], last_token[slots[:R]])
     decode_positions = jnp.maximum(lengths[:R] - 1, 0)
-    rows, valid = lax.iota(jnp.int32, R), lengths[:R] > 0
+    rows, valid = lax.iota(jnp.int32, R), (lengths[:R] > 0) & (flags[:R] & Flag.KEPT == 0)
     last = rows
     if T:
         index = lax.iota(jnp.int32, T)

@@ -101,11 +101,13 @@ class Scheduler:
                 break
             if sequence.status is Status.PREEMPTED:
                 continue  # by a more senior one, just now
-            if sequence.prefilling:
+            if sequence.decodes:
+                decode.append(sequence)
+            elif sequence.prefilling:
                 kept = 1  # juniors that decode must not starve it, however small the budget
             elif sequence.remaining and self._admission.ensure_page(sequence):
                 decode.append(sequence)
-        decode_rows = tuple([sequence.row(1) for sequence in decode])
+        decode_rows = [sequence.row(1) for sequence in decode]
         budget -= len(decode)
         prefill: list[Sequence] = []
         prefill_rows: list[Row] = []
@@ -122,12 +124,17 @@ class Scheduler:
                 if admitted is None:
                     break
                 self._count_admission(admitted)
+                if admitted.decodes:
+                    decode.append(admitted)
+                    decode_rows.append(admitted.row(1))
+                    budget -= 1
+                    continue
                 prefill.append(admitted)
                 prefill_rows.append(admitted.row(min(budget, admitted.target - admitted.planned)))
                 budget -= prefill_rows[-1].length
         if not decode and not prefill:
             return None
-        plan = StepPlan(self._step, decode_rows, tuple(prefill_rows), *self._ledger.moves())
+        plan = StepPlan(self._step, tuple(decode_rows), tuple(prefill_rows), *self._ledger.moves())
         self._flights.append(_Flight(plan, (*decode, *prefill)))
         self._step += 1
         return plan

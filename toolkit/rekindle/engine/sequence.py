@@ -72,6 +72,11 @@ class Sequence:
         return self.planned < self.target
 
     @property
+    def decodes(self) -> bool:
+        """One token is all that is left to prefill, so that a decode row computes it."""
+        return self.planned + 1 == self.target
+
+    @property
     def ended(self) -> bool:
         return self.status in _ENDED
 
@@ -166,6 +171,7 @@ class Sequence:
             self.fresh,
             self.sampled,
             self.outputs if self.fresh and self.generated else None,
+            start < self.published * self.page_size,
         )
         self.fresh = False
         self.planned = end
