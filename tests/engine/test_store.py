@@ -154,6 +154,39 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+UNSERIALISABLE = """
+import sys, jax, jax.monitoring
+from jax.experimental import serialize_executable
+def serialize(compiled):
+    raise ValueError("not implemented on this backend")
+serialize_executable.serialize = serialize
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
+from small import opening, prompt
+with opening(max_requests=1, precompile="lazy").result_sync() as session:
+    tokens = session.generate_sync(prompt(1, 5), max_tokens=3, ignore_eos=True).token_ids
+    print(len(hits), *{program.why for program in session.programs()}, sep="|")
+    print(tokens)
+"""
+
+
+def test_a_backend_that_can_not_serialise_leaves_its_programs_to_the_cache_of_jax(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "REKINDLE_CACHE": str(tmp_path)}
+    runs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", UNSERIALISABLE], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("can't be serialised") == 1, "it is said once"
+        runs.append(done.stdout.splitlines())
+    (first, *tokens), (second, *again) = runs
+    assert first.startswith("0|")
+    hits, *why = second.split("|")
+    assert int(hits) >= 2 and tokens == again
+    assert len(why) == 1 and "JAX's compilation cache" in why[0]
+
+
 def test_the_least_recently_used_program_leaves_first(tmp_path: Path) -> None:
     store = ExecutableStore(tmp_path, capacity=2)
     for age, key in enumerate(("old", "new")):

@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     warm = commands.add_parser("warm", help="compile a model's programs into the store ahead of time")
     warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a hub id, or 'tiny'")
     _engine_options(warm)
+    warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
     warm.add_argument("--json", action="store_true", help="print the programs as JSON")
 
     cache = commands.add_parser("cache", help="what persists on disk: programs, pages, snapshots, weights")

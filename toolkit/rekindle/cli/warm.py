@@ -11,16 +11,21 @@ import json
 import sys
 import time
 
+import jax
+
 from rekindle.assemble import TINY, stored_programs
 from rekindle.cli.main import engine_options
 from rekindle.config import EngineConfig
 from rekindle.engine.resolve import resolve
 from rekindle.engine.warming import Warmed, warm
+from rekindle.errors import ConfigError
 from rekindle.models.checkpoint import describe
 
 
 def run(arguments: argparse.Namespace) -> int:
     options = EngineConfig.of(engine_options(arguments))
+    if arguments.device_kind is not None:
+        check_kind(arguments.device_kind)
     model = describe(
         TINY if arguments.model == "tiny" else arguments.model, dtype=options.dtype, quantize=options.quantize
     )
@@ -33,6 +38,18 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{len(programs.manifest())} programs are ready after {time.perf_counter() - start:.1f} s")
     return 0
+
+
+def check_kind(asked: str) -> None:
+    """Programs are compiled for the device at hand: there is no compiling for another kind without one."""
+    kind = jax.local_devices()[0].device_kind
+    if asked.casefold() != kind.casefold():
+        raise ConfigError(
+            "--device-kind",
+            asked,
+            f"can't be compiled for here, where the device is {kind!r}",
+            "Run this on such a machine and copy its cache directory's `programs` folder",
+        )
 
 
 def show(warmed: Warmed) -> None:

@@ -20,7 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from rekindle.engine import identity
 from rekindle.errors import StoreError
@@ -29,6 +31,7 @@ from rekindle_kernels import native
 
 log = logging.getLogger("rekindle.store")
 FORMAT = 2
+_UNSERIALISABLE = "this backend's programs can't be serialised: JAX's compilation cache keeps them, and they are traced"
 PROGRAM, META = f"{ITEM}/program", f"{ITEM}/meta.json"
 STALE_SECONDS = 3600.0
 
@@ -53,12 +56,16 @@ class ExecutableStore:
         self._lock = threading.Lock()
         self._said: set[str] = set()
         self._writable = True
+        # Its presence says that an earlier process could not serialise programs here.
+        self._compilations = folder.parent / "compilations"
+        if self._compilations.is_dir():
+            self._fall_back()
 
     def load(self, key: str) -> Any:
         """The executable, ready to be called. Raises `StoreError` with the reason why there is none."""
         path = self.folder / key
         if not path.is_dir():
-            raise StoreError("not stored yet")
+            raise StoreError(_UNSERIALISABLE if self._compilations.is_dir() else "not stored yet")
         try:
             compiled = _loaded(path)
         except Exception as error:
@@ -76,6 +83,13 @@ class ExecutableStore:
             return False
         try:
             executable, in_tree, out_tree = serialize_executable.serialize(compiled)
+        except Exception as error:
+            self._say("serialise", f"{_UNSERIALISABLE}, in {self._compilations} ({type(error).__name__}: {error})")
+            with contextlib.suppress(OSError):
+                self._compilations.mkdir(parents=True, exist_ok=True)
+                self._fall_back()
+            return False
+        try:
             trees = pickle.dumps((in_tree, out_tree))
             meta = {
                 "format": FORMAT,
@@ -121,6 +135,14 @@ class ExecutableStore:
                 with contextlib.suppress(OSError):
                     if path.name not in readable and time.time() - path.stat().st_mtime > STALE_SECONDS:
                         self._drop(path)
+
+    def _fall_back(self) -> None:
+        """Have JAX keep compilations of this process from now on, unless the user already has it do so elsewhere."""
+        if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+            jax.config.update("jax_compilation_cache_dir", str(self._compilations))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+            compilation_cache.reset_cache()  # it has looked at the options only once
 
     def _paths(self) -> list[Path]:
         with contextlib.suppress(OSError):

@@ -1,0 +1,29 @@
+"""`rekindle warm` fills a store that the next one only reads, and refuses to compile for a device that is not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from rekindle.bench.folder import write_checkpoint
+from rekindle.cli.main import main
+
+
+def test_what_it_has_compiled_is_loaded_the_second_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint("micro", tmp_path / "micro")
+    kind = jax.local_devices()[0].device_kind
+    command = ["warm", str(folder), "--max-requests", "1", "--cache-dir", str(tmp_path / "cache"), "--json"]
+    for origin in ("compiled", "loaded"):
+        assert main([*command, "--device-kind", kind.upper()]) == 0
+        programs = json.loads(capsys.readouterr().out)
+        assert {program["origin"] for program in programs} == {origin}
+        assert {"memory", "admit", "gather", "scatter"} < {program["name"] for program in programs}
+
+
+def test_another_kind_of_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm", "tiny", "--device-kind", "TPU v5 lite"]) == 1
+    said = capsys.readouterr().err
+    assert "--device-kind" in said and "'TPU v5 lite'" in said and repr(jax.local_devices()[0].device_kind) in said
