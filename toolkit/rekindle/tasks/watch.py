@@ -135,9 +135,11 @@ class Watch:
     def figures(self) -> StepFigures:
         """Called on the loop."""
         doing = self._doing
-        over = doing is not None and time.perf_counter() - doing.since > self._config.step_timeout
-        stalled = self._stalled(doing) if doing is not None and over else ""
-        return StepFigures(self._slow, stalled, self._idle, _share(self._idle, self._busy))
+        share = _share(self._idle, self._busy)
+        if doing is None or time.perf_counter() - doing.since <= self._config.step_timeout:
+            return StepFigures(self._slow, "", self._idle, share)
+        uncounted = doing.plan is not self._reported  # `run` has not looked yet
+        return StepFigures(self._slow + uncounted, self._stalled(doing), self._idle, share)
 
     def _line(self) -> None:
         now, statistics = time.perf_counter(), self._scheduler.statistics()
