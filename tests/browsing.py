@@ -101,6 +101,12 @@ def run(page: Any, index: int) -> Any:
     raise AssertionError(f"cell {index} does not run")
 
 
+def printed(page: Any, index: int, words: str, *, seconds: float = 120) -> None:
+    """Run a cell and wait until it has printed these words; its source may contain them too."""
+    output = run(page, index).locator(".jp-OutputArea-output")
+    output.get_by_text(words).first.wait_for(timeout=seconds * 1000)
+
+
 def outputs(folder: Path, index: int) -> list[Any]:
     """What the saved notebook holds of a cell's outputs, by kind."""
     saved = nbformat.read(folder / NAME, as_version=4)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import browsing
-from browsing import cell, run
+from browsing import cell, printed, run
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -53,14 +53,14 @@ def page(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 
 def test_views_live_act_and_stay(page: Any) -> None:
-    run(page, 0).get_by_text("session ready").wait_for()
+    printed(page, 0, "session ready", seconds=300)  # its programs may have to be compiled
     run(page, 1)
     a_stream_is_stopped(page)
     assert cell(page, 1).locator("svg rect").count() >= 1
     the_tree_answers(page)
     the_chat_forks_at_a_token(page)
     cell(page, 1).screenshot(path=page.shots / "dashboard.png")
-    run(page, 7).get_by_text("closed").wait_for()
+    printed(page, 7, "closed")
     the_saved_notebook_keeps_pictures(page)
     local = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:")
     assert [url for url in page.asked if not url.startswith(local)] == [], "nothing comes from the network"
@@ -79,7 +79,7 @@ def a_stream_is_stopped(page: Any) -> None:
     assert "RequestAborted" in stopped
     page.wait_for_timeout(1000)
     assert text.inner_text() == stopped, "the text went on"
-    run(page, 3).get_by_text("status: aborted 0").wait_for()
+    printed(page, 3, "status: aborted 0")
 
 
 def the_tree_answers(page: Any) -> None:
@@ -129,12 +129,12 @@ def said(chat: Any) -> str:
 def answered(page: Any, tokens: int) -> None:
     """Ask the kernel until the answer is complete."""
     for _ in range(60):
-        printed = run(page, 6).locator(".jp-OutputArea-output").last
-        printed.get_by_text("said:").wait_for()
+        output = run(page, 6).locator(".jp-OutputArea-output").last
+        output.get_by_text("said:").wait_for()
         page.wait_for_timeout(300)
-        if printed.inner_text().startswith(f"said: {tokens} "):
+        if output.inner_text().startswith(f"said: {tokens} "):
             return
-    raise AssertionError(printed.inner_text())
+    raise AssertionError(output.inner_text())
 
 
 def the_saved_notebook_keeps_pictures(page: Any) -> None:

@@ -182,6 +182,20 @@ class TestChat:
         assert view.messages == []
         assert view.widget.value("say") == "hello"
 
+    def test_the_end_of_an_answer_is_drawn_at_once(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
+        view.stop()
+        view.join(10)
+        waited: list[float] = []
+        monkeypatch.setattr(view._stirred, "wait", waited.append)
+        for answer in (lambda: view.send("hello"), view.again):
+            answer()
+            view._handle.result_sync()
+            view.wait()
+            assert waited == [], "it ended between two pictures"
+            view.wait()
+            assert waited == [0.5]
+            waited.clear()
+
     def test_enter_sends_and_clears_the_line(self, view: ChatView) -> None:
         view.widget.fill("say", "hello")
         press(view, "say:enter")

@@ -50,7 +50,9 @@ class ChatView(Live):
         self._handle: Handle | None = None  # of the last answer, which is no message yet
         self._origin: Handle | None = None  # the request that the answer was forked from, itself unless it was
         self._kept: tuple[Piece, ...] = ()  # of the answer, from before it was forked
-        self._seen = 0  # deltas of the handle
+        # What the drawing thread has shown, which is alone with these: whose answer, how much of it, and its end.
+        self._watched: Handle | None = None
+        self._seen, self._over = 0, True
         self._marked: int | None = None  # token to fork at
         self._stirred = threading.Event()  # something was said, stopped or marked
         self.start()
@@ -119,7 +121,7 @@ class ChatView(Live):
         # From the first request, whose prompt ends where the answer begins: a fork of a fork knows no more than that.
         forked = self._session.fork(origin, at=0, edit=beginning, **{"seed": None, **options})
         handle.cancel()
-        self._handle, self._kept, self._seen = forked, tuple(kept), 0
+        self._handle, self._kept = forked, tuple(kept)
         self._mark(None)
 
     # What the page does.
@@ -152,7 +154,7 @@ class ChatView(Live):
         call = self._session.chat(self.messages, **{**self._options, **options})
         call.submit()
         self._handle = self._origin = call
-        self._kept, self._seen = (), 0
+        self._kept = ()
         self._mark(None)
 
     def _pieces(self) -> list[Piece]:
@@ -174,14 +176,18 @@ class ChatView(Live):
         self._mark(None)
 
     def wait(self) -> None:
-        """Blocks until there is another delta; while nobody answers, looks up twice a second."""
+        """Blocks until there is more of the answer, or its end; then looks up twice a second."""
         handle = self._handle
-        if handle is not None and not handle.done:
-            run_sync(handle._mailbox.more(self._seen))
-            self._seen = len(handle._mailbox.deltas)
-        else:
+        if handle is not self._watched:
+            self._watched, self._seen, self._over = handle, 0, handle is None
+        if handle is None or self._over:
             self._stirred.wait(0.5)
             self._stirred.clear()
+            return
+        if not handle.done:
+            run_sync(handle._mailbox.more(self._seen))
+        # Between two pictures an answer may end: then the next picture is due at once, and not half a second later.
+        self._seen, self._over = len(handle._mailbox.deltas), handle.done
 
     def stop(self) -> None:
         super().stop()

@@ -30,7 +30,7 @@ class Live:
         self._thread: threading.Thread | None = None
         self._shown: list[Any] = []  # display handles
         self._left = False  # the last picture is there
-        self._lock = threading.Lock()  # a view may be shown in the moment in which it ends
+        self._lock = threading.Lock()  # of what is shown: a view may be shown, or pressed, in the moment in which it ends
         self.picture = ""  # the latest
         self.pictures = 0  # drawn so far
 
@@ -70,8 +70,9 @@ class Live:
 
     def refresh(self) -> None:
         """Draw now; nothing is sent when the picture is the same."""
-        self._draw()
-        self.widget.html = self.picture
+        with self._lock:  # a press draws from the kernel's thread: an older picture must not come last
+            self._draw()
+            self.widget.html = self.picture
 
     def _draw(self) -> None:
         self.picture = self.draw()
