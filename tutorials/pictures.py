@@ -22,7 +22,7 @@ import browsing
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 CELLS = {
     "": 'import rekindle\nsession = await rekindle.open("tiny", max_requests=8, page_size=16)\n'
-    'ready = await session.generate("Once", max_tokens=4)\nawait session.flush_cache()\nprint("ready")',
+    'ready = await session.generate("Once", max_tokens=4, logprobs=4)\nawait session.flush_cache()\nprint("ready")',
     "completion": 'await session.generate("Once upon a time", max_tokens=60, temperature=0.9, seed=3, logprobs=4)',
     "dashboard": "session.watch()",
     "work": """import anyio, random
@@ -36,7 +36,10 @@ async with anyio.create_task_group() as group:
     for index in range(28):
         group.start_soon(ask, index)
 print("done")""",
-    "tree": "session.cache.view()",
+    "tree": """await session.flush_cache()
+for rest in ("Tom the fox was his friend, and they", "Anna knew him.", "Tom the fox was hungry, so he went to the river"):
+    await session.generate(story * 2 + rest, max_tokens=40, seed=1)
+session.cache.view()""",
     "chat": 'chat = session.view.chat(max_tokens=40)\nchat.send("Who are you?")\nchat._handle.result_sync()\n'
     'chat.send("Tell me a story about a cat.")\nchat._handle.result_sync()\nchat',
 }
@@ -57,11 +60,11 @@ def main() -> None:
 
 def take(page: Any, theme: str, target: Path) -> None:
     index = {name: position for position, name in enumerate(CELLS)}
-    browsing.run(page, 0).get_by_text("ready").last.wait_for()
+    browsing.printed(page, 0, "ready")
     browsing.run(page, index["completion"]).locator("span[title]").first.wait_for()
     keep(page, index["completion"], target / f"completion-{theme}.png")
     browsing.run(page, index["dashboard"]).get_by_role("button", name="Close").wait_for()
-    browsing.run(page, index["work"]).locator(".jp-OutputArea-output").get_by_text("done").wait_for()
+    browsing.printed(page, index["work"], "done")
     page.wait_for_timeout(700)  # its last picture
     keep(page, index["dashboard"], target / f"dashboard-{theme}.png")
     tree = browsing.run(page, index["tree"])

@@ -30,7 +30,7 @@ class Live:
         self._thread: threading.Thread | None = None
         self._shown: list[Any] = []  # display handles
         self._left = False  # the last picture is there
-        self._lock = threading.Lock()  # of what is shown: a view may be shown, or pressed, in the moment in which it ends
+        self._lock = threading.Lock()  # a view may be shown, or drawn anew, in the moment in which it ends
         self.picture = ""  # the latest
         self.pictures = 0  # drawn so far
 
