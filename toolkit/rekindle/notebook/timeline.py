@@ -56,7 +56,7 @@ class Timeline:
         place = f'x="{run.first}" y="{8 + slot * ROW}" width="{length}" height="{ROW - 2}"'
         return (
             f'<rect {place} fill="{COLOURS[run.kind]}">'
-            f"<title>{html.escape(run.request)} {run.kind}, {length} steps</title></rect>"
+            f"<title>{html.escape(run.request)} {run.kind}, {length} step{'s' * (length != 1)}</title></rect>"
         )
 
     def draw(self) -> html.Markup:

@@ -80,7 +80,8 @@ def _foldable(nodes: Sequence[Any]) -> html.Markup:
 
 def _node(node: Any) -> str:
     pin = " 📌" if node.pinned else ""
-    facts = f"{node.tokens} tokens at {node.start}, {node.pages} pages, {node.visits} visits, {node.age:.0f} s ago"
+    facts = f"{node.tokens} tokens at {node.start}, {node.pages} page{'s' * (node.pages != 1)}, "
+    facts += f"{node.visits} visit{'s' * (node.visits != 1)}, {node.age:.0f} s ago"
     return (
         f'<span style="color:{COLOURS[node.tier]}" title="{node.tier}">■</span>{pin} '
         f'<code title="{html.escape(facts)}">{html.escape(node.text)}</code> '
