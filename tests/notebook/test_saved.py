@@ -43,11 +43,13 @@ def executed(*cells: str) -> Any:
 def saved() -> dict[tuple[str, str], Any]:
     """The outputs of each view, shown while it lives and ended in a later cell, or left open when the kernel dies."""
     names = list(SHOW)
-    end = "view.handle.result_sync() if hasattr(view, 'handle') else view.stop(); view.join(10)"
-    chat_end = "view._handle.result_sync(); " + end
+    ends = {
+        "stream": "view.handle.result_sync(); view.join(10)",
+        "chat": "view.handle.result_sync(); view.stop(); view.join(10)",
+    }
     cells = [FIRST]
     for name in names:
-        cells += [SHOW[name], chat_end if name == "chat" else end]
+        cells += [SHOW[name], ends.get(name, "view.stop(); view.join(10)")]
     cells += [f"{SHOW[name].removesuffix('; view')}; display(view); time.sleep(0.3)" for name in names]
     cells += [
         "bar = Progress('loading')\nbar._last -= 1\nbar(Loaded(1, 4, 1.0))\nbar(Loaded(4, 4, 2.0))",
