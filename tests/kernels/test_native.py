@@ -83,6 +83,16 @@ def test_rotation_of_some_heads(tokens: int, head_dim: int, frequencies: int) ->
     np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (2, 576), (35, 960)])
+def test_the_norm_of_rows(rows: int, width: int) -> None:
+    x, weight = RANDOM.standard_normal((rows, width), np.float32), RANDOM.standard_normal(width, np.float32)
+    got = jax.jit(lambda x: native.rms_norm(x, weight, 1e-5))(x)
+    want = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5) * weight
+    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6, atol=1e-6)
+    assert native.rms_norm(jnp.asarray(x)[None], jnp.asarray(weight), 1e-5) is None, "a batch of rows"
+    assert native.rms_norm(jnp.asarray(x)[:, :31], jnp.asarray(weight)[:31], 1e-5) is None, "no multiple of a vector"
+
+
 @pytest.mark.parametrize("width", [1, 15, 256, 257, 1000, 49152])
 def test_the_first_index_of_the_largest(width: int) -> None:
     x = RANDOM.integers(-50, 50, (7, width)).astype(np.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle_kernels.native import decode, largest, memory, panels, placing, prefill, rows, vector, words
+from rekindle_kernels.native import decode, largest, memory, norm, panels, placing, prefill, rows, vector, words
 from rekindle_kernels.native.build import has_feature
 from rekindle_kernels.native.target import Kernel
 
@@ -12,11 +12,13 @@ _LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "float16": ve
 
 
 def make(name: str) -> Kernel:
-    """`rotate`, `largest`, `pack_DTYPE`, `panels_DTYPE`, `matvec_DTYPE`, `write_DTYPE`,
+    """`rotate`, `norm`, `largest`, `pack_DTYPE`, `panels_DTYPE`, `matvec_DTYPE`, `write_DTYPE`,
     `decode_DTYPE_HEADSIZE`, `prefill_DTYPE_HEADSIZE`."""
     kind, dtype, *rest = f"{name}_float32".split("_")
     if kind == "rotate":
         return placing.rotate(name)
+    if kind == "norm":
+        return norm.kernel(name)
     if kind == "largest":
         return largest.kernel(name)
     if kind == "write":

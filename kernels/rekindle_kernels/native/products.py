@@ -1,4 +1,4 @@
-"""Rows times a matrix, and the largest of each row, as calls of JAX."""
+"""Rows times a matrix, their norm, and the largest of each, as calls of JAX."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ def multiply(
     shape = jax.ShapeDtypeStruct((R, weight.shape[0]), jnp.float32)
     product: jax.Array = jax.ffi.ffi_call(ensure(names[-1]), shape)(weight, factors, *rows)
     return product
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array | None:
+    """x [T, E] / rms(x) · weight [E]; None where XLA has to do it."""
+    if x.ndim != 2 or x.dtype != jnp.float32 or x.shape[1] % 32 or not builds("norm"):
+        return None
+    normed: jax.Array = jax.ffi.ffi_call(ensure("norm"), jax.ShapeDtypeStruct(x.shape, jnp.float32))(
+        x, weight, jnp.array([eps], jnp.float32)
+    )
+    return normed
 
 
 def largest_index(x: jax.Array) -> jax.Array | None:

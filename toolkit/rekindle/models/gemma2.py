@@ -52,8 +52,8 @@ class SandwichBlock(Block):
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
-        self.attention_out_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp_out_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+        self.mlp_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):

@@ -30,11 +30,13 @@ class Attend(Protocol):
 class RMSNorm(nnx.Module):
     """x / rms(x) · weight over the last axis (or over `axes` of them), computed in float32."""
 
-    def __init__(self, shape: int | tuple[int, ...], eps: float) -> None:
+    def __init__(self, shape: int | tuple[int, ...], eps: float, precision: Precision) -> None:
         self.weight = parameter((shape,) if isinstance(shape, int) else shape, jnp.float32)
-        self.eps = eps
+        self.eps, self.native = eps, precision.native
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.native and (normed := native.rms_norm(x, self.weight[...], self.eps)) is not None:
+            return normed
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return (wide * scale * self.weight[...]).astype(x.dtype)
@@ -82,7 +84,7 @@ class Attention(nnx.Module):
         self.qkv = Linear((H + 2 * K) * D, config.hidden_size, precision, bias=config.qkv_bias)
         self.out = Linear(config.hidden_size, H * D, precision, bias=config.o_bias)
         # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
-        self.qk_norm = RMSNorm((H + K, D), config.norm_eps) if qk_norm else None
+        self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision) if qk_norm else None
         self.heads, self.kv_heads, self.head_dim = H, K, D
         self.layer, self.rope, self.native = layer, config.attention[layer].rope, precision.native
 

@@ -28,9 +28,9 @@ class Block(nnx.Module):
     """Norm before attention, norm before the MLP."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
         self.attention = self.make_attention(config, layer, precision)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
         self.mlp = self.make_mlp(config, layer, precision)
 
     def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
@@ -55,7 +55,7 @@ class Llama(nnx.Module):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
         self.layers = nnx.List([self.block(config, layer, precision) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
         self.head = (
             None
             if config.tie_embeddings

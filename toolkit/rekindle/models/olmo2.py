@@ -23,8 +23,8 @@ class WideNormAttention(Attention):
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
-        self.q_norm = RMSNorm(config.num_heads * config.head_dim, config.norm_eps)
-        self.k_norm = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps)
+        self.q_norm = RMSNorm(config.num_heads * config.head_dim, config.norm_eps, precision)
+        self.k_norm = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps, precision)
 
     def normed(self, qkv: jax.Array) -> jax.Array:
         qk = qkv[..., : self.heads + self.kv_heads, :]
