@@ -60,7 +60,7 @@ plt.show()
 # The tree shows where each run of pages is now, how often it was visited, and how long ago.
 
 # %%
-print(session.cache.tree())
+session.cache.tree()
 
 # %% [markdown]
 # ## Coming back
@@ -68,7 +68,7 @@ print(session.cache.tree())
 # The first document's pages are in host memory. `explain` tells what a prompt would find, without running it.
 
 # %%
-print(session.cache.explain([*documents[0], 5]))
+session.cache.explain([*documents[0], 5])
 
 # %%
 async with session.paused():
