@@ -69,23 +69,35 @@ print(again.usage)
 
 # %% [markdown]
 # The cache holds keys and values, and not what comes out at the end of the network. To choose the next token the engine
-# needs the *logits* of the last position, so at least that position has to run through the model. Since pages are the unit of
-# sharing, and a page that others read must not be written, the last page is computed anew.
+# needs the *logits* of the last position, so that position has to run through the model: 47 of the 48 tokens count as cached.
+# Its keys and values are in the last page already, and a page that others read must not be written, so the step reads them
+# there and stores nothing.
 #
 # ## The tree
 #
-# Below, three prompts share a beginning and then part. Every branch is stored once. `session.stats()` counts the nodes
-# of the tree, which are its pages.
+# Below, prompts share a beginning and then part. Every branch is stored once. `session.stats()` counts the nodes of the
+# tree, which are its pages.
 
 # %%
 await session.flush_cache()
-base = np.arange(100, 100 + 2 * PAGE).tolist()  # prompts may be token ids
-left, right = [*base, *[7] * PAGE], [*base, *[8] * PAGE]
-for ids in (base, left, right, [*left, *[9] * PAGE]):
+words = session.tokenizer.encode(story)  # prompts may be token ids
+base, one, two, three = words[: 2 * PAGE], *(words[at * PAGE : (at + 1) * PAGE] for at in (2, 3, 4))
+left, right = [*base, *one], [*base, *two]
+for ids in (base, left, right, [*left, *three]):
     done = await session.generate([*ids, 1], max_tokens=1)
     print(
         f"{len(ids) + 1:3} tokens, {done.usage.cached_tokens:3} cached, {session.stats().cache.nodes} pages in the tree"
     )
+
+# %% [markdown]
+# `session.cache.view()` draws the tree: runs of pages without a branch, the tier that holds them, and how often they were
+# visited. While the kernel lives you can fold it, and type a prompt to see what it would hit. `explain` says that in words.
+
+# %%
+session.cache.view()
+
+# %%
+session.cache.explain([*left, *three, 1])
 
 # %% [markdown]
 # ## A conversation
