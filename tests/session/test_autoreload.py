@@ -65,7 +65,7 @@ def test_a_session_goes_on_under_autoreload(loop: str, tmp_path: Path) -> None:
         edit(mine, 4)
         check(notebook, 4)
         notebook.ok(
-            "async with session.paused():\n    h = session.submit('b', max_tokens=1)\n    r = await session.step()"
+            "async with session.paused():\n    h = session.submit('two', max_tokens=1)\n    r = await session.step()"
         )
         assert "prefill" in notebook.ok("print(r)")
         notebook.ok("settled(session)\nawait session.aclose()")

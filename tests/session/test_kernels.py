@@ -158,7 +158,7 @@ def test_a_session_outlives_its_cell_and_is_paused_in_another(notebook: Kernel) 
     notebook.ok("handle = session.submit('a', max_tokens=3)")
     notebook.ok("await handle")
     out = notebook.ok(
-        "async with session.paused():\n    h = session.submit('b', max_tokens=2)\n    print(await session.step())"
+        "async with session.paused():\n    h = session.submit('two', max_tokens=2)\n    print(await session.step())"
     )
     assert "prefill" in out
     assert notebook.ok("print((await h).finish_reason)") == "length"
