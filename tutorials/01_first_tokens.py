@@ -91,6 +91,23 @@ for message in messages:
     print(f"{message['role']:>9}: {message['content']}")
 
 # %% [markdown]
+# `session.view.chat()` is a conversation with buttons: answer again, take the last message back, and click a token of an
+# answer to go on from there with other words. This one was given its question by code, so that the page shows something.
+
+# %%
+chat = session.view.chat(max_tokens=40)
+chat.send("Tell me a story about a cat.")
+chat
+
+# %% [markdown]
+# Its answer is made in the session's thread, like any other. Stop the view, and its last picture stays in the notebook.
+
+# %%
+await chat.handle
+chat.stop()
+chat.join(5)
+
+# %% [markdown]
 # ## Several prompts at once
 #
 # A list goes in, a list comes out. The prompts run together, in one batch: on most machines eight of them take hardly
@@ -109,7 +126,7 @@ for one in many:
 # `n` asks for several continuations of one prompt. They share the prompt's computation.
 
 # %%
-for one in await session.generate("The dragon said:", n=3, max_tokens=16, temperature=1.0, seed=5):
+for one in await session.generate("The dragon said:", n=3, max_tokens=16, temperature=1.0, seed=6):
     print(f"seed {one.seed}: {one.text!r}")
 
 # %% [markdown]

@@ -186,6 +186,8 @@ async with session.paused():
 reports[0]
 
 # %% [markdown]
+# The time on the host is XLA's, which compiles the program at its first use and never again.
+#
 # The first step is the prefill: all positions of the prompt at once, written to the first page, and one token sampled from the
 # last row of logits. The rest are decode steps, one position each. When a page is full the next one is taken from the pool.
 

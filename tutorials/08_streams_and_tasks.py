@@ -86,7 +86,8 @@ stories: dict[int, str] = {}
 
 
 async def tell(number: int) -> None:
-    name = await session.generate("The hero of this story is called", max_tokens=3, temperature=1.2, seed=number)
+    hero = "The hero of this story is called"
+    name = await session.generate(hero, max_tokens=3, stop=".", temperature=1.2, seed=number)
     story = await session.generate(f"{name.text.strip()} went to the forest", max_tokens=24)
     stories[number] = f"{name.text.strip()} went to the forest{story.text}"
 
