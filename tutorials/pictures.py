@@ -29,7 +29,7 @@ CELLS = {
 random.seed(1)
 story = "Once upon a time there was a small green dragon called Zoe. Zoe lived in a cave near the river. "
 async def ask(index):
-    await anyio.sleep(random.random() * 0.6)
+    await anyio.sleep(random.random() * 0.1)
     await session.generate(story * random.randint(1, 4) + random.choice(["Tom", "Anna", "Then", "One day"]),
                            max_tokens=random.randint(10, 70), temperature=1.0, seed=index, ignore_eos=True)
 async with anyio.create_task_group() as group:
