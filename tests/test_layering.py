@@ -15,6 +15,7 @@ LAYERS = {
     "rekindle.config": 1,
     "rekindle.records": 1,
     "rekindle.html": 1,
+    "rekindle.progress": 1,
     "rekindle.saving": 1,
     "rekindle.models": 2,
     "rekindle.cache": 3,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from rekindle.errors import CheckpointError, ConfigError, MissingExtra, UnsupportedModel
-from rekindle.models import LoadedModel, checkpoint, hub, progress, reading
+from rekindle.models import LoadedModel, checkpoint, hub, reading
 from rekindle.models.progress import Progress
 from rekindle.models.tensor_files import read_header
 
@@ -143,17 +142,6 @@ def test_progress_reports_bytes_rate_and_what_remains(tmp_path: Path) -> None:
     assert "MB/s" in str(last)
     half = Progress(50, 100, 2.0)
     assert (half.rate, half.eta) == (25.0, 2.0)
-
-
-def test_the_console_bar_shows_slow_loads_only() -> None:
-    out = io.StringIO()
-    report = progress.console("model", out)
-    report(Progress(10, 100, 0.1))
-    assert out.getvalue() == ""
-    report(Progress(50_000_000, 100_000_000, 1.0))
-    assert "model [██████████··········] 50 of 100 MB at 50 MB/s, 1.0 s left" in out.getvalue()
-    report(Progress(100_000_000, 100_000_000, 2.0))
-    assert out.getvalue().endswith("\n")
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,9 @@ from rekindle.errors import OutOfMemory, RekindleError
 from rekindle.models.base import Graph, LoadedModel
 from rekindle.models.checkpoint import Described, describe, load, read
 from rekindle.models.config import ModelConfig
-from rekindle.models.progress import Report, console
+from rekindle.models.progress import Report
 from rekindle.models.replace import replace_weights
+from rekindle.progress import Progress
 from rekindle.tasks.device import Contexts
 from rekindle.tasks.messages import DetokenizerLike, Engine
 from rekindle.text.chat import ChatTemplate
@@ -72,10 +73,17 @@ def _build(order: Order) -> Engine:
     config = resolve(order.config, model, weight_bytes=weight_bytes)
     programs = stored_programs(model, graph, shapes, config, order.processors)
     precompile = _precompile(config.precompile)
+    bar = _bar(model.model_type if described is order.model else str(order.model), config)
     # Programs need shapes alone, so they are loaded or compiled while the weights are read.
-    warming = Warming(programs, precompile, restoring=config.restore is not None, contexts=order.contexts)
+    warming = Warming(
+        programs,
+        precompile,
+        restoring=config.restore is not None,
+        progress=bar if precompile == "all" else None,  # else nobody waits for them
+        contexts=order.contexts,
+    )
     try:
-        loaded = described if isinstance(described, LoadedModel) else _read(described, order)
+        loaded = described if isinstance(described, LoadedModel) else _read(described, config, order.progress or bar)
         return _engine(order, config, loaded, programs, warming, prefer_ready=precompile == "background")
     except BaseException:
         warming.stop()
@@ -139,18 +147,14 @@ def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequenc
     return model.found.config, model.graph, model.shapes, model.nbytes
 
 
-def _read(described: Described, order: Order) -> LoadedModel:
-    config = order.config
-    return read(
-        described,
-        progress=order.progress or _bar(str(order.model), config),
-        cache_dir=cache_folder(config.cache_dir),
-    )
+def _read(described: Described, config: EngineConfig, progress: Report | None) -> LoadedModel:
+    return read(described, progress=progress, cache_dir=cache_folder(config.cache_dir))
 
 
-def _bar(model: str | Path, config: EngineConfig) -> Report | None:
-    """A bar in a terminal for loads that take a while, unless the session is to be quiet."""
-    return None if config.quiet or not sys.stderr.isatty() else console(f"loading {Path(model).name}")
+def _bar(model: str, config: EngineConfig) -> Progress | None:
+    """A bar in a terminal for what takes a while, unless the session is to be quiet."""
+    quiet = config.quiet or not sys.stderr.isatty()
+    return None if quiet else Progress(f"opening {Path(model).name}", backend="terminal")
 
 
 def _detokenizer(tokenizer: Tokenizer) -> Callable[[Sampling], DetokenizerLike]:

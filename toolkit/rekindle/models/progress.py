@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 
 class Progress(NamedTuple):
@@ -32,24 +31,6 @@ class Progress(NamedTuple):
 
 
 Report = Callable[[Progress], None]
-
-
-def console(label: str, stream: TextIO | None = None) -> Report:
-    """A bar on one line of the terminal, for loads that take longer than half a second."""
-    out = sys.stderr if stream is None else stream
-    shown = False
-
-    def report(progress: Progress) -> None:
-        nonlocal shown
-        if progress.seconds < 0.5 and not shown:
-            return
-        shown = True
-        filled = 20 * progress.done // max(1, progress.total)
-        line = f"{label} [{'█' * filled}{'·' * (20 - filled)}] {progress}"
-        out.write(f"\r{line:<100}" + ("\n" if progress.done >= progress.total else ""))
-        out.flush()
-
-    return report
 
 
 class Meter:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from rekindle.notebook.chat import ChatView
 from rekindle.notebook.dashboard import Dashboard
-from rekindle.notebook.progress import Progress
 from rekindle.notebook.streaming import StreamView
 from rekindle.notebook.tree import TreeView
+from rekindle.progress import Progress
 
 __all__ = ["ChatView", "Dashboard", "Progress", "StreamView", "TreeView"]

@@ -52,8 +52,11 @@ class Progress:
     def line(self, report: Any) -> str:
         """Loads say how many bytes and how long still, programs say which one."""
         program = getattr(report, "program", None)
-        words = str(report) if program is None else f"{report.done} of {report.total} programs, {program.name}"
-        return f"{self.label}: {words}"
+        if program is None:
+            return f"{self.label}: {report}"
+        left = (time.monotonic() - self._began) / report.done * (report.total - report.done)
+        eta = f", {left:.0f} s left" if report.done < report.total else ""
+        return f"{self.label}: {report.done} of {report.total} programs, {program.name}{eta}"
 
 
 def _backend(asked: Backend, stream: TextIO | None) -> Callable[[str, float, bool], None]:
