@@ -90,12 +90,14 @@ def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets:
     return LayerKV(call(kv.pages, k.astype(jnp.float32), v.astype(jnp.float32), page_ids, offsets))
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int, count: int) -> jax.Array | None:
-    """The heads [first, first + count) of x [T, A, D] rotated by cos and sin [T, F]; None where XLA does as well."""
-    if x.ndim != 3 or x.shape[0] < MANY_TOKENS or x.dtype != jnp.float32 or cos.shape[-1] % LANES:
-        return None
-    if not builds("rotate"):
-        return None
+def rotates(x: jax.Array, cos: jax.Array) -> bool:
+    """Whether `rotate` takes these, and is faster than XLA."""
+    usable = x.ndim == 3 and x.shape[0] >= MANY_TOKENS and x.dtype == jnp.float32 and cos.shape[-1] % LANES == 0
+    return usable and builds("rotate")
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int, count: int) -> jax.Array:
+    """The heads [first, first + count) of x [T, A, D] rotated by cos and sin [T, F]."""
     call = jax.ffi.ffi_call(ensure("rotate"), jax.ShapeDtypeStruct((x.shape[0], count, x.shape[2]), jnp.float32))
     rotated: jax.Array = call(x, cos, sin, jnp.array([first, count], jnp.int32))
     return rotated

@@ -54,10 +54,13 @@ def multiply(
     return product
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array | None:
-    """x [T, E] / rms(x) · weight [E]; None where XLA has to do it."""
-    if x.ndim != 2 or x.dtype != jnp.float32 or x.shape[1] % 32 or not builds("norm"):
-        return None
+def norms(x: jax.Array) -> bool:
+    """Whether `rms_norm` takes these rows."""
+    return x.ndim == 2 and x.dtype == jnp.float32 and x.shape[1] % 32 == 0 and builds("norm")
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x [T, E] / rms(x) · weight [E]."""
     normed: jax.Array = jax.ffi.ffi_call(ensure("norm"), jax.ShapeDtypeStruct(x.shape, jnp.float32))(
         x, weight, jnp.array([eps], jnp.float32)
     )

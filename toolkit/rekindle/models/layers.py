@@ -5,6 +5,7 @@ T tokens (flat: a whole ragged batch), E hidden size, H query heads, K kv heads,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -35,11 +36,14 @@ class RMSNorm(nnx.Module):
         self.eps, self.native = eps, precision.native
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.native and (normed := native.rms_norm(x, self.weight[...], self.eps)) is not None:
-            return normed
+        if self.native and native.norms(x):
+            return native.differentiable(partial(native.rms_norm, eps=self.eps), self.plain)(x, self.weight[...])
+        return self.plain(x, self.weight[...])
+
+    def plain(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale * self.weight[...]).astype(x.dtype)
+        return (wide * scale * weight).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -68,12 +72,16 @@ class RopeTables:
         self, x: jax.Array, spec: rope.RopeSpec | None, first: int, count: int, *, use_native: bool
     ) -> jax.Array:
         """The heads [first, first + count) of x [T, heads, D]."""
-        if spec is not None and use_native:
-            rotated = native.rotate(x, *self.tables[spec], first, count)
-            if rotated is not None:
-                return rotated
-        some = x[..., first : first + count, :]
-        return some if spec is None else rope.rotate(some, *self.tables[spec])
+        if spec is None:
+            return x[..., first : first + count, :]
+        cos, sin = self.tables[spec]
+
+        def plain(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+            return rope.rotate(x[..., first : first + count, :], cos, sin)
+
+        if use_native and native.rotates(x, cos):
+            return native.differentiable(partial(native.rotate, first=first, count=count), plain)(x, cos, sin)
+        return plain(x, cos, sin)
 
 
 class Attention(nnx.Module):

@@ -25,6 +25,7 @@ long.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -125,7 +126,10 @@ def linear(x: jax.Array, matrix: Matrix, dtype: DTypeLike | None = None) -> jax.
     rows, weight = x.size // x.shape[-1], matrix.weight[...]
     rounds = matrix.quantize == "int8"
     if matrix.native and native.multiplies(rows, weight, quantize_rows=rounds):
-        product = native.multiply(x.reshape(rows, -1), weight, scale, quantize_rows=rounds)
+        product = native.differentiable(
+            partial(native.multiply, quantize_rows=rounds),
+            partial(multiply, quantize=matrix.quantize, out=jnp.float32),
+        )(x.reshape(rows, -1), weight, scale)
         return product.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
     return multiply(x, weight, scale, matrix.quantize, jnp.dtype(dtype or x.dtype))
 

@@ -1,0 +1,51 @@
+"""A model that runs on native kernels can be differentiated: its gradient is the plain form's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rekindle.models.config import ModelConfig
+from rekindle.models.layers import RMSNorm, RopeTables
+from rekindle.models.linear import Linear, Precision
+from rekindle_kernels import native
+
+RAW = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.skipif(native.reason_against() is not None, reason="numba is not installed")
+@pytest.mark.parametrize("rows", [2, 40])
+def test_gradients_go_through_the_plain_form(rows: int) -> None:
+    config, random = ModelConfig.from_hf(RAW), np.random.default_rng(0)
+    x, weight = random.standard_normal((rows, 64), np.float32), random.standard_normal((128, 64), np.float32)
+
+    def gradients(use_native: bool) -> tuple[jax.Array, ...]:
+        precision = dataclasses.replace(Precision.of("float32", platform="cpu"), native=use_native)
+
+        def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
+            norm, project = RMSNorm(64, 1e-5, precision), Linear(128, 64, precision)
+            norm.weight, project.weight = nnx.Param(jnp.ones(64)), nnx.Param(weight)
+            tables = RopeTables(config, jnp.arange(rows))
+            heads = project(norm(x)).reshape(rows, 2, 64)
+            turned = tables.rotate(heads, config.attention[0].rope, 0, 2, use_native=use_native)
+            return (turned * turned[::-1]).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, weight)
+
+    for got, want in zip(gradients(True), gradients(False), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
