@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native.memory import f32, free, i32, malloc, prefetch, set_f32, set_i32
+from rekindle_kernels.native.products import LEFT_OVER, PANEL
 from rekindle_kernels.native.target import (
     Kernel,
     dim,
@@ -50,24 +51,18 @@ from rekindle_kernels.native.vector import (
 )
 from rekindle_kernels.native.words import from_ints, store_columns, store_u8, total_of_ints
 
-PANEL = 2 * LANES  # rows
+assert PANEL == 2 * LANES, "a panel is two vectors of rows"
 GROUP = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
 PACKED_BYTES = 128 << 10  # of rows that one thread packs: to wake another takes as long
-FEW = 4  # rows left over that are not worth a vector
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
 ONES = 0x01010101
-
-
-def words_of(width: int, size: int) -> int:
-    """Words of a row of `width` elements of `size` bytes."""
-    return width * size // 4
 
 
 @inline
 def left_over(rows: int) -> int:
     """Rows that no vector takes."""
-    return rows % LANES if rows % LANES <= FEW else 0
+    return rows % LANES if rows % LANES <= LEFT_OVER else 0
 
 
 @inline

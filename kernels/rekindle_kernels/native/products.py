@@ -9,6 +9,8 @@ from rekindle_kernels.native.build import builds, ensure, has_feature
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
+PANEL = 32  # rows that `panels` lays next to each other
+LEFT_OVER = 4  # rows behind the last vector that are not worth one, and lie behind the panels
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multiply two and four of them in a lane
 
@@ -46,8 +48,8 @@ def multiply(
     rows = [x.astype(jnp.float32)]
     if len(names) == 2:
         words = K * weight.dtype.itemsize // 4
-        panels = jax.ShapeDtypeStruct((words * (-(-R // 32) * 32 + FEW_ROWS),), jnp.int32)
-        scales = jax.ShapeDtypeStruct((-(-R // 16) * 16,), jnp.float32)
+        panels = jax.ShapeDtypeStruct((words * (-(-R // PANEL) * PANEL + LEFT_OVER),), jnp.int32)
+        scales = jax.ShapeDtypeStruct((-(-R // PANEL) * PANEL,), jnp.float32)
         rows = [*jax.ffi.ffi_call(ensure(names[0]), (panels, scales))(*rows)]
     shape = jax.ShapeDtypeStruct((R, weight.shape[0]), jnp.float32)
     product: jax.Array = jax.ffi.ffi_call(ensure(names[-1]), shape)(weight, factors, *rows)
