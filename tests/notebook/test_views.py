@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rekindle import Session
-from rekindle.errors import QueueFull, RequestAborted
+from rekindle.errors import InvalidRequest, QueueFull, RequestAborted
 from rekindle.notebook import ChatView, Dashboard, StreamView
 from rekindle.notebook.live import Live
 from rekindle.notebook.recorder import Seen
@@ -236,6 +236,14 @@ class TestChat:
         view._handle.result_sync()
         assert view.answer[:3] == before[:3]
         assert len(view.answer) == 20
+
+    @pytest.mark.parametrize("at", [-1, 21])
+    def test_a_fork_outside_of_the_answer_is_refused(self, view: ChatView, at: int) -> None:
+        view.send("hello")
+        said = view._handle.result_sync().text
+        with pytest.raises(InvalidRequest, match=rf"at={at}: .*20 tokens.* Use 0 to 20"):
+            view.fork(at, "XY")
+        assert view.answer == said
 
     def test_a_click_marks_a_token_and_the_button_forks_there(self, view: ChatView) -> None:
         view.send("hello")

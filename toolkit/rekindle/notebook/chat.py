@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rekindle import html
-from rekindle.errors import RequestAborted
+from rekindle.errors import InvalidRequest, RequestAborted
 from rekindle.notebook.live import Live
 from rekindle.notebook.panel import Control, button, field
 from rekindle.tasks.ports import run_sync
@@ -110,9 +110,11 @@ class ChatView(Live):
 
         Without `edit` the rest is drawn again, with another seed; a greedy answer then repeats itself.
         """
-        origin, handle = self._origin, self._handle
-        if origin is None or handle is None or not 0 <= at <= len(self.answer_ids):
+        origin, handle, made = self._origin, self._handle, len(self.answer_ids)
+        if origin is None or handle is None:
             return
+        if not 0 <= at <= made:
+            raise InvalidRequest("at", at, f"is outside of the answer's {made} tokens so far", f"Use 0 to {made}")
         tokenizer = self._session.tokenizer
         kept = list(_until(self._pieces(), at, tokenizer.decode))
         if edit:
