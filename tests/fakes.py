@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -68,6 +69,30 @@ class FakeModel:
                 break
             values = np.concatenate([values, self.extend(values, [token])])
         return output
+
+
+@dataclasses.dataclass(frozen=True)
+class EchoModel(FakeModel):
+    """Says again what it read `period` tokens ago, but for a surprise now and then, so that its text can be guessed."""
+
+    period: int = 5
+    surprises: float = 0.1
+
+    def extend(self, before: KV, tokens: Iterable[int]) -> KV:
+        """As FakeModel's, with the token itself in the low bits."""
+        values = before
+        for token in tokens:
+            value = super().extend(values, [token]) & ~np.uint64(0xFFFF) | np.uint64(token)
+            values = np.concatenate([values, value])
+        return values[len(before) :]
+
+    def choose(self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int]) -> int:
+        other = super().choose(values, sampling, generated, forbidden)
+        digest = hashlib.blake2b(values.tobytes() + b"surprise", digest_size=8).digest()
+        if len(values) < self.period or int.from_bytes(digest, "little") / 2**64 < self.surprises:
+            return other
+        echo = int(values[-self.period]) & 0xFFFF
+        return other if echo in forbidden and generated < sampling.min_tokens else echo
 
 
 class DictTier:
@@ -209,7 +234,8 @@ class FakeRunner:
         token, logprobs = None, None
         if row.samples:
             token = self.model.choose(values, request.sampling, row.generated, request.eos_ids | request.stop_ids)
-            self.slots[row.slot] = (owner, epoch, token)
+            if not row.draft:
+                self.slots[row.slot] = (owner, epoch, token)
             if request.sampling.logprobs is not None:
                 logprobs = self.logprobs(token, request.sampling.logprobs)
         prompt: tuple[TokenLogprobs, ...] = ()
@@ -227,13 +253,22 @@ class FakeRunner:
         assert rows, "an empty step was planned"
         assert plan.tokens <= self.max_tokens_per_step, f"{plan.tokens} tokens are over the budget"
         assert len(plan.prefill) <= self.max_prefill_rows, f"{len(plan.prefill)} sequences prefill in one step"
-        assert len({row.slot for row in rows}) == len(rows) <= self.max_requests, "a slot is used twice"
+        owners = [row for row in rows if not row.draft]
+        assert len({row.slot for row in owners}) == len(owners) <= self.max_requests, "a slot is used twice"
+        assert len(plan.decode) <= max(self.max_requests, 2), "there is no program of so many rows"
         assert all(0 <= row.slot < self.max_requests for row in rows)
-        assert len({row.request.id for row in rows}) == len(rows), "a request has two rows"
+        assert len({row.request.id for row in owners}) == len(owners), "a request has two rows"
+        for before, row in itertools.pairwise(plan.decode):
+            if row.draft:
+                assert row.token_ids is not None and not row.fresh and not row.kept
+                assert (row.request.id, row.epoch, row.slot, row.start, row.generated) == (
+                    before.request.id, before.epoch, before.slot, before.start + 1, before.generated + 1,
+                ), "a draft does not follow what it continues"  # fmt: skip
+        assert not any(row.draft for row in (*plan.decode[:1], *plan.prefill))
         assert all(row.length == 1 and row.samples for row in plan.decode)
         assert all(row.start + 1 >= row.request.prompt_length for row in plan.decode), "a prompt has more tokens"
         assert not any(row.kept for row in plan.prefill)
-        written: set[int] = set()
+        written: dict[int, str] = {}  # pages, and by which request
         for row in rows:
             assert row.token_ids is None or len(row.token_ids) == row.length >= 1
             assert row.fresh or row.outputs is None
@@ -243,10 +278,12 @@ class FakeRunner:
             first, last = row.start // self.page_size, (row.start + row.length - 1) // self.page_size
             mine = set(row.pages[first : last + 1].tolist())
             if not row.kept:
-                assert not mine & written, "two rows write the same page"
-                written |= mine
+                assert all(written.get(page, row.request.id) == row.request.id for page in mine), (
+                    "a page has two writers"
+                )
+                written |= dict.fromkeys(mine, row.request.id)
         restored = {move.page for move in plan.restore}
-        assert len(restored) == len(plan.restore) and not restored & written
+        assert len(restored) == len(plan.restore) and restored.isdisjoint(written)
 
 
 class ByteTokenizer:

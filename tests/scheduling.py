@@ -42,10 +42,13 @@ class Loop:
         max_overtakes: int = 64,
         reserve: Reserve | None = None,
         fail: Callable[[StepPlan], BaseException | None] | None = None,
+        prompt_lookup: int = 0,
     ) -> None:
         self.model = model if model is not None else FakeModel()
         self.overlap = overlap
-        limits = Limits(max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue)
+        limits = Limits(
+            max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue, prompt_lookup
+        )
         self.pool = PagePool(pages + 1)
         self.pool_page_size = page_size
         self.ticks = itertools.count(1)

@@ -80,6 +80,8 @@ def test_logprobs_true_means_one() -> None:
         ({"page_size": 24}, "page_size"),
         ({"device_pages": 1}, "device_pages"),
         ({"host_memory": -1}, "host_memory"),
+        ({"prompt_lookup": -1}, "prompt_lookup"),
+        ({"prompt_lookup": True}, "prompt_lookup"),
     ],
 )
 def test_a_bad_engine_option_names_itself(options: dict[str, Any], field: str) -> None:

@@ -106,7 +106,9 @@ class Plain:
         return int(tokens[0])
 
 
-def random_request(index: int, rng: np.random.Generator, stems: list[np.ndarray], longest: int) -> Request:
+def random_request(
+    index: int, rng: np.random.Generator, stems: list[np.ndarray], longest: int, *, few: bool
+) -> Request:
     stem = stems[rng.integers(len(stems))]
     tail = rng.integers(3, VOCAB, rng.integers(1, 12))
     prompt = np.concatenate([stem[: rng.integers(0, len(stem) + 1)], tail])[: longest - 2].astype(np.int32)
@@ -125,6 +127,8 @@ def random_request(index: int, rng: np.random.Generator, stems: list[np.ndarray]
     if rng.random() < 0.2:
         options["prompt_logprobs"] = int(rng.integers(0, 4))
     ends = frozenset(rng.integers(3, VOCAB, 25).tolist()) if rng.random() < 0.4 else frozenset[int]()
+    if few and rng.random() < 0.5:  # of few tokens, so that the text repeats itself
+        prompt, options["logit_bias"] = prompt % 3 + 10, dict.fromkeys((10, 11, 12), 9.0)
     return Request(f"q{index}", prompt, Sampling(**options), eos_ids=ends)  # type: ignore[arg-type]
 
 
@@ -164,6 +168,9 @@ SETUPS = {
     "pages of 16, two at once, short chunks": {
         "page_size": 16, "device_pages": 7, "max_tokens_per_step": 8, "max_requests": 2,
     },
+    "guesses beside every row that is free": {
+        "page_size": 8, "device_pages": 20, "max_tokens_per_step": 24, "prompt_lookup": 3,
+    },
 }  # fmt: skip
 
 
@@ -180,7 +187,7 @@ def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: st
     while len(requests) < 100 or engine.scheduler.has_work:
         if len(requests) < 100 and rng.random() < 0.3:
             for _ in range(rng.integers(1, 4)):
-                requests.append(random_request(len(requests), rng, stems, longest))
+                requests.append(random_request(len(requests), rng, stems, longest, few=config.prompt_lookup > 0))
                 engine.submit(requests[-1])
         if requests and rng.random() < 0.03:
             engine.abort(requests[-int(rng.integers(1, min(len(requests), 8) + 1))])
@@ -201,3 +208,5 @@ def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: st
     assert statistics.preemptions > 0
     assert runner.pages_in > 0
     assert runner.pages_out > 0
+    if config.prompt_lookup:
+        assert 20 < statistics.accepted_tokens < statistics.drafted_tokens

@@ -86,6 +86,20 @@ def test_min_tokens_bars_until_that_many_were_generated() -> None:
         assert bool(step.shaping.barred[0]) is barred
 
 
+def test_a_draft_chooses_as_its_request_does_but_is_no_writer_of_its_slot() -> None:
+    sampling = Sampling(temperature=0.5, seed=9, min_tokens=5, max_tokens=9)
+    rows = (row(2, 20, None, sampling, generated=4), row(2, 21, [50], sampling, generated=5, draft=True))
+    step = inputs_of(Upload(LAYOUT), StepPlan(0, rows, ()))
+    assert step.tokens.tolist()[:2] == [1002, 50]
+    assert step.positions.tolist()[:2] == [20, 21]
+    assert step.choice.position.tolist()[:2] == [21, 22]
+    assert step.choice.seed.tolist()[:2] == [[0, 9], [0, 9]]
+    assert step.choice.temperature.tolist()[:2] == [0.5, 0.5]
+    assert step.shaping.barred.tolist()[:2] == [True, False]
+    assert step.flag(Flag.SAMPLES).tolist()[:2] == [True, False]
+    assert step.flag(Flag.DRAWS).tolist()[:2] == [True, True]
+
+
 def test_targets_look_one_token_past_the_chunk_and_end_with_the_prompt() -> None:
     sampling = Sampling(prompt_logprobs=0)
     plain = row(1, 0, [1, 2])

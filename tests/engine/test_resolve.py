@@ -59,6 +59,8 @@ def test_given_pages_are_kept() -> None:
     [
         ({"max_model_len": 1000}, ConfigError, "256 positions"),
         ({"max_tokens_per_step": 8}, ConfigError, "max_requests=16"),
+        ({"prompt_lookup": 16}, ConfigError, "Use at most 15"),
+        ({"max_requests": 1, "prompt_lookup": 2}, ConfigError, "Use at most 1"),
         ({"device_memory": 100}, OutOfMemory, "Raise device_memory"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fakes import EOS, DictTier, FakeModel, make_request
+from fakes import EOS, DictTier, EchoModel, FakeModel, make_request
 from rekindle.config import POLICIES
 from rekindle.errors import OutOfPages, PromptTooLong, QueueFull
 from rekindle.records import FinishReason, IntArray, Request
@@ -36,6 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos_rate=st.sampled_from([0.0, 0.05, 0.3]),
         overtakes=st.integers(0, 3),
         greedy=st.booleans(),
+        guessed=st.sampled_from([0, 1, 4]),
     )
     def start(
         self,
@@ -52,10 +54,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos_rate: float,
         overtakes: int,
         greedy: bool,
+        guessed: int,
     ) -> None:
         self.depth = depth
         self.turns = 0
         self.pinned: list[IntArray] = []
+        model = functools.partial(EchoModel, period=3, surprises=0.3) if guessed else FakeModel
         self.loop = Loop(
             pages=pages,
             page_size=page_size,
@@ -64,7 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_prefill_rows=prefill_rows,
             max_model_len=max_model_len,
             max_queue=6,
-            model=FakeModel(eos_rate=eos_rate, alphabet=tuple(range(4))),
+            model=model(eos_rate=eos_rate, alphabet=tuple(range(4))),
+            prompt_lookup=guessed,
             prefix_cache=cached,
             host_tier=None if tier is None else DictTier(tier),
             policy=policy,

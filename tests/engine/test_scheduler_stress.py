@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fakes import DictTier, FakeModel, make_request
+from fakes import DictTier, EchoModel, FakeModel, make_request
 from rekindle.config import POLICIES
 from rekindle.records import Request
 from scheduling import Loop, NoReserve
@@ -16,6 +16,7 @@ from scheduling import Loop, NoReserve
 def test_a_random_load_is_exact(seed: int) -> None:
     draw = random.Random(seed)
     page_size = draw.choice([2, 4, 8])
+    model = EchoModel if seed % 3 == 2 else FakeModel
     loop = Loop(
         pages=draw.choice([14, 20, 40, 200]),
         page_size=page_size,
@@ -23,7 +24,8 @@ def test_a_random_load_is_exact(seed: int) -> None:
         max_tokens_per_step=draw.choice([8, 16, 48]),
         max_prefill_rows=draw.choice([1, 2, 8]),
         overlap=draw.random() < 0.7,
-        model=FakeModel(eos_rate=draw.choice([0.0, 0.05]), alphabet=tuple(range(6))),
+        model=model(eos_rate=draw.choice([0.0, 0.05]), alphabet=tuple(range(6))),
+        prompt_lookup=5 if seed % 3 == 2 else 0,
         prefix_cache=seed % 6 != 5,
         host_tier=draw.choice([None, DictTier(20), DictTier()]),
         policy=draw.choice(POLICIES),
@@ -61,6 +63,8 @@ def test_a_random_load_is_exact(seed: int) -> None:
         loop.scheduler.check_integrity()
     loop.run()
     assert loop.pool.held == 0
+    statistics = loop.scheduler.statistics()
+    assert (0 < statistics.accepted_tokens < statistics.drafted_tokens) == (model is EchoModel)
     for request in done:
         output = loop.output(request)
         plain = loop.model.generate(request)

@@ -178,6 +178,7 @@ class EngineConfig(html.Record):
     precompile: str = "auto"  # "background" in notebooks, else "lazy"
     max_queue: int = 1024  # requests that wait; submit() waits beyond, or raises QueueFull
     prefix_cache: bool = True
+    prompt_lookup: int = 0  # tokens that a request may guess from its own text, checked beside the next one; 0 is off
     kernels: str | None = None  # a rekindle_kernels implementation; None picks the first that fits
     seed: int | None = None  # seeds the draw of per-request seeds and policy="random"
     log_every: int = 0  # steps between two log lines; 0 is quiet
@@ -221,6 +222,7 @@ class EngineConfig(html.Record):
 _WHOLE = (
     ("max_requests", 1), ("max_tokens_per_step", 1), ("max_model_len", 2), ("page_size", 8), ("device_pages", 2),
     ("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("max_queue", 1), ("seed", 0), ("log_every", 0),
+    ("prompt_lookup", 0),
 )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ class Row:
     generated: int = 0  # how many tokens the request has generated before this step's
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
     kept: bool = False  # a shared page holds its one token's keys and values already: only the logits are wanted
+    draft: bool = False  # its token is a guess that follows the row before, which belongs to the same request
 
 
 class PageMove(NamedTuple):
@@ -107,6 +108,11 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         return len(self.decode) + self.prefill_tokens
+
+    @property
+    def drafted(self) -> bool:
+        """It has drafts, so that the next step can only be planned once this one's result is known."""
+        return any(row.draft for row in self.decode)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -141,6 +147,23 @@ class StepResult:
     device_seconds: float = 0.0  # from dispatch until its result was there
     idle_seconds: float = 0.0  # the device had nothing to do before it
 
+    @property
+    def right(self) -> tuple[bool, ...]:
+        """Which rows computed what they should have: a draft did if every guess up to its own came true."""
+        found: list[bool] = []
+        for index, row in enumerate(self.plan.rows):
+            right = True
+            if row.draft:
+                assert row.token_ids is not None, "a draft has its token"
+                right = found[-1] and self.rows[index - 1].token_id == row.token_ids[0]
+            found.append(right)
+        return tuple(found)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that it added to its requests."""
+        return sum(row.samples and right for row, right in zip(self.plan.rows, self.right, strict=True))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenEvent:
@@ -153,6 +176,15 @@ class TokenEvent:
     cached_tokens: int = 0  # of the prompt, found in the cache
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+
+    def then(self, later: TokenEvent) -> TokenEvent:
+        """Both as one."""
+        return dataclasses.replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,17 +16,19 @@ class RowReport(html.Record):
     """One request's part in a step."""
 
     request_id: str
-    kind: str  # "prefill" or "decode"
+    kind: str  # "prefill", "decode", or "draft": a guessed token beside the decode row before it
     start: int
     stop: int  # positions [start, stop) were computed
     pages: tuple[int, ...]
-    token_id: int | None
+    token_id: int | None  # None also for a draft that was wrong, or behind the end
     text: str  # of that token
     finish_reason: FinishReason | None
 
     def __str__(self) -> str:
         span = f"position {self.start}" if self.stop - self.start == 1 else f"positions {self.start}–{self.stop - 1}"
         made = "" if self.token_id is None else f" → {self.text!r} ({self.token_id})"
+        if self.kind == "draft" and self.token_id is None:
+            made = ", in vain"
         ended = f", ended by {self.finish_reason}" if self.finish_reason is not None else ""
         return f"{self.kind:8}{self.request_id:8}{span} on pages {_ranges(self.pages)}{made}{ended}"
 
@@ -48,25 +51,31 @@ class StepReport:
     @classmethod
     def of(cls, result: StepResult, events: tuple[TokenEvent, ...], decode: Callable[[list[int]], str]) -> StepReport:
         plan = result.plan
-        ends = {event.request_id: event.finish_reason for event in events}
-        decoding = {row.request.id for row in plan.decode}
-        rows = tuple(
-            RowReport(
-                request_id=row.request.id,
-                kind="decode" if row.request.id in decoding else "prefill",
-                start=row.start,
-                stop=row.start + row.length,
-                pages=tuple(row.pages.tolist()),
-                token_id=output.token_id,
-                text="" if output.token_id is None else decode([output.token_id]),
-                finish_reason=ends.get(row.request.id),
+        mine = {event.request_id: event for event in events}
+        kinds = ["draft" if row.draft else "decode" for row in plan.decode] + ["prefill"] * len(plan.prefill)
+        rows: list[RowReport] = []
+        places = Counter[str]()  # of a request's rows
+        for row, output, kind in zip(plan.rows, result.rows, kinds, strict=True):
+            event, place = mine.get(row.request.id), places[row.request.id]
+            places[row.request.id] += 1
+            made = len(event.token_ids) if event is not None else 0
+            token = output.token_id if place < made or kind != "draft" else None
+            rows.append(
+                RowReport(
+                    request_id=row.request.id,
+                    kind=kind,
+                    start=row.start,
+                    stop=row.start + row.length,
+                    pages=tuple(row.pages.tolist()),
+                    token_id=token,
+                    text="" if token is None else decode([token]),
+                    finish_reason=event.finish_reason if event is not None and place == max(0, made - 1) else None,
+                )
             )
-            for row, output in zip(plan.rows, result.rows, strict=True)
-        )
         return cls(
             step=plan.step,
             program=result.program,
-            rows=rows,
+            rows=tuple(rows),
             offloaded=tuple(move.page for move in plan.offload),
             restored=tuple(move.page for move in plan.restore),
             host_seconds=result.host_seconds,
@@ -104,7 +113,7 @@ class StepReport:
                 row.request_id,
                 f"{row.start}–{row.stop - 1}" if row.stop - row.start > 1 else f"{row.start}",
                 _ranges(row.pages),
-                "" if row.token_id is None else f"{row.text!r}",
+                f"{row.text!r}" if row.token_id is not None else "in vain" if row.kind == "draft" else "",
                 row.finish_reason or "",
             )
             for row in self.rows

@@ -88,6 +88,9 @@ def _engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-model-len", type=int)
     command.add_argument("--max-requests", type=int)
     command.add_argument("--policy", choices=POLICIES)
+    command.add_argument(
+        "--prompt-lookup", type=int, metavar="N", help="guess up to N tokens from text that repeats, a step (default 0)"
+    )
     command.add_argument("--cache-dir", help="where programs, pages and snapshots persist")
 
 
@@ -104,7 +107,7 @@ def _sampling_options(command: argparse.ArgumentParser) -> None:
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of `open()` that were given."""
-    names = ("dtype", "quantize", "max_model_len", "max_requests", "policy", "cache_dir")
+    names = ("dtype", "quantize", "max_model_len", "max_requests", "policy", "prompt_lookup", "cache_dir")
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 
 

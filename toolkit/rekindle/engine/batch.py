@@ -52,15 +52,25 @@ def _powers(largest: int, smallest: int, step: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+def row_sizes(max_requests: int, *, mixed: bool) -> tuple[int, ...]:
+    """Numbers of decode rows that there are programs for, with prefill tokens (`mixed`) or without; ascending."""
+    return _powers(max(max_requests, SMALLEST_ROWS), SMALLEST_ROWS, MIXED_ROWS_STEP if mixed else 2)
+
+
+def padded_rows(rows: int, max_requests: int, *, mixed: bool) -> int:
+    """Rows that a step of so many decode rows computes, padding included."""
+    return next(size for size in row_sizes(max_requests, mixed=mixed) if size >= rows)
+
+
 def lattice(config: EngineConfig, *, processed: bool = False) -> tuple[Bucket, ...]:
     """Every step program of a session; with `processed`, the variants with logits processors beside the plain ones."""
-    most = max(config.max_requests, SMALLEST_ROWS)
+    most = config.max_requests
     variants = (False, True) if processed else (False,)
-    decode = [Bucket(rows, 0, p) for p in variants for rows in _powers(most, SMALLEST_ROWS, 2)]
+    decode = [Bucket(rows, 0, p) for p in variants for rows in row_sizes(most, mixed=False)]
     mixed = [
         Bucket(rows, tokens, p)
         for p in variants
-        for rows in _powers(most, SMALLEST_ROWS, MIXED_ROWS_STEP)
+        for rows in row_sizes(most, mixed=True)
         for tokens in _powers(config.max_tokens_per_step, SMALLEST_TOKENS, TOKENS_STEP)
     ]
     return tuple(decode + mixed)

@@ -27,7 +27,7 @@ from rekindle_kernels import native
 NOT_IN_PROGRAMS = frozenset(
     {
         "cache_dir", "device_memory", "disk_memory", "host_memory", "log_every", "max_queue", "policy", "precompile",
-        "prefix_cache", "quiet", "restore", "seed", "step_timeout",
+        "prefix_cache", "prompt_lookup", "quiet", "restore", "seed", "step_timeout",
     }
 )  # fmt: skip
 JAX_OPTIONS = (

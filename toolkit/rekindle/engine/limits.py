@@ -20,6 +20,7 @@ class Limits:
     page_size: int
     max_prefill_rows: int = 1 << 30  # sequences that prefill in one step
     max_queue: int = 1024
+    prompt_lookup: int = 0  # guessed tokens of one request in a step
 
     @classmethod
     def of(cls, config: EngineConfig, *, max_prefill_rows: int) -> Limits:
@@ -33,6 +34,7 @@ class Limits:
             page_size=config.page_size,
             max_prefill_rows=max_prefill_rows,
             max_queue=config.max_queue,
+            prompt_lookup=config.prompt_lookup,
         )
 
     def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:

@@ -152,6 +152,8 @@ class Upload:
             flags |= _SAMPLES
         if row.kept:
             flags |= _KEPT
+        if row.draft:
+            flags &= ~_SAMPLES  # what it chooses is read by the host alone: a slot's state has one writer
         token = -1 if row.token_ids is None else int(row.token_ids[0])
         return row.slot, row.start + row.length, token, flags
 

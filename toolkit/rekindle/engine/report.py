@@ -34,6 +34,8 @@ class SchedulerStatistics(html.Record):
     cached_tokens: int  # of them, found in the cache
     prefill_tokens: int  # computed in prefill rows, after preemptions once more
     generated_tokens: int
+    drafted_tokens: int  # guessed by prompt_lookup and computed
+    accepted_tokens: int  # of them, right
     cache: CacheStatistics | None
 
     @property
@@ -88,6 +90,8 @@ def explanation(sequence: Sequence, ahead: int) -> Explanation:
         )
     if sequence.generated:
         words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
+    if sequence.lookup is not None and sequence.lookup.drafted:
+        words.append(f"{sequence.lookup.accepted} of {sequence.lookup.drafted} tokens guessed from its text were right")
     if sequence.preemptions:
         words.append(f"it was preempted {sequence.preemptions} times because pages ran out")
     return Explanation(

@@ -44,6 +44,14 @@ def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) 
             f"is below max_requests={config.max_requests}, so not every running request could decode in a step",
             f"Use at least {max(config.max_requests, SMALLEST_ROWS)}",
         )
+    rows = max(config.max_requests, SMALLEST_ROWS)
+    if config.prompt_lookup >= rows:
+        raise ConfigError(
+            "prompt_lookup",
+            config.prompt_lookup,
+            f"is beyond what fits a step: max_requests={config.max_requests} makes {rows} rows, one is the request's",
+            f"Use at most {rows - 1}, or raise max_requests",
+        )
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
     resolved = dataclasses.replace(
         config,

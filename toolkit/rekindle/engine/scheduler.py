@@ -3,7 +3,8 @@
 It is pure host state with one owner. A step N+1 is planned before the result of step N is known: every count that a
 plan needs (tokens sampled, positions computed, slots, pages) is known without token values. Only an end by token value
 (eos, stop) is discovered late; the row that was planned meanwhile is dropped when its step is committed, and slots and
-pages go back then, never while a step in flight may still write to them.
+pages go back then, never while a step in flight may still write to them. The exception is a step with drafts: how far
+its requests are is only known from its result, so nothing is planned until that is there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import OrderedDict, deque
 from rekindle.cache.pool import PagePool, pages_for
 from rekindle.cache.tree import PrefixCache
 from rekindle.engine.admission import Admission
+from rekindle.engine.drafts import Drafts
 from rekindle.engine.ledger import PageLedger
 from rekindle.engine.limits import Limits
 from rekindle.engine.policies import seniority
@@ -53,6 +55,7 @@ class Scheduler:
         self._residents = Residents(limits.max_requests, self._ledger, seniority(policy))
         queue = WaitingQueue(policy, path=self._ledger.cached_path, seed=seed, max_overtakes=max_overtakes)
         self._admission = Admission(limits, self._ledger, self._residents, queue, reserve or Reserve())
+        self._drafts = Drafts(limits, self._ledger) if limits.prompt_lookup else None
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._flights: deque[_Flight] = deque()
@@ -91,7 +94,9 @@ class Scheduler:
     # -- one step
 
     def plan(self) -> StepPlan | None:
-        """The next step, assuming that every step planned before succeeds."""
+        """The next step, assuming that every step planned before succeeds; none while drafts are in flight."""
+        if self._flights and self._flights[-1].plan.drafted:
+            return None
         budget = self.limits.max_tokens_per_step
         preemptions = self._admission.preemptions
         decode: list[Sequence] = []
@@ -134,6 +139,8 @@ class Scheduler:
                 budget -= prefill_rows[-1].length
         if not decode and not prefill:
             return None
+        if self._drafts is not None and decode:
+            self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
         plan = StepPlan(self._step, tuple(decode_rows), tuple(prefill_rows), *self._ledger.moves())
         self._flights.append(_Flight(plan, (*decode, *prefill)))
         self._step += 1
@@ -148,14 +155,19 @@ class Scheduler:
             self.cache.landed(result.plan.offload)
             if self.cache.host_tier is not None:
                 self.cache.host_tier.observe(result)
-        events = []
-        for sequence, row, output in zip(flight.sequences, flight.plan.rows, result.rows, strict=True):
+        events: list[TokenEvent] = []
+        right = result.right
+        for sequence, row, output, counts in zip(flight.sequences, flight.plan.rows, result.rows, right, strict=True):
             sequence.in_flight -= 1
-            if not sequence.ended:
+            if counts and not sequence.ended:
                 event = self._take_over(sequence, row, output)
-                if event is not None:
+                if event is not None and row.draft:
+                    events[-1] = events[-1].then(event)  # the row before is the same request's, and sampled
+                elif event is not None:
                     events.append(event)
             self._residents.drain(sequence)
+        if self._drafts is not None and flight.plan.drafted:
+            self._drafts.learn(flight.sequences, flight.plan.rows, right)
         self._landed()
         return tuple(events)
 
@@ -262,6 +274,7 @@ class Scheduler:
             reserve_fraction=self._admission.reserve.fraction,
             preemptions=self._admission.preemptions,
             steps=self._step,
+            drafted_tokens=self._drafts.drafted if self._drafts is not None else 0,
             cache=self.cache.statistics() if self.cache is not None else None,
             **self._counts,
         )
@@ -290,6 +303,7 @@ class Scheduler:
             assert token is not None, f"{request.id} sampled no token"
             sequence.append(token)
             self._counts["generated_tokens"] += 1
+            self._counts["accepted_tokens"] += row.draft
             if sequence.status is Status.PREFILL:
                 sequence.status = Status.DECODE
         self._admission.published(sequence, *self._ledger.publish(sequence, self._step - 1))
@@ -338,6 +352,6 @@ def _reason(sequence: Sequence, token: int | None) -> FinishReason | None:
 
 _COUNTS = (
     "submitted", "finished", "aborted", "failed", "prompt_tokens", "cached_tokens", "prefill_tokens",
-    "generated_tokens",
+    "generated_tokens", "accepted_tokens",
 )  # fmt: skip
 _END = {FinishReason.ABORTED: Status.ABORTED, FinishReason.FAILED: Status.FAILED}

@@ -12,6 +12,7 @@ import numpy as np
 from rekindle.cache.digest import page_keys
 from rekindle.cache.node import Node
 from rekindle.cache.pool import pages_for
+from rekindle.engine.lookup import Lookup
 from rekindle.records import FinishReason, IntArray, Request, Row, Status
 
 _ROOM = 64  # tokens or pages by which a buffer grows at least
@@ -22,9 +23,9 @@ class Sequence:
 
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "epoch", "fresh",
-        "generated", "generation", "in_flight", "known", "limit", "limit_reason", "node", "num_pages", "overtaken",
-        "page_size", "planned", "preemptions", "published", "reason", "request", "sampled", "scored", "slot", "status",
-        "target", "waits_for",
+        "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup", "node", "num_pages",
+        "overtaken", "page_size", "planned", "preemptions", "published", "reason", "request", "sampled", "scored",
+        "slot", "status", "target", "waits_for",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason, page_size: int) -> None:
@@ -52,6 +53,7 @@ class Sequence:
         self.sampled = 0  # generated, plus those that steps in flight will add
         self.scored = 0  # prompt positions whose log-probabilities were delivered
         self.cached_tokens = 0  # of the prompt, found in the cache at the first admission
+        self.lookup: Lookup | None = None  # guesses what comes next, once it was asked to
         self._tokens = request.token_ids
         self._keys: list[int] = []
         # Its pages:
@@ -116,6 +118,8 @@ class Sequence:
         self._tokens[self.known] = token
         self.known += 1
         self.generated += 1
+        if self.lookup is not None:
+            self.lookup.push(token)
 
     def add_pages(self, pages: list[int]) -> None:
         end = self.num_pages + len(pages)
@@ -166,7 +170,8 @@ class Sequence:
             start,
             length,
             self._table,
-            None if start >= self.target else self.tokens(start, end),
+            # A token that the host knows may be one that a draft sampled, which the slot has not seen.
+            self.tokens(start, end) if end <= self.known else None,
             samples,
             self.fresh,
             self.sampled,
@@ -178,6 +183,33 @@ class Sequence:
         self.sampled += samples
         self.in_flight += 1
         return row
+
+    def drafts(self, guess: IntArray) -> list[Row]:
+        """Rows for guessed tokens after the row that was just made; they count for nothing before they are checked."""
+        start = self.planned
+        assert start + len(guess) <= self.num_pages * self.page_size, f"{self.id}: no page for its last draft"
+        if self._table is None:
+            self._table = self._pages[: self.num_pages].copy()
+        self.in_flight += len(guess)
+        return [
+            Row(
+                self.request,
+                self.epoch,
+                self.slot,
+                start + index,
+                1,
+                self._table,
+                guess[index : index + 1],
+                True,
+                generated=self.sampled + index,
+                draft=True,
+            )
+            for index in range(len(guess))
+        ]
+
+    def settle(self) -> None:
+        """What it guessed was checked: it goes on after the last token that was right."""
+        self.planned, self.sampled = self.computed, self.generated
 
     def growth(self, fraction: float) -> int:
         """Pages that it is going to need if it samples `fraction` of the tokens it may still sample."""

@@ -32,7 +32,7 @@ class Recorder:
     def __call__(self, result: StepResult) -> None:
         plan = result.plan
         rows = [(row.slot, row.request.id, "prefill") for row in plan.prefill]
-        rows += [(row.slot, row.request.id, "decode") for row in plan.decode]
+        rows += [(row.slot, row.request.id, "decode") for row in plan.decode if not row.draft]
         now, requests = time.perf_counter(), {row[1] for row in rows}
         if not requests.isdisjoint(self._last[1]):
             self._gaps.append(now - self._last[0])
@@ -42,7 +42,7 @@ class Recorder:
                 at=now,
                 step=plan.step,
                 rows=tuple(rows),
-                made=sum(row.samples for row in plan.rows),
+                made=result.sampled,
                 computed=plan.tokens,
                 moved=len(plan.offload) + len(plan.restore),
                 seconds=result.device_seconds,

@@ -202,6 +202,8 @@ class Desk:
         events: list[TokenEvent] = []
         if outcome.result is not None:
             events += self._scheduler.commit(outcome.result)
+            if self._last is outcome.result.plan:
+                self._last = None
             for observe in self._observers:
                 observe(outcome.result)
         for plan, cause in outcome.failed:

@@ -54,13 +54,17 @@ def advance(
             current = runner.dispatch(plan)
         except Exception as error:
             dispatch_error = error
-    if last is not None:
+    awaited = last
+    if last is None and current is not None and current.plan.drafted:
+        # Nothing is planned before its result is there: waiting right away saves the way to the scheduler and back.
+        awaited, current = current, None
+    if awaited is not None:
         if watch is not None:
-            watch.enter(last.plan, "on the device")
+            watch.enter(awaited.plan, "on the device")
         try:
-            result = runner.fetch(last)
+            result = runner.fetch(awaited)
         except Exception as error:
-            failed.append((last.plan, error))
+            failed.append((awaited.plan, error))
     if plan is not None and dispatch_error is not None:
         failed.append((plan, dispatch_error))
     if watch is not None:

@@ -128,7 +128,7 @@ class Watch:
             return
         self._steps += 1
         self._sequences += sum(row.fresh for row in result.plan.rows)
-        self._tokens += sum(row.token_id is not None for row in result.rows)
+        self._tokens += result.sampled
         if self._steps % self._config.log_every == 0:
             self._line()
 

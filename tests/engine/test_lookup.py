@@ -1,0 +1,66 @@
+"""The index of a request's text guesses what a search through all of it would find."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given
+
+from rekindle.engine.lookup import SIZE, Lookup
+
+
+def array(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def searched(tokens: list[int]) -> int | None:
+    """Where what followed the latest earlier occurrence of the last tokens begins."""
+    last = tokens[-SIZE:]
+    places = range(len(tokens) - SIZE - 1, -1, -1)
+    return next((at + SIZE for at in places if len(last) == SIZE and tokens[at : at + SIZE] == last), None)
+
+
+@given(
+    prompt=st.lists(st.integers(0, 2) | st.integers(200_000, 200_002), min_size=1, max_size=40),
+    output=st.lists(st.integers(0, 2), max_size=20),
+    skip=st.integers(0, 3),
+)
+def test_it_finds_what_a_search_finds(prompt: list[int], output: list[int], skip: int) -> None:
+    lookup = Lookup(array(prompt))
+    for token in output:
+        lookup.push(token)
+    tokens = prompt + output
+    source = searched(tokens)
+    assert lookup.guesses == (source is not None)
+    if source is not None:
+        followed = tokens[source:]
+        endless = followed * (12 // len(followed) + 1)
+        assert lookup.guess(array(tokens), skip, 6).tolist() == endless[skip : skip + 6]
+
+
+def test_text_that_repeats_itself_is_taken_to_go_on() -> None:
+    lookup = Lookup(array([9, 1, 2, 3, 1, 2, 3, 1, 2]))
+    assert lookup.guess(array([9, 1, 2, 3, 1, 2, 3, 1, 2]), 0, 7).tolist() == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_it_grows_bolder_while_it_is_right_and_waits_while_it_is_wrong() -> None:
+    lookup = Lookup(array([1] * 6))
+    assert (lookup.window, lookup.guesses) == (1, True)
+    lookup.learn(1, 1)
+    assert lookup.window == 2
+    lookup.learn(3, 3)
+    assert lookup.window == 6
+    lookup.learn(6, 4)
+    assert (lookup.window, lookup.guesses) == (4, True)
+    waited = []
+    for _ in range(8):
+        lookup.learn(2, 0)
+        assert lookup.window == 1
+        waited.append(0)
+        while not lookup.guesses:
+            lookup.push(1)
+            waited[-1] += 1
+    assert waited == [2, 4, 8, 16, 32, 64, 64, 64]
+    lookup.learn(1, 1)
+    assert lookup.guesses
+    assert (lookup.drafted, lookup.accepted) == (27, 9)

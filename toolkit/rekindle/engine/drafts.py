@@ -1,0 +1,104 @@
+"""Drafts: rows of a step that compute a request's guessed tokens beside its next one.
+
+A draft is a decode row like any other, one position further on, with the guess as its token. All rows write their keys
+and values before attention reads, and a draw depends on seed and position alone, so that a draft row samples what the
+request would have sampled there if its guesses are right. The first wrong one ends the chain; what rows behind it wrote
+lies past the request's length, where the next step writes over it.
+
+Nobody knows how far a request is until such a step is committed, so no step is planned before: the device waits for the
+host once, which has to be worth it to everybody in the step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Items
+
+from rekindle.engine.batch import padded_rows
+from rekindle.engine.ledger import PageLedger
+from rekindle.engine.limits import Limits
+from rekindle.engine.lookup import Lookup
+from rekindle.engine.sequence import Sequence
+from rekindle.records import Row
+
+FEW_ROWS = 8  # up to here a row costs little; beyond, drafts only fill up what would be padding
+WORTH = 4  # one guess for at most so many rows, or the wait costs more than it brings
+
+
+class Drafts:
+    """Adds draft rows to a step that is otherwise planned."""
+
+    def __init__(self, limits: Limits, ledger: PageLedger) -> None:
+        self._limits, self._ledger = limits, ledger
+        self.drafted = 0  # rows whose steps were committed
+
+    def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:
+        """Put drafts behind some of a step's decode rows, within `budget` and pages that nobody needs."""
+        guessing = [sequence for sequence in sequences if self._guesses(sequence)]
+        counts = self._counts(guessing, len(rows), budget, mixed=mixed) if guessing else {}
+        for sequence in guessing:
+            if count := self._within_pages(sequence, counts.get(sequence, 0)):
+                assert sequence.lookup is not None
+                after = sequences.index(sequence) + 1
+                skip = sequence.planned - sequence.known
+                drafts = sequence.drafts(sequence.lookup.guess(sequence.tokens(0, sequence.known), skip, count))
+                rows[after:after] = drafts
+                sequences[after:after] = [sequence] * len(drafts)
+
+    def learn(self, sequences: Items[Sequence], rows: Items[Row], right: Items[bool]) -> None:
+        """A step with drafts was committed."""
+        drafted, accepted = Counter[Sequence](), Counter[Sequence]()
+        for sequence, row, was_right in zip(sequences, rows, right, strict=True):
+            if row.draft:
+                drafted[sequence] += 1
+                accepted[sequence] += was_right
+        for sequence, count in drafted.items():
+            assert sequence.lookup is not None
+            sequence.lookup.learn(count, accepted[sequence])
+            sequence.settle()
+            self.drafted += count
+
+    def _guesses(self, sequence: Sequence) -> bool:
+        if sequence.lookup is None:
+            sampling = sequence.request.sampling
+            if sampling.penalised or sampling.processors:
+                return False  # reads which tokens were sampled before, and the device counts no guesses
+            sequence.lookup = Lookup(sequence.tokens(0, sequence.known))
+        return sequence.lookup.guesses and sequence.remaining > 0
+
+    def _counts(self, guessing: list[Sequence], rows: int, budget: int, *, mixed: bool) -> dict[Sequence, int]:
+        """How many drafts each gets: as many as it has been right about lately, and what fills the program up."""
+        most = self._limits.max_requests
+        room = min(budget, max(padded_rows(rows, most, mixed=mixed), min(FEW_ROWS, most)) - rows)
+        bounds = {s: min(self._limits.prompt_lookup, s.remaining) for s in guessing}
+        counts = _shared({s: min(bound, _window(s)) for s, bound in bounds.items()}, room)
+        wanted = sum(counts.values())
+        if wanted * WORTH < rows:
+            return {}
+        return _shared(bounds, min(room, padded_rows(rows + wanted, most, mixed=mixed) - rows))
+
+    def _within_pages(self, sequence: Sequence, count: int) -> int:
+        """At most `count`, so that their pages are there; takes one only if everybody who runs could have one too."""
+        size, everybody = self._limits.page_size, self._limits.max_requests
+        while sequence.planned + count > sequence.num_pages * size:
+            if self._ledger.available <= everybody or not self._ledger.grow(sequence):
+                return sequence.num_pages * size - sequence.planned
+        return count
+
+
+def _window(sequence: Sequence) -> int:
+    assert sequence.lookup is not None
+    return sequence.lookup.window
+
+
+def _shared(bounds: dict[Sequence, int], room: int) -> dict[Sequence, int]:
+    """`room` dealt out one by one, at most its bound to each."""
+    counts = dict.fromkeys(bounds, 0)
+    while room > 0:
+        hungry = [s for s, bound in bounds.items() if counts[s] < bound][:room]
+        if not hungry:
+            break
+        for sequence in hungry:
+            counts[sequence] += 1
+        room -= len(hungry)
+    return counts

@@ -1,0 +1,70 @@
+"""Prompt lookup: guesses of what a request says next, read off what followed the last time its latest tokens came.
+
+A guess costs nothing to make and is checked beside the token that is computed anyway, so all that matters is to guess
+where it pays: how far, and not again soon after a guess was wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rekindle.records import IntArray
+
+SIZE = 3  # latest tokens that have to come again, all of them
+_BITS = 20  # of a token id in a key; larger ids collide, which costs a wrong guess
+_MASK = (1 << (SIZE * _BITS)) - 1
+_LONGEST_REST = 64  # tokens
+
+
+class Lookup:
+    """The index of one request: where each run of `SIZE` tokens was last followed by what. O(1) for each new token."""
+
+    __slots__ = ("_failures", "_followers", "_key", "_length", "_resume", "_source", "accepted", "drafted", "window")
+
+    def __init__(self, tokens: IntArray) -> None:
+        ids = tokens.astype(np.int64)
+        runs = np.zeros(max(0, len(ids) - SIZE + 1), np.int64)
+        for place in range(SIZE):
+            runs = runs << _BITS | ids[place : place + len(runs)]
+        keys = (runs & _MASK).tolist()
+        self._followers: dict[int, int] = dict(zip(keys[:-1], range(SIZE, len(ids)), strict=True))
+        self._length, self._key = len(ids), _MASK
+        for token in ids[-SIZE:].tolist():
+            self._key = (self._key << _BITS | token) & _MASK
+        self._source = self._followers.get(self._key, 0)  # where what followed begins; 0 if it never came before
+        self._followers[self._key] = self._length
+        self._failures = self._resume = 0
+        self.window = 1  # guesses that are worth a row
+        self.drafted = self.accepted = 0
+
+    def push(self, token: int) -> None:
+        """The request's next token became known."""
+        self._key = key = (self._key << _BITS | token) & _MASK
+        self._length += 1
+        self._source = self._followers.get(key, 0)
+        self._followers[key] = self._length
+
+    @property
+    def guesses(self) -> bool:
+        """The latest tokens came before, and it is not too soon to guess again."""
+        return self._source > 0 and self._length >= self._resume
+
+    def guess(self, tokens: IntArray, skip: int, count: int) -> IntArray:
+        """`count` tokens from the position `skip` past all that is known; `tokens` are those that were pushed.
+
+        What followed last time may reach up to now: then it is taken to go round, as text that repeats itself does.
+        """
+        period = self._length - self._source
+        return tokens[self._source + np.arange(skip, skip + count) % period]
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """So many of the guesses that a step checked were right: be bolder, or wait before the next one."""
+        self.drafted += drafted
+        self.accepted += accepted
+        if accepted == drafted:
+            self.window = max(self.window, 2 * drafted)
+        else:
+            self.window = max(1, accepted)
+        self._failures = 0 if accepted else self._failures + 1
+        if self._failures:
+            self._resume = self._length + min(_LONGEST_REST, 1 << self._failures)
