@@ -31,7 +31,7 @@ def reopened(folder: Path) -> Session:
     try:
         return opened(folder, restore="mine")
     except StoreError as error:
-        if "damaged" in str(error) or "there are: none" not in str(error):
+        if "damaged" in str(error) or "There are none" not in str(error):
             raise
         return opened(folder, restore="auto")
 

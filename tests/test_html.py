@@ -51,3 +51,18 @@ def test_unlikely_tokens_are_shaded_stronger() -> None:
         return float(found[1])
 
     assert opacity(-5.0) > opacity(-1.0) > opacity(-0.01)
+
+
+def test_one_is_singular() -> None:
+    assert [html.count(amount, "token") for amount in (0, 1, 2, 1000)] == [
+        "0 tokens",
+        "1 token",
+        "2 tokens",
+        "1,000 tokens",
+    ]
+
+
+def test_names_tell_what_they_mean_when_they_are_hovered_over() -> None:
+    made = html.pairs({"a": 1, "b": 2}, {"a": "the <first>"})
+    assert 'title="the &lt;first&gt;">a</td>' in made
+    assert made.count("title=") == 1

@@ -25,6 +25,7 @@ LAYERS = {
     "rekindle.tasks": 5,
     "rekindle.assemble": 6,
     "rekindle.cachereport": 6,
+    "rekindle.figures": 6,
     "rekindle.cacheview": 6,
     "rekindle.call": 6,
     "rekindle.handle": 6,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rekindle import Session
+from rekindle import Session, figures
 from sessions import fake_session, opened
 
 EVIL = "<script>alert('x')</script>"
@@ -95,6 +95,9 @@ def test_the_session_its_figures_and_its_explanations(session: Session) -> None:
     done = session.generate_sync("hello", max_tokens=2)
     stats = session.stats()
     assert "pages total" in shown(stats)
+    known = {name for group in figures.GROUPS.values() for name in group}
+    nested = {*stats.as_dict()["cache"].__dataclass_fields__} if stats.as_dict()["cache"] else set()
+    assert {*stats.as_dict(), *nested} - {"model", "programs", "cache"} <= known, "a figure that nobody explains"
     assert "fake" in shown(session)
     assert "came from the cache" in shown(session.explain(done)) or "cached" in shown(session.explain(done))
     assert "0 of 0 programs" in shown(session.programs())

@@ -52,6 +52,11 @@ def test_a_stream_shows_the_text_and_then_the_completion(session: Session) -> No
     assert not any("widget" in kind for kind in bundle), "a dead widget would be all that is left"
 
 
+def test_a_chat_refuses_wrong_options_at_once(session: Session) -> None:
+    with pytest.raises(InvalidRequest, match="Did you mean 'max_tokens'"):
+        session.view.chat(max_token=4)
+
+
 def test_the_stop_button_frees_the_slot(slow: Session) -> None:
     view = slow.view.stream("hello", max_tokens=400)
     assert any("widget" in kind for kind in view._repr_mimebundle_()[0])

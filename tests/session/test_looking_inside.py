@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from rekindle import Session
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, RekindleError
 from sessions import opened
 
 anyio_test = pytest.mark.anyio
@@ -61,6 +61,41 @@ async def test_stepping_a_paused_session(session: Session) -> None:
         assert session.step_sync() is None, "there was nothing to do"
     with pytest.raises(Exception, match=r"session\.paused"):
         await session.step()
+
+
+@anyio_test
+async def test_who_has_paused_the_session_is_told_not_to_wait(session: Session) -> None:
+    async with session.paused():
+        handle = session.submit("hello", max_tokens=2)
+        for call in (handle, session.generate("hello", max_tokens=2), session.generate(["a", "b"], max_tokens=2)):
+            with pytest.raises(RekindleError, match=r"submit\(\) and then step\(\)"):
+                await call
+        with pytest.raises(RekindleError, match="no step would ever run"):
+            async for _ in session.stream("hello", max_tokens=2):
+                pass
+        while not handle.done:
+            await session.step()
+        assert len((await handle).token_ids) == 2, "what has ended can be had"
+        async with anyio.create_task_group() as group:  # others may wait: there is somebody to step
+
+            async def wait() -> None:
+                await session.generate("hello", max_tokens=2)
+                group.cancel_scope.cancel()
+
+            group.start_soon(wait)
+            while True:
+                await session.step()
+                await anyio.sleep(0.001)
+    with session.paused(), pytest.raises(RekindleError, match="no step would ever run"):
+        session.generate_sync("hello", max_tokens=2)
+    assert len((await session.generate("hello", max_tokens=2)).token_ids) == 2
+
+
+@anyio_test
+async def test_a_request_that_nobody_knows_is_not_explained(session: Session) -> None:
+    for request in (session.generate("hello"), "r0-of-another-session"):
+        with pytest.raises(InvalidRequest, match="not submitted yet"):
+            session.explain(request)
 
 
 @anyio_test

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+import rekindle
 from rekindle import Session
-from rekindle.errors import InvalidRequest, SessionClosed
+from rekindle.errors import CheckpointError, ConfigError, InvalidRequest, SessionClosed
 
 anyio_test = pytest.mark.anyio
 
@@ -54,4 +55,24 @@ async def test_closed_sessions_refuse(session: Session) -> None:
     for use in (other.stats, lambda: other.generate("x"), lambda: other.submit("x"), other.paused().__enter__):
         with pytest.raises(SessionClosed, match="Open another one"):
             use()
+    for view in ("dashboard", "chat", "tree"):
+        with pytest.raises(SessionClosed, match="Open another one"):
+            getattr(other.view, view)()
     assert other.closed and "closed" in repr(other)
+
+
+def test_a_session_that_was_not_awaited_says_so() -> None:
+    opening = rekindle.open("tiny")
+    with pytest.raises(AttributeError, match=r"session = await rekindle\.open"):
+        opening.generate("x")
+    assert not hasattr(opening, "generate") and not hasattr(opening, "nonsense")
+
+
+def test_a_model_that_is_not_there_is_told_what_could_be_meant() -> None:
+    with pytest.raises(CheckpointError, match="'tiny' for the embedded model"):
+        rekindle.open_sync("tny")
+
+
+def test_kernels_are_checked_before_the_session_opens() -> None:
+    with pytest.raises(ConfigError, match=r"kernels='cuda'.*'xla'"):
+        rekindle.open_sync("tiny", kernels="cuda")

@@ -13,7 +13,8 @@ from rekindle import html
 from rekindle.cache import Node, PrefixCache, Tiers, snapshot
 from rekindle.cachereport import TIERS, CacheStats, NodeView, PrefixExplanation, Snapshots, TreeView
 from rekindle.call import Call, Once
-from rekindle.errors import ConfigError
+from rekindle.errors import ConfigError, InvalidRequest
+from rekindle.prompts import parse_one
 from rekindle.records import IntArray
 from rekindle.tasks.host import wait
 
@@ -119,6 +120,8 @@ class CacheView:
 
     def prune(self, *, to: int) -> int:
         """Shrink what host memory holds to `to` bytes, least recently used first; how many pages went."""
+        if isinstance(to, bool) or not isinstance(to, int) or to < 0:
+            raise InvalidRequest("to", to, "is no number of bytes", "Pass an int from 0, such as 100_000_000")
         _, tiers = self._parts()
         return self._ask(lambda: tiers.host.trim(to)) if tiers is not None else 0
 
@@ -188,9 +191,8 @@ class CacheView:
         return wait(self._session._host.call(lambda dispatch: function()))
 
     def _tokens(self, prompt: PromptLike) -> IntArray:
-        if isinstance(prompt, str):
-            return np.asarray(self._session.tokenizer.encode(prompt), np.int32)
-        return np.asarray(prompt, np.int32)
+        tokens = parse_one(prompt).token_ids
+        return np.asarray(self._session.tokenizer.encode(prompt), np.int32) if tokens is None else tokens
 
     def _preview(self, tokens: IntArray) -> str:
         tokenizer = self._session.tokenizer

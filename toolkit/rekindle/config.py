@@ -69,6 +69,8 @@ class Sampling(html.Record):
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._whole(name)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest("ignore_eos", self.ignore_eos, "is neither True nor False", "Pass one of them")
         for name in _FLOATS:
             self._number(name)
         self._within("max_tokens", 1, None)
@@ -125,7 +127,8 @@ class Sampling(html.Record):
         value = getattr(self, name)
         if value < low or (high is not None and value > high):
             bound = f"must be at least {low}" if high is None else f"must be between {low} and {high}"
-            raise InvalidRequest(name, value, bound, "Change it")
+            default = type(self).__dataclass_fields__[name].default
+            raise InvalidRequest(name, value, bound, f"Leave it out for {default}")
 
     @classmethod
     def of(cls, base: Sampling | None, options: Mapping[str, Any]) -> Sampling:
@@ -205,6 +208,9 @@ class EngineConfig(html.Record):
                 raise ConfigError(
                     name, getattr(self, name), "is not known", f"Use one of {', '.join(map(repr, known))}"
                 )
+        for name in ("prefix_cache", "quiet"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "is neither True nor False", "Pass one of them")
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError("page_size", self.page_size, "is not a power of two", "Use 16, 32, 64 or 128")
 

@@ -194,6 +194,8 @@ class Handle(Call[Any]):
 
     async def _following(self, seen: int | None = None) -> None:
         """Wait for the end, or for more than `seen` deltas. Any exception that gets in here aborts the request."""
+        if not self._mailbox.settled:
+            self._host.check_waiting(f"request {self.id}")
         try:
             await self.admit()
             if seen is None:
@@ -220,13 +222,14 @@ class Handle(Call[Any]):
 
     def __repr__(self) -> str:
         state = "ended" if self.done else "submitted" if self._submitted else "not submitted"
-        return f"<Handle {self.id}: {state}, {len(self.token_ids)} tokens>"
+        return f"<Handle {self.id}: {state}, {html.count(len(self.token_ids), 'token')}>"
 
     def _repr_html_(self) -> str:
         if not self._mailbox.settled:
             state = self.status if self._submitted else "not submitted: await it, or iterate over it"
             asked = "" if self.prompt is None else html.text(html.shortened(self.prompt, 200))
-            return html.block(html.line(self.id, state, f"{len(self.token_ids)} tokens"), asked, html.text(self.text))
+            made = html.count(len(self.token_ids), "token")
+            return html.block(html.line(self.id, state, made), asked, html.text(self.text))
         if (error := self._mailbox.error) is not None:
             return html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self.text))
         return html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion)))
@@ -279,6 +282,9 @@ class Batch(Call[list[Any]]):
 
     async def _result(self) -> list[Any]:
         failure: Slot[BaseException] = Slot()
+        for handle in self.handles:
+            if not handle.done:
+                handle._host.check_waiting(f"request {handle.id}")
         try:
             for handle in self.handles:
                 handle._mailbox.failure = failure

@@ -72,13 +72,14 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: in
     return Markup(f"{_TABLE}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}")
 
 
-def pairs(values: Mapping[str, object]) -> Markup:
-    """Names and values as a table of two columns."""
-    cell = _CELL.format(align="left")
+def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None) -> Markup:
+    """Names and values as a table of two columns; hovering over a name shows its title."""
+    cell, told = _CELL.format(align="left"), titles or {}
     rows = "".join(
-        f'<tr><td style="{cell};opacity:.75">{escape(name)}</td><td style="{cell}">{escape(number(value))}</td></tr>'
+        f'<tr><td style="{cell};opacity:.75" title="{escape(told.get(name, ""))}">{escape(name)}</td>'
+        f'<td style="{cell}">{escape(number(value))}</td></tr>'
         for name, value in values.items()
-    )
+    ).replace(' title=""', "")
     return Markup(f"{_TABLE}<tbody>{rows}</tbody></table>")
 
 
@@ -96,6 +97,11 @@ def number(value: object) -> object:
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def count(amount: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
 def bar(parts: Mapping[str, float], *, width: int = 320, legend: bool = True) -> Markup:

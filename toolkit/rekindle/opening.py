@@ -40,6 +40,12 @@ class Opening(Call[Session]):
                 raise
         return self._session
 
+    def __getattr__(self, name: str) -> Any:
+        where = f"rekindle.open(…) has no {name!r}"
+        if hasattr(Session, name):
+            where += ": it is not open yet. Write session = await rekindle.open(…), or session = rekindle.open_sync(…)"
+        raise AttributeError(where)
+
     def __repr__(self) -> str:
         return "<rekindle.open: ready>" if self._session else "<rekindle.open: write session = await rekindle.open(…)>"
 

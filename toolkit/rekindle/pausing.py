@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rekindle import html
 from rekindle.tasks.mailbox import Slot
 from rekindle.tasks.messages import Pause, Resume
-from rekindle.tasks.ports import run_sync
+from rekindle.tasks.ports import caller, run_sync
 
 if TYPE_CHECKING:
     from rekindle.session import Session
@@ -19,6 +19,7 @@ class Paused:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._by: object = None
 
     def __repr__(self) -> str:
         return f"<Paused {self._session!r}: use it in `async with` or `with`>"
@@ -37,6 +38,8 @@ class Paused:
         except BaseException:
             self._resume()
             raise
+        self._by = caller()
+        session._host.paused_by.append(self._by)
         return session
 
     async def __aexit__(
@@ -45,6 +48,9 @@ class Paused:
         self._resume()
 
     def _resume(self) -> None:
+        if self._by is not None:
+            self._session._host.paused_by.remove(self._by)
+            self._by = None
         self._session._pauses -= 1
         self._session._host.send(Resume(), Slot())
 

@@ -279,14 +279,14 @@ class Completion:
         return html.Token(self.text_of(entry.token_id), entry.logprob, tuple(others))
 
     def _summary(self) -> str:
-        return f"{len(self.token_ids)} tokens, ended by {self.finish_reason}"
+        return f"{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
 
     def _speed(self) -> tuple[str, ...]:
         rate, usage = self.timings.decode_rate(len(self.token_ids)), self.usage
         return (
             f"first token after {self.timings.first_token * 1e3:.0f} ms"
             + (f", then {rate:.0f} tokens/s" if rate else ""),
-            f"prompt of {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached",
+            f"prompt of {html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
             "" if self.sampling.greedy else f"seed {self.seed}",
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle import html
+from rekindle.figures import grouped
 from rekindle.records import FinishReason, StepResult, TokenEvent
 
 
@@ -100,8 +101,7 @@ class StepReport:
         return "\n".join(lines)
 
     def _size(self) -> str:
-        rows, tokens = len(self.rows), self.tokens
-        return f"{rows} row{'s' * (rows != 1)}, {tokens} token{'s' * (tokens != 1)}"
+        return f"{html.count(len(self.rows), 'row')}, {html.count(self.tokens, 'token')}"
 
     def __repr__(self) -> str:
         return f"<StepReport {self.step}: {self._size()}, program {self.program}>"
@@ -122,7 +122,7 @@ class StepReport:
         moved += [f"pages {_ranges(sorted(self.restored))} came back from host memory"] if self.restored else []
         return html.block(
             html.line(
-                f"{self.tokens} tokens in program {self.program}",
+                f"{html.count(self.tokens, 'token')} in program {self.program}",
                 f"{self.device_seconds * 1e3:.1f} ms on the device",
                 f"{self.host_seconds * 1e3:.1f} ms on the host",
                 *moved,
@@ -188,10 +188,14 @@ class SessionStats:
                 html.line(f"{figures['pages_total']:,} pages on the device"),
                 html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}),
             ]
-        nested = {name: as_mapping(value) for name, value in figures.items() if not isinstance(value, str)}
-        plain = {name: value for name, value in figures.items() if not nested.get(name)}
-        parts.append(columns(plain))
-        parts += [html.block(columns(inner), title=name.replace("_", " ")) for name, inner in nested.items() if inner]
+        figures.pop("model")  # it is in the title
+        programs, cache = as_mapping(figures.pop("programs", {})), as_mapping(figures.pop("cache", {}))
+        parts += grouped({**figures, **cache})
+        if programs:
+            ran = html.count(len(programs), "program")
+            parts.append(
+                html.line(f"steps by program: {ran}", *(f"{name} {steps:,}" for name, steps in programs.items()))
+            )
         return html.block(*parts, title=f"Session over {self.model}")
 
 
@@ -236,15 +240,6 @@ class ProgramReport:
         return html.block(
             html.line(self._summary()), html.table(["program", "origin", "seconds", "steps", "why not loaded"], rows)
         )
-
-
-def columns(figures: Mapping[str, Any], count: int = 3) -> html.Markup:
-    """Figures side by side in a few columns, so that many fit on a screen."""
-    cells = [(name.replace("_", " "), value) for name, value in figures.items()]
-    height = -(-len(cells) // count)
-    parts = [html.pairs(dict(cells[start : start + height])) for start in range(0, len(cells), height or 1)]
-    inner = "".join(f'<div style="display:inline-block;vertical-align:top">{part}</div>' for part in parts)
-    return html.Markup(inner)
 
 
 def as_mapping(figures: Any) -> Mapping[str, Any]:

@@ -246,7 +246,12 @@ class Session:
         """Why a request waits, was preempted, hit or missed the cache, in words and numbers."""
         request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
         self._host.check()
-        return wait(self._host.call(lambda dispatch: dispatch.engine.scheduler.explain(request_id)))
+        found = wait(self._host.call(lambda dispatch: dispatch.engine.scheduler.explain(request_id)))
+        if found is None:
+            raise InvalidRequest(
+                "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
+            )
+        return found
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages or requests are unaccounted for; for tests, between requests."""

@@ -29,21 +29,21 @@ class Views:
 
     def dashboard(self) -> Any:
         """Throughput, queue, the batch over time and pages by tier: as `session.watch()`."""
-        return _views().Dashboard(self._session)
+        return self._kinds().Dashboard(self._session)
 
     def stream(self, prompt: PromptLike, **options: Any) -> Any:
         """A request's text while it is made, with a button that stops it."""
-        return _views().StreamView(self._session, prompt, **options)
+        return self._kinds().StreamView(self._session, prompt, **options)
 
     def chat(self, *, system: str | None = None, **options: Any) -> Any:
         """A conversation with buttons to stop, answer again, edit, and fork an answer at a token."""
-        return _views().ChatView(self._session, system=system, **options)
+        return self._kinds().ChatView(self._session, system=system, **options)
 
     def tree(self, *, limit: int = 200) -> Any:
         """The prefix cache, to fold and to ask what a prompt would hit: as `session.cache.view()`."""
-        return _views().TreeView(self._session, limit=limit)
+        return self._kinds().TreeView(self._session, limit=limit)
 
-
-def _views() -> Any:
-    # By name, because views are built on the session.
-    return importlib.import_module("rekindle.notebook")
+    def _kinds(self) -> Any:
+        self._session._host.check()  # a view of a closed session would never change
+        # By name, because views are built on the session.
+        return importlib.import_module("rekindle.notebook")

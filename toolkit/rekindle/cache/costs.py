@@ -38,6 +38,17 @@ class Rates(html.Record):
     copy_page: float | None  # host to device
     load_page: float | None  # disk to host, checksum included
 
+    def __str__(self) -> str:
+        shown = (
+            f"{what} {'not measured yet' if seconds is None else f'{seconds * 1e6:.0f} µs'}"
+            for what, seconds in (
+                ("computing a token:", self.compute_token),
+                ("copying a page from host memory:", self.copy_page),
+                ("reading a page from disk:", self.load_page),
+            )
+        )
+        return "\n".join(shown)
+
 
 class CostModel:
     """Decides whether to copy a prefix or to compute it again; what is not measured yet counts as free.

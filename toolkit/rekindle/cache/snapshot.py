@@ -132,8 +132,9 @@ def find(folder: Path, name: str) -> Segment:
             continue
         except Exception as error:
             damaged = f" ({path} is damaged: {error})"
-    known = ", ".join(sorted({_name(path) for path in _all(folder)})) or "none"
-    raise StoreError(f"there is no snapshot {name!r} in {folder / 'snapshots'}{damaged}; there are: {known}")
+    known = ", ".join(sorted({repr(_name(path)) for path in _all(folder)}))
+    there = f"There are: {known}" if known else f"There are none; await session.save({name!r}) makes one"
+    raise StoreError(f"there is no snapshot {name!r} in {folder / 'snapshots'}{damaged}. {there}")
 
 
 def listed(folder: Path, identity: Identity, name: str) -> list[Page]:

@@ -2,8 +2,8 @@
 
 A processor sees the model's raw logits before every other option. A request names the processors it wants in
 `Sampling.processors`; a step that carries such a row runs in the variant of its program that holds them all, each
-applied to the rows that asked for it. Name and version are part of the key of stored programs: change the version when
-the function changes.
+applied to the rows that asked for it. Name, version and what can be seen of the function's code and values are part of
+the key of stored programs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rekindle import html
+from rekindle.engine.codeprint import codeprint
 from rekindle.engine.flags import FIRST_PROCESSOR, MOST_PROCESSORS
 from rekindle.errors import ConfigError
 
@@ -32,7 +33,10 @@ class LogitsContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class LogitsProcessor(html.Record):
-    """`function(logits float32 [N, V], context) -> float32 [N, V]`, each row on its own; traced once per program."""
+    """`function(logits float32 [N, V], context) -> float32 [N, V]`, each row on its own; traced once per program.
+
+    Give it another `version` when something changes that its own code does not show, such as code that it imports.
+    """
 
     function: Callable[[Array, LogitsContext], Array]
     name: str
@@ -45,6 +49,11 @@ class LogitsProcessor(html.Record):
             value = getattr(self, field)
             if not isinstance(value, str) or not value:
                 raise ConfigError(field, value, "must be a non-empty string", "Name it")
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Processors with equal keys compile to equal programs."""
+        return self.name, self.version, codeprint(self.function)
 
 
 def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:

@@ -15,6 +15,7 @@ from rekindle.engine.batch import SMALLEST_ROWS
 from rekindle.engine.kv import page_bytes
 from rekindle.errors import ConfigError, OutOfMemory
 from rekindle.models.config import ModelConfig
+from rekindle_kernels import implementation_names
 
 log = logging.getLogger("rekindle.engine")
 LONGEST_DEFAULT = 4096
@@ -44,6 +45,9 @@ def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) 
             f"is below max_requests={config.max_requests}, so not every running request could decode in a step",
             f"Use at least {max(config.max_requests, SMALLEST_ROWS)}",
         )
+    if config.kernels is not None and config.kernels not in implementation_names():
+        known = ", ".join(map(repr, implementation_names()))
+        raise ConfigError("kernels", config.kernels, "is no implementation", f"Use one of {known}, or None")
     rows = max(config.max_requests, SMALLEST_ROWS)
     if config.prompt_lookup >= rows:
         raise ConfigError(

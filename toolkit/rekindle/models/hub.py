@@ -20,7 +20,10 @@ def locate(model: str | Path) -> Path:
     if folder.exists():
         return folder
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{folder} does not exist. Pass a checkpoint's folder or a hub id such as 'owner/name'.")
+        raise CheckpointError(
+            f"{folder} does not exist. Pass a checkpoint's folder, a hub id such as 'owner/name', or 'tiny' for the "
+            "embedded model."
+        )
     name, _, revision = model.partition("@")
     try:
         hub: Any = importlib.import_module("huggingface_hub")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rekindle import html
+from rekindle.config import Sampling
 from rekindle.errors import InvalidRequest, RequestAborted
 from rekindle.notebook.live import Live
 from rekindle.notebook.panel import Control, button, field
@@ -28,6 +29,7 @@ _FORK = (
     button("fork", "Fork", title="Keep the answer up to the marked token and go on from there"),
     button("keep", "Cancel"),
 )
+_OF_CHAT = ("tools", "template", "continue_final_message", "template_options")  # options that are no sampling options
 
 
 class Piece(NamedTuple):
@@ -45,6 +47,9 @@ class ChatView(Live):
 
     def __init__(self, session: Session, *, system: str | None = None, **options: Any) -> None:
         super().__init__(*_TALK)
+        Sampling.of(
+            None, {name: value for name, value in options.items() if name not in _OF_CHAT}
+        )  # now, not when sent
         self._session, self._options = session, options
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._handle: Handle | None = None  # of the last answer, which is no message yet

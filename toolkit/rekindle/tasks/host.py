@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
-from rekindle.errors import QueueFull, SessionClosed, SessionForked
+from rekindle.errors import QueueFull, RekindleError, SessionClosed, SessionForked
 from rekindle.tasks.device import Contexts, DeviceThread
 from rekindle.tasks.dispatch import Dispatch, root_cause
 from rekindle.tasks.gate import Gate
 from rekindle.tasks.mailbox import Mailbox, Slot
 from rekindle.tasks.messages import Control, Engine, Submission
-from rekindle.tasks.ports import Port, current_port, run_sync
+from rekindle.tasks.ports import Port, caller, current_port, run_sync
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ class Host:
         self.ended: Slot[None] = Slot()
         self.gate: Gate = Gate(0)  # replaced when the engine and so its bounds are known
         self.crash: BaseException | None = None
+        self.paused_by: list[object] = []  # who is inside of `with session.paused()`
         self._build: Callable[[], Engine] | None = build
         self._contexts, self._backend, self._backend_options = contexts, backend, backend_options
         self._pid = os.getpid()
@@ -78,6 +79,14 @@ class Host:
             )
         if self.closing:
             raise self.refusal()
+
+    def check_waiting(self, what: str) -> None:
+        """Raise if waiting for `what` would never end: who waits has paused the session and is the one to step."""
+        if self.paused_by and caller() in self.paused_by:
+            raise RekindleError(
+                f"{what} is awaited by who paused the session, so no step would ever run. Call submit() and then "
+                "step(), or await it after the paused() block"
+            )
 
     @property
     def forked(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import weakref
@@ -198,6 +199,16 @@ class ThreadBell:
         while not self._event.wait(KEEP_ALIVE):  # in slices: Windows has no interruptible wait without a timeout
             pass
         self._event.clear()
+
+
+def caller() -> object:
+    """Who runs now: a task of asyncio or trio, else this thread's number."""
+    trio = sys.modules.get("trio")
+    task: object = None
+    with contextlib.suppress(RuntimeError):  # no loop runs in this thread
+        on_trio = trio is not None and trio.lowlevel.in_trio_run()
+        task = trio.lowlevel.current_task() if trio is not None and on_trio else asyncio.current_task()
+    return threading.get_ident() if task is None else task
 
 
 def new_bell() -> Bell:
