@@ -174,7 +174,7 @@ def stored_programs(
         "model": model.digest(),
         "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(graph.paths, leaves, strict=True)],
         "config": identity.config_fields(config),
-        "processors": [(processor.name, processor.version) for processor in processors],
+        "processors": [processor.key for processor in processors],
     }
     folder = cache_folder(config.cache_dir) / "programs"
     store = ProgramStore(ExecutableStore(folder), model.model_type, identity.digest(fields))
