@@ -39,7 +39,7 @@ def test_few_rows_times_a_matrix(dtype: str, height: int, width: int, rows: int)
     assert native.multiplies(rows, weight)
     x = RANDOM.standard_normal((rows, width), np.float32)
     got = np.asarray(jax.jit(native.multiply)(x, weight, scale))
-    if products._kernels(rows, weight, False)[0].startswith("pack"):
+    if products._kernel(rows, weight, False).startswith("panels"):
         x = np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_allclose(got, x.astype(np.float64) @ meaning.T, rtol=0, atol=1e-5 * width)
 
@@ -72,15 +72,43 @@ def test_what_it_does_not_multiply() -> None:
     assert not native.multiplies(16, jnp.zeros((64, 64), jnp.float32))
 
 
-@pytest.mark.parametrize(("tokens", "head_dim", "frequencies"), [(514, 64, 32), (40, 96, 32), (33, 128, 64)])
-def test_rotation_of_some_heads(tokens: int, head_dim: int, frequencies: int) -> None:
-    x = RANDOM.standard_normal((tokens, 7, head_dim), np.float32)
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 20, 47, 130])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_rows_are_gated_and_a_residual_is_added_on_the_way(dtype: str, rows: int) -> None:
+    weight, scale, _ = weights(dtype, 96, 128)
+    if not native.multiplies(rows, weight, quantize_rows=True):
+        pytest.skip("many rows are XLA's")
+    gate_up = jnp.asarray(RANDOM.standard_normal((rows, 256), np.float32) * 6)
+    residual = jnp.asarray(RANDOM.standard_normal((rows, 96), np.float32) * 10)
+    multiply = jax.jit(partial(native.multiply, quantize_rows=True))
+    got = multiply(gate_up, weight, scale, residual)
+    want = multiply(jax.nn.silu(gate_up[:, :128]) * gate_up[:, 128:], weight, scale) + residual
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol={"float32": 1e-4, "bfloat16": 0.5, "int8": 0.5}[dtype])
+    assert native.gates(weight) and not native.gates(weight[:, :100])
+
+
+def test_gates_at_the_ends_of_the_range() -> None:
+    gates = jnp.array([0.0, -0.0, 1e-30, 88, -88, 1e4, -1e4, 3e38, -3e38, -20, 20, 3, -3, 0.5, -0.5, 1], jnp.float32)
+    x = jnp.concatenate([gates, jnp.full((16,), 0.5)])[None]
+    got = native.multiply(x, jnp.eye(16, dtype=jnp.float32))
+    np.testing.assert_allclose(got[0], jax.nn.silu(gates) * 0.5, rtol=1e-6, atol=1e-20)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "frequencies"), [(1, 64, 32), (2, 64, 32), (514, 64, 32), (40, 96, 32), (33, 128, 64)]
+)
+def test_queries_and_keys_are_rotated_and_values_split_off(tokens: int, head_dim: int, frequencies: int) -> None:
+    qkv = RANDOM.standard_normal((tokens, 8, head_dim), np.float32)
+    normed = RANDOM.standard_normal((tokens, 6, head_dim), np.float32)
     cos, sin = RANDOM.standard_normal((2, tokens, 1, frequencies), np.float32)
-    got = jax.jit(lambda x: native.rotate(x, cos[:, 0], sin[:, 0], 2, 4))(x)
-    some = x[:, 2:6]
-    first, second, rest = np.split(some, (frequencies, 2 * frequencies), axis=-1)
-    want = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-5)
+    assert native.splits(jnp.asarray(qkv), jnp.asarray(cos[:, 0]))
+    for source in (qkv, normed):
+        q, k, v = jax.jit(lambda qk: native.split(qk, qkv, cos[:, 0], sin[:, 0], 4))(source)
+        first, second, rest = np.split(source[:, :6], (frequencies, 2 * frequencies), axis=-1)
+        want = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+        np.testing.assert_allclose(np.concatenate([q, k], axis=1), want, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(v, qkv[:, 6:])
+    assert not native.splits(jnp.zeros((2, 8, 40)), jnp.zeros((2, 20))), "no multiple of a vector"
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (2, 576), (35, 960)])
@@ -104,11 +132,6 @@ def test_the_first_index_of_the_largest(width: int) -> None:
     x[4, width // 2 :] = -1e30
     assert np.asarray(jax.jit(native.largest_index)(x)).tolist() == x.argmax(axis=1).tolist()
     assert native.largest_index(jnp.full((1, width), jnp.nan)).tolist() == [width - 1]
-
-
-def test_few_tokens_are_left_to_xla() -> None:
-    assert not native.rotates(jnp.zeros((2, 4, 64)), jnp.zeros((2, 32)))
-    assert native.rotates(jnp.zeros((64, 4, 64)), jnp.zeros((64, 32)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -189,7 +212,7 @@ def test_a_kernel_that_cannot_be_built_leaves_the_work_to_xla(
     weight = jnp.zeros((64, 64), jnp.float32)
     assert not native.multiplies(2, weight)
     assert not native.multiplies(2, weight)
-    assert not native.rotates(jnp.zeros((64, 4, 64)), jnp.zeros((64, 32)))
+    assert not native.splits(jnp.zeros((64, 4, 64)), jnp.zeros((64, 32)))
     told = [record.message for record in caplog.records]
     assert len(told) == 2, "once per kernel"
     assert "numba has no idea what matvec_float32 is" in told[0]

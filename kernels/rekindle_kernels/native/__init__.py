@@ -1,20 +1,21 @@
 """CPU kernels compiled by numba and called by XLA, for what XLA:CPU has no fast form. Without numba there are none."""
 
-from rekindle_kernels.native.attention import rotate, rotates
+from rekindle_kernels.native.attention import split, splits
 from rekindle_kernels.native.build import called_by, ensure, reason_against
 from rekindle_kernels.native.gradients import differentiable
-from rekindle_kernels.native.products import largest_index, multiplies, multiply, norms, rms_norm
+from rekindle_kernels.native.products import gates, largest_index, multiplies, multiply, norms, rms_norm
 
 __all__ = [
     "called_by",
     "differentiable",
     "ensure",
+    "gates",
     "largest_index",
     "multiplies",
     "multiply",
     "norms",
     "reason_against",
     "rms_norm",
-    "rotate",
-    "rotates",
+    "split",
+    "splits",
 ]

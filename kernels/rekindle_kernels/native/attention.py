@@ -5,102 +5,89 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rekindle_kernels import pages, xla
+from rekindle_kernels import pages
 from rekindle_kernels.calls import Call, Implementation, LayerKV
 from rekindle_kernels.native.build import builds, ensure, reason_against
 from rekindle_kernels.native.products import DTYPES
 
 LANES = 16
-MANY_TOKENS = 32  # from which moving them is worth a call
 STRETCH = 256  # keys of one piece of work where rows are few
 FAR = 1024  # where there are pieces enough for all threads without cutting
 FEW = 16  # rows x kv heads
 ROWS_PER_TILE = 192  # of prefill: queries x query heads of one kv head
 
 
-def decode(
-    q: jax.Array, kv: LayerKV, page_table: jax.Array, kv_lens: jax.Array, sinks: jax.Array | None, rules: xla.Rules
-) -> jax.Array:
-    """One query per row: q [R, H, D], page_table [R, W], kv_lens [R] -> float32 [R, H, D]."""
-    R, H, D = q.shape
-    keys = STRETCH if R * kv.kv_heads < FEW else FAR
-    pieces = R * -(-page_table.shape[1] * kv.page_size // keys)
-    results = (
-        jax.ShapeDtypeStruct((R, H, D), jnp.float32),
-        jax.ShapeDtypeStruct((pieces, H, D + 2), jnp.float32),
-        jax.ShapeDtypeStruct((pieces, 2), jnp.int32),
-    )
-    call = jax.ffi.ffi_call(ensure(f"decode_{kv.dtype.name}_{D}"), results)
-    out: jax.Array = call(
-        *_operands(q, kv, page_table, kv_lens, sinks, rules),
-        jnp.array([rules.sliding_window or 0, sinks is not None, keys], jnp.int32),
-    )[0]
-    return out
-
-
-def _operands(
-    q: jax.Array, kv: LayerKV, page_table: jax.Array, kv_lens: jax.Array, sinks: jax.Array | None, rules: xla.Rules
-) -> tuple[jax.Array, ...]:
-    """What both kernels take first; what is not there is a one that is not read."""
-    one = jnp.ones((1,), jnp.float32)
-    return (
-        q.astype(jnp.float32),
-        kv.pages,
-        one if kv.scales is None else kv.scales,
-        page_table,
-        kv_lens,
-        one if sinks is None else sinks.astype(jnp.float32),
-        jnp.array([rules.scale, rules.soft_cap or 0], jnp.float32),
-    )
-
-
-def prefill(
+def paged_attention(
     q: jax.Array,
     kv: LayerKV,
     page_table: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     num_prefills: jax.Array,
-    sinks: jax.Array | None,
-    rules: xla.Rules,
+    *,
+    decode_rows: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Chunks of prompts: q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, D]."""
-    T, H, D = q.shape
-    queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
-    tiles = kv_lens.shape[0] + T // queries
-    results = (jax.ShapeDtypeStruct((T, H, D), jnp.float32), jax.ShapeDtypeStruct((tiles, 2), jnp.int32))
-    call = jax.ffi.ffi_call(ensure(f"prefill_{kv.dtype.name}_{D}"), results)
-    out: jax.Array = call(
-        *_operands(q, kv, page_table, kv_lens, sinks, rules),
-        cu_q_lens,
-        num_prefills[None],
-        jnp.array([rules.sliding_window or 0, sinks is not None, queries], jnp.int32),
-    )[0]
-    return out
+    """Decode rows, then prefill tokens, each into its part of one result: a slice or a concatenation would copy."""
+    (T, H, D), R = q.shape, decode_rows
+    one = jnp.ones((1,), jnp.float32)  # stands for what is not there, and is not read
+    operands = (
+        q.astype(jnp.float32),
+        kv.pages,
+        one if kv.scales is None else kv.scales,
+        page_table,
+        kv_lens,
+        one if sinks is None else sinks.astype(jnp.float32),
+        jnp.array([scale, soft_cap or 0], jnp.float32),
+    )
+    rules = [R, sliding_window or 0, sinks is not None]
+    whole = jax.ShapeDtypeStruct((T, H, D), jnp.float32)
+    out = one
+    if R:
+        keys = STRETCH if R * kv.kv_heads < FEW else FAR
+        pieces = R * -(-page_table.shape[1] * kv.page_size // keys)
+        scratch = (
+            jax.ShapeDtypeStruct((pieces, H, D + 2), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, 2), jnp.int32),
+        )
+        call = jax.ffi.ffi_call(ensure(f"decode_{kv.dtype.name}_{D}"), (whole, *scratch))
+        out = call(*operands, jnp.array([*rules, keys], jnp.int32))[0]
+    if T > R:
+        queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
+        tiles = page_table.shape[0] - R + (T - R) // queries
+        work, aliases = jax.ShapeDtypeStruct((tiles, 2), jnp.int32), {10: 0} if R else {}
+        call = jax.ffi.ffi_call(ensure(f"prefill_{kv.dtype.name}_{D}"), (whole, work), input_output_aliases=aliases)
+        out = call(*operands, cu_q_lens, num_prefills[None], jnp.array([*rules, queries], jnp.int32), out)[0]
+    return out.astype(q.dtype)
 
 
 def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
-    """`write_kv`; XLA's own scatter where tokens are few or pages are quantised."""
+    """`write_kv`; XLA's own scatter where pages are quantised."""
     known = kv.dtype.name in ("float32", "bfloat16") and kv.head_dim % LANES == 0 and kv.scales is None
-    usable = known and reason_against() is None and k.shape[0] >= MANY_TOKENS
-    if not usable or not builds(f"write_{kv.dtype.name}"):
+    if not known or reason_against() is not None or not builds(f"write_{kv.dtype.name}"):
         return pages.write_kv(kv, k, v, page_ids, offsets)
     shape = jax.ShapeDtypeStruct(kv.pages.shape, kv.pages.dtype)
     call = jax.ffi.ffi_call(ensure(f"write_{kv.dtype.name}"), shape, input_output_aliases={0: 0})
     return LayerKV(call(kv.pages, k.astype(jnp.float32), v.astype(jnp.float32), page_ids, offsets))
 
 
-def rotates(x: jax.Array, cos: jax.Array) -> bool:
-    """Whether `rotate` takes these, and is faster than XLA."""
-    usable = x.ndim == 3 and x.shape[0] >= MANY_TOKENS and x.dtype == jnp.float32 and cos.shape[-1] % LANES == 0
-    return usable and builds("rotate")
+def splits(qk: jax.Array, cos: jax.Array) -> bool:
+    """Whether `split` takes these."""
+    D, F = qk.shape[-1], cos.shape[-1]
+    usable = qk.ndim == 3 and qk.dtype == jnp.float32 and D % LANES == 0 and F % LANES == 0
+    return usable and builds("split")
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int, count: int) -> jax.Array:
-    """The heads [first, first + count) of x [T, A, D] rotated by cos and sin [T, F]."""
-    call = jax.ffi.ffi_call(ensure("rotate"), jax.ShapeDtypeStruct((x.shape[0], count, x.shape[2]), jnp.float32))
-    rotated: jax.Array = call(x, cos, sin, jnp.array([first, count], jnp.int32))
-    return rotated
+def split(qk: jax.Array, qkv: jax.Array, cos: jax.Array, sin: jax.Array, heads: int) -> tuple[jax.Array, ...]:
+    """q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv."""
+    T, A, D = qkv.shape
+    counts = (heads, (A - heads) // 2, (A - heads) // 2)
+    results = tuple(jax.ShapeDtypeStruct((T, count, D), jnp.float32) for count in counts)
+    q, k, v = jax.ffi.ffi_call(ensure("split"), results)(qk, qkv, cos, sin)
+    return q, k, v
 
 
 def supports(call: Call) -> str | None:
@@ -121,4 +108,4 @@ def _parts(call: Call) -> list[str]:
     return ["decode"] * (call.decode_rows > 0) + ["prefill"] * (call.tokens > call.decode_rows)
 
 
-IMPLEMENTATIONS = {"native": Implementation("native", xla.in_parts(decode, prefill), supports, write)}
+IMPLEMENTATIONS = {"native": Implementation("native", paged_attention, supports, write)}

@@ -42,21 +42,21 @@ HEADS, KV_HEADS, PAGE_SIZE, WIDTH, KEYS, PIECES = range(12, 18)
 
 
 def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
-    """`(q [R, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [R, W], lens [R], sinks [H], numbers,
-    rules) -> [R, H, D]` and scratch, for pages that `load` widens. `numbers` are scale and soft cap (0: none), `rules`
-    the sliding window (0: none), whether there are sinks, and the keys of a stretch.
+    """`(q [T, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [R, W], lens [R], sinks [H], numbers,
+    rules) -> [T, H, D]` and scratch, for pages that `load` widens. `numbers` are scale and soft cap (0: none), `rules`
+    R, the sliding window (0: none), whether there are sinks, and the keys of a stretch. Rows from R on are left alone.
     """
     VECTORS, WIDE = D // LANES, D % (4 * LANES) == 0
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
-        R, H, K, W = dim(frame, 0, 0), dim(frame, 0, 1), dim(frame, 1, 2), dim(frame, 3, 1)
+        H, K, W = dim(frame, 0, 1), dim(frame, 1, 2), dim(frame, 3, 1)
         for index in range(7):
             set_field(job, Q + index, operand(frame, index))
         rules = operand(frame, 7)
-        keys = i32(rules, 2)
-        set_field(job, WINDOW, i32(rules, 0))
-        set_field(job, SINKED, i32(rules, 1))
+        R, keys = i32(rules, 0), i32(rules, 3)
+        set_field(job, WINDOW, i32(rules, 1))
+        set_field(job, SINKED, i32(rules, 2))
         set_field(job, OUT, result(frame, 0))
         set_field(job, PARTIAL, result(frame, 1))
         set_field(job, WORK, result(frame, 2))

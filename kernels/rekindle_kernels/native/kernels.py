@@ -12,19 +12,17 @@ _LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "float16": ve
 
 
 def make(name: str) -> Kernel:
-    """`rotate`, `norm`, `largest`, `pack_DTYPE`, `panels_DTYPE`, `matvec_DTYPE`, `write_DTYPE`,
+    """`split`, `norm`, `largest`, `panels_DTYPE`, `matvec_DTYPE`, `write_DTYPE`,
     `decode_DTYPE_HEADSIZE`, `prefill_DTYPE_HEADSIZE`."""
     kind, dtype, *rest = f"{name}_float32".split("_")
-    if kind == "rotate":
-        return placing.rotate(name)
+    if kind == "split":
+        return placing.split(name)
     if kind == "norm":
         return norm.kernel(name)
     if kind == "largest":
         return largest.kernel(name)
     if kind == "write":
         return placing.write(name, vector.store if dtype == "float32" else vector.store_bf16, SIZES[dtype])
-    if kind == "pack":
-        return panels.pack(name, SIZES[dtype])
     if kind == "panels":
         return panels.kernel(name, SIZES[dtype], words.add_pairs if dtype == "bfloat16" else words.add_quads)
     if kind == "matvec":

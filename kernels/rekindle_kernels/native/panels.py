@@ -1,11 +1,9 @@
 """Many rows times a 16-bit or 8-bit matrix, with the instructions that multiply two or four of them in a lane.
 
-`pack` turns rows into panels: a word of four bytes holds what one row has for two (bfloat16) or four (int8) columns,
-and 32 rows lie next to each other, so that one load fills a vector with 16 of them. The product takes a word of the
-matrix as it is stored, spreads it over a vector, and multiplies: the matrix is never repacked, and read once for 64
-rows. XLA:CPU repacks it for every product, and has no instruction for four int8.
-
-Rows that are left over after the last vector of 16, if they are few, are multiplied along the columns instead.
+Rows are packed first (`packing`). The product takes a word of the matrix as it is stored, spreads it over a vector, and
+multiplies it with the words of 16 rows: the matrix is never repacked, and read once for 64 rows. XLA:CPU repacks it for
+every product, and has no instruction for four int8. Rows that are left over after the last vector of 16, if they are
+few, are multiplied along the columns instead.
 
 GFLOP/s, 2 cores, best of 60:           XLA   this file
     bfloat16   512 x 3072 x 576         887         870
@@ -22,9 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.memory import f32, free, i32, malloc, prefetch, set_f32, set_i32
-from rekindle_kernels.native.products import LEFT_OVER, PANEL
+from rekindle_kernels.native import packing
+from rekindle_kernels.native.memory import acquire, f32, free, i32, malloc, prefetch, set_f32, set_i32
+from rekindle_kernels.native.packing import PACKS, PANELS, SCALES, K, R, count_packs, left_over, packer, panels_of
+from rekindle_kernels.native.products import PANEL
 from rekindle_kernels.native.target import (
+    DONE,
     Kernel,
     dim,
     field,
@@ -38,121 +39,44 @@ from rekindle_kernels.native.target import (
 )
 from rekindle_kernels.native.vector import (
     LANES,
-    larger,
-    largest,
     load_f32,
-    magnitude,
     multiply,
-    nearest,
     splat,
     store,
-    store_bf16,
     store_totals,
 )
-from rekindle_kernels.native.words import from_ints, store_columns, store_u8, total_of_ints
+from rekindle_kernels.native.vector import add as plus
+from rekindle_kernels.native.words import from_ints, store_columns, total_of_ints
 
-assert PANEL == 2 * LANES, "a panel is two vectors of rows"
 GROUP = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
-PACKED_BYTES = 128 << 10  # of rows that one thread packs: to wake another takes as long
-ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
+ZERO, ONE = np.float32(0), np.float32(1)
 ONES = 0x01010101
 
-
-@inline
-def left_over(rows: int) -> int:
-    """Rows that no vector takes."""
-    return rows % LANES if rows % LANES <= LEFT_OVER else 0
-
-
-@inline
-def panels_of(rows: int) -> int:
-    return (rows - left_over(rows) + PANEL - 1) // PANEL
-
-
-def pack(name: str, size: int) -> Kernel:
-    """`(x [R, K] float32) -> panels int32 [words], scales float32 [R]`: panels, then rows that are left over."""
-    X, R, K, OUT, SCALES, PER_BLOCK = range(6)
-
-    @jit
-    def prepare(frame: int, job: int, threads: int) -> int:
-        set_field(job, X, operand(frame, 0))
-        set_field(job, R, dim(frame, 0, 0))
-        set_field(job, K, dim(frame, 0, 1))
-        set_field(job, OUT, result(frame, 0))
-        set_field(job, SCALES, result(frame, 1))
-        set_field(job, PER_BLOCK, max(1, PACKED_BYTES // (LANES * dim(frame, 0, 1) * 4)))
-        vectors = (dim(frame, 0, 0) + LANES - 1) // LANES
-        return (vectors + field(job, PER_BLOCK) - 1) // field(job, PER_BLOCK)
-
-    @inline
-    def narrow(job: int, r: int, out: int) -> None:
-        """One row as it will be multiplied; int8 with an offset of 128."""
-        width, x = field(job, K), field(job, X) + r * field(job, K) * 4
-        if size == 2:
-            for k in range(0, width, LANES):
-                store_bf16(out, k, load_f32(x, k))
-            return
-        highest = splat(TINY)
-        for k in range(0, width, LANES):
-            highest = larger(highest, magnitude(load_f32(x, k)))
-        scale = largest(highest) / TOP
-        set_f32(field(job, SCALES), r, scale)
-        factor = splat(ONE / scale)
-        for k in range(0, width, LANES):
-            store_u8(out, k, nearest(multiply(load_f32(x, k), factor)))
-
-    @inline
-    def sixteen(job: int, first: int) -> None:
-        """The rows [first, first + 16)."""
-        rows, words = field(job, R), field(job, K) * size // 4
-        if first >= rows - left_over(rows):
-            for r in range(first, rows):
-                narrow(job, r, field(job, OUT) + (panels_of(rows) * PANEL + r - first) * words * 4)
-            return
-        lines = malloc(LANES * words * 4)
-        for lane in range(LANES):
-            if first + lane < rows:
-                narrow(job, first + lane, lines + lane * words * 4)
-            else:
-                for j in range(0, words, LANES):
-                    store(lines, lane * words + j, splat(ZERO))
-        panel = field(job, OUT) + (first // PANEL * PANEL * words + first % PANEL) * 4
-        for lane in range(0, LANES, 4):
-            line = lines + lane * words * 4
-            for j in range(0, words, LANES):
-                store_columns(
-                    panel + (j * PANEL + lane) * 4,
-                    PANEL,
-                    load_f32(line, j),
-                    load_f32(line, words + j),
-                    load_f32(line, 2 * words + j),
-                    load_f32(line, 3 * words + j),
-                )
-        free(lines)
-
-    @jit
-    def block(job: int, index: int) -> None:
-        per_block = field(job, PER_BLOCK)
-        for vector in range(index * per_block, min((index + 1) * per_block, (field(job, R) + LANES - 1) // LANES)):
-            sixteen(job, vector * LANES)
-
-    return Kernel(name, prepare, block, nothing)
+# Fields of a job, behind those of `packing`.
+WEIGHT, FACTORS, RESIDUAL, ADDS, OUT, N, PER_BLOCK, PARTS = range(packing.FIELDS, packing.FIELDS + 8)
 
 
 def kernel(name: str, size: int, add: Any) -> Kernel:
-    """`(weight [N, K], factors [N] float32, panels, scales [R]) -> [R, N] float32`, where `add(a, x, w)` adds the
-    products of the elements in a word of x and one of the weight. int8: times the factor and the row's scale."""
-    WEIGHT, FACTORS, PANELS, SCALES, OUT, R, K, N, PER_BLOCK, PARTS = range(10)
+    """`(weight [N, K], factors [N], x [R, K], residual [R, N]) -> [R, N]` and scratch; float32, but for the weight.
+    `add(a, x, w)` adds the products of the elements in a word of x and one of the weight. int8: times the factor and
+    a scale of the row. x may be [R, 2 · K], which is gated first; a residual of [1, 1] is none."""
+    pack = packer(size)
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
-        height, rows = dim(frame, 0, 0), result_dim(frame, 0, 0)
-        for index in range(4):
-            set_field(job, WEIGHT + index, operand(frame, index))
+        height, rows, width = dim(frame, 0, 0), dim(frame, 2, 0), dim(frame, 0, 1)
+        set_field(job, WEIGHT, operand(frame, 0))
+        set_field(job, FACTORS, operand(frame, 1))
+        set_field(job, packing.X, operand(frame, 2))
+        set_field(job, packing.WIDTH, dim(frame, 2, 1))
+        set_field(job, RESIDUAL, operand(frame, 3))
+        set_field(job, ADDS, 1 if dim(frame, 3, 1) == height else 0)
         set_field(job, OUT, result(frame, 0))
+        set_field(job, PANELS, result(frame, 1))
+        set_field(job, SCALES, result(frame, 1) + (result_dim(frame, 1, 0) - (rows + PANEL)) * 4)
         set_field(job, R, rows)
-        set_field(job, K, dim(frame, 0, 1))
+        set_field(job, K, width)
         set_field(job, N, height)
         groups = max(1, (rows - left_over(rows) + GROUP - 1) // GROUP)
         parts = max(1, (4 * threads + groups - 1) // groups)
@@ -160,7 +84,7 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         parts = (height + per_block - 1) // per_block
         set_field(job, PER_BLOCK, per_block)
         set_field(job, PARTS, parts)
-        return groups * parts
+        return count_packs(job) + groups * parts
 
     @inline
     def two_vectors(w: int, x: int, words: int, sums: int, ahead: bool) -> None:
@@ -268,9 +192,13 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
                 value(sums, o + 3, offsets, factors, scales),
             )
         # A whole line at a time: rows that lie a multiple of 4 KB apart share few lines of a cache.
-        out = field(job, OUT) + (r * height + n) * 4
-        for i in range(count):
-            store(out, i * height, load_f32(turned, i * OUTPUTS))
+        out, residual = field(job, OUT) + (r * height + n) * 4, field(job, RESIDUAL) + (r * height + n) * 4
+        if field(job, ADDS) > 0:
+            for i in range(count):
+                store(out, i * height, plus(load_f32(turned, i * OUTPUTS), load_f32(residual, i * height)))
+        else:
+            for i in range(count):
+                store(out, i * height, load_f32(turned, i * OUTPUTS))
 
     @jit
     def few(job: int, w: int, offsets: int, n: int) -> None:
@@ -295,6 +223,8 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
                     set_f32(out, o + 1, (total_of_ints(b) - i32(offsets, o + 1)) * f32(factors, 1) * scale)
                     set_f32(out, o + 2, (total_of_ints(c) - i32(offsets, o + 2)) * f32(factors, 2) * scale)
                     set_f32(out, o + 3, (total_of_ints(d) - i32(offsets, o + 3)) * f32(factors, 3) * scale)
+            if field(job, ADDS) > 0:
+                store(out, 0, plus(load_f32(out, 0), load_f32(field(job, RESIDUAL) + (r * height + n) * 4, 0)))
 
     @inline
     def set_offsets(w: int, words: int, offsets: int) -> None:
@@ -307,7 +237,7 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
             set_i32(offsets, o, total_of_ints(a) * 128)
 
     @jit
-    def block(job: int, index: int) -> None:
+    def multiply_block(job: int, index: int) -> None:
         rows, words = field(job, R), field(job, K) * size // 4
         parts, per_block = field(job, PARTS), field(job, PER_BLOCK)
         group, part = index // parts, index % parts
@@ -341,5 +271,15 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
             if end == whole and whole < rows:
                 few(job, w, offsets, n)
         free(scratch)
+
+    @jit
+    def block(job: int, index: int) -> None:
+        packs = field(job, PACKS)
+        if index < packs:
+            pack(job, index)
+            return
+        while acquire(job + 8 * DONE) < packs:  # by then every row is packed: no product is done before
+            pass
+        multiply_block(job, index - packs)
 
     return Kernel(name, prepare, block, nothing)

@@ -10,43 +10,65 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle_kernels.native.memory import f32, i32, set_f32
-from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, nothing, operand, result, set_field
+from rekindle_kernels.native.memory import i32
+from rekindle_kernels.native.target import (
+    Kernel,
+    dim,
+    field,
+    inline,
+    jit,
+    nothing,
+    operand,
+    result,
+    result_dim,
+    set_field,
+)
 from rekindle_kernels.native.vector import LANES, load_f32, multiply, multiply_add, store, subtract
 
 TOKENS = 16  # of a block
 
 
-def rotate(name: str) -> Kernel:
-    """`(x [T, A, D], cos [T, F], sin [T, F], [first, count]) -> [T, count, D]`, as `rope.rotate` of some heads."""
-    X, COS, SIN, FIRST, COUNT, OUT, T, A, D, F = range(10)
+def split(name: str) -> Kernel:
+    """`(qk [T, A, D], qkv [T, H + 2K, D], cos [T, F], sin [T, F]) -> q [T, H, D], k [T, K, D], v [T, K, D]`: q and k
+    rotated as by `rope.rotate`. qk may be qkv itself."""
+    QK, QKV, COS, SIN, OUT, T, A, D, F, H, K = 0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 12
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
+        for index in range(4):
+            set_field(job, QK + index, operand(frame, index))
         for index in range(3):
-            set_field(job, X + index, operand(frame, index))
-        set_field(job, FIRST, i32(operand(frame, 3), 0))
-        set_field(job, COUNT, i32(operand(frame, 3), 1))
-        set_field(job, OUT, result(frame, 0))
-        for axis in range(3):
-            set_field(job, T + axis, dim(frame, 0, axis))
-        set_field(job, F, dim(frame, 1, 1))
+            set_field(job, OUT + index, result(frame, index))
+            set_field(job, T + index, dim(frame, 0, index))
+        set_field(job, F, dim(frame, 2, 1))
+        set_field(job, H, result_dim(frame, 0, 1))
+        set_field(job, K, result_dim(frame, 1, 1))
         return (dim(frame, 0, 0) + TOKENS - 1) // TOKENS
+
+    @inline
+    def rotated(job: int, t: int, first: int, count: int, out: int) -> None:
+        """The heads [first, first + count) of one token."""
+        width, half = field(job, D), field(job, F)
+        cos, sin = field(job, COS) + t * half * 4, field(job, SIN) + t * half * 4
+        for head in range(count):
+            x = field(job, QK) + (t * field(job, A) + first + head) * width * 4
+            for i in range(0, half, LANES):
+                a, b, c, s = load_f32(x, i), load_f32(x, half + i), load_f32(cos, i), load_f32(sin, i)
+                store(out, head * width + i, subtract(multiply(a, c), multiply(b, s)))
+                store(out, head * width + half + i, multiply_add(b, c, multiply(a, s)))
+            for i in range(2 * half, width, LANES):
+                store(out, head * width + i, load_f32(x, i))
 
     @jit
     def block(job: int, index: int) -> None:
-        count, width, half = field(job, COUNT), field(job, D), field(job, F)
+        heads, kv_heads, width = field(job, H), field(job, K), field(job, D)
         for t in range(index * TOKENS, min(field(job, T), (index + 1) * TOKENS)):
-            cos, sin = field(job, COS) + t * half * 4, field(job, SIN) + t * half * 4
-            for head in range(count):
-                x = field(job, X) + (t * field(job, A) + field(job, FIRST) + head) * width * 4
-                out = field(job, OUT) + (t * count + head) * width * 4
-                for i in range(0, half, LANES):
-                    a, b, c, s = load_f32(x, i), load_f32(x, half + i), load_f32(cos, i), load_f32(sin, i)
-                    store(out, i, subtract(multiply(a, c), multiply(b, s)))
-                    store(out, half + i, multiply_add(b, c, multiply(a, s)))
-                for i in range(2 * half, width):
-                    set_f32(out, i, f32(x, i))
+            rotated(job, t, 0, heads, field(job, OUT) + t * heads * width * 4)
+            rotated(job, t, heads, kv_heads, field(job, OUT + 1) + t * kv_heads * width * 4)
+            values = field(job, QKV) + (t * (heads + 2 * kv_heads) + heads + kv_heads) * width * 4
+            out = field(job, OUT + 2) + t * kv_heads * width * 4
+            for i in range(0, kv_heads * width, LANES):
+                store(out, i, load_f32(values, i))
 
     return Kernel(name, prepare, block, nothing)
 

@@ -23,29 +23,49 @@ from rekindle_kernels.native.vector import (
     LANES,
     add,
     between,
-    divide,
     larger,
     largest,
     load_f32,
     multiply,
     multiply_add,
+    nearest,
     splat,
     store,
-    store_bf16,
     store_four,
     subtract,
     total,
 )
-from rekindle_kernels.native.words import add_pairs, load_interleaved, store_columns
+from rekindle_kernels.native.words import (
+    add_pairs,
+    load_interleaved,
+    store_columns,
+    store_rounded,
+    times_power_of_two,
+)
 
 KEYS = 64  # of a tile: the four vectors of the micro-kernel
+LAST = KEYS - LANES
 ZERO, ONE, MASKED = np.float32(0), np.float32(1), np.float32(-1e30)
+LN_2, LOG2_E = np.float32(0.6931471805599453), np.float32(1.4426950408889634)
+# 2^x on ±1/2, highest power first: ln(2)^n / n!
+E4, E3, E2 = np.float32(9.6181291e-3), np.float32(5.5504109e-2), np.float32(2.4022651e-1)
 
 
 @inline
 def add_products(a: Any, b: Any, c: Any) -> Any:
     """a + b · c in every lane."""
     return multiply_add(b, c, a)
+
+
+@inline
+def power(x: Any) -> Any:
+    """2 to the power of a vector, to one part in 20,000: enough for weights that are rounded to eight bits."""
+    steps = nearest(x)
+    rest = subtract(x, steps)
+    curve = multiply_add(splat(E4), rest, splat(E3))
+    curve = multiply_add(curve, rest, splat(E2))
+    curve = multiply_add(curve, rest, splat(LN_2))
+    return times_power_of_two(multiply_add(curve, rest, splat(ONE)), steps)
 
 
 # Fields of a job.
@@ -55,9 +75,10 @@ WINDOW, SINKED, QUERIES, OUT, WORK, HEADS, KV_HEADS, PAGE_SIZE, WIDTH, TILES = r
 
 def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) -> Kernel:
     """`(q [T, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [N, W], lens [N], sinks [H], numbers,
-    cu [N + 1], count [], rules) -> [T, H, D]` and scratch, for pages that `read` widens. `numbers` are scale and soft
-    cap (0: none), `rules` the sliding window (0: none), whether there are sinks, and the queries of a tile. `paired`:
-    pages are bfloat16, and multiplied so.
+    cu [N + 1], count [], rules, out) -> out [T, H, D]` and scratch, for pages that `read` widens. `numbers` are scale
+    and soft cap (0: none), `rules` how many rows are others', the sliding window (0: none), whether there are sinks,
+    and the queries of a tile. What is others' comes first in q, table, lens and out. `paired`: pages are bfloat16, and
+    multiplied so.
     """
     elements = 2 if paired else 1  # of a word
     words, key_words = D // elements, KEYS // elements  # of a query, of a row of weights
@@ -65,22 +86,26 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
-        T, H, K = dim(frame, 0, 0), dim(frame, 0, 1), dim(frame, 1, 2)
+        H, K, W = dim(frame, 0, 1), dim(frame, 1, 2), dim(frame, 3, 1)
         for index in range(8):
             set_field(job, Q + index, operand(frame, index))
         count, rules, cu, work = i32(operand(frame, 8), 0), operand(frame, 9), operand(frame, 7), result(frame, 1)
-        queries = i32(rules, 2)
-        set_field(job, WINDOW, i32(rules, 0))
-        set_field(job, SINKED, i32(rules, 1))
+        others, queries = i32(rules, 0), i32(rules, 3)
+        T, out = dim(frame, 0, 0) - others, result(frame, 0) + others * H * D * 4
+        set_field(job, Q, operand(frame, 0) + others * H * D * 4)
+        set_field(job, TABLE, operand(frame, 3) + others * W * 4)
+        set_field(job, LENS, operand(frame, 4) + others * 4)
+        set_field(job, WINDOW, i32(rules, 1))
+        set_field(job, SINKED, i32(rules, 2))
         set_field(job, QUERIES, queries)
-        set_field(job, OUT, result(frame, 0))
+        set_field(job, OUT, out)
         set_field(job, WORK, work)
         set_field(job, HEADS, H)
         set_field(job, KV_HEADS, K)
         set_field(job, PAGE_SIZE, dim(frame, 1, 3))
-        set_field(job, WIDTH, dim(frame, 3, 1))
+        set_field(job, WIDTH, W)
         for at in range(i32(cu, count) * H * D, T * H * D):
-            set_f32(result(frame, 0), at, ZERO)
+            set_f32(out, at, ZERO)
         tiles = 0
         for s in range(count):
             for begin in range(0, i32(cu, s + 1) - i32(cu, s), queries):
@@ -141,7 +166,9 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
                 store(values, (j // 2 + 1) * D + d, load_interleaved(c, e, d))
 
     load = load_pairs if paired else load_tile
-    put = store_bf16 if paired else store
+    put = store_rounded if paired else store
+    # Logits are kept in the unit of their exponential.
+    exponential, unit = (power, LOG2_E) if paired else (exp, ONE)
 
     @inline
     def product(a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool) -> None:
@@ -196,27 +223,31 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
     def softmax_row(job: int, logits: int, low: int, high: int, running: int, out: int) -> None:
         """Turn one row's logits into weights, keys [low, high) of the tile being seen; rescale what was summed."""
         scale, cap, before = f32(field(job, NUMBERS), 0), f32(field(job, NUMBERS), 1), f32(running, 0)
-        highest, weights = splat(before), splat(ZERO)
-        for at in range(0, KEYS, LANES):
-            x = multiply(load_f32(logits, at), splat(scale))
-            if cap > ZERO:
-                x = multiply(tanh(divide(x, splat(cap))), splat(cap))
-            if low > at or high < at + LANES:
-                x = between(x, low - at, high - at, MASKED)
-            store(logits, at, x)
-            highest = larger(highest, x)
-        top = largest(highest)
-        for at in range(0, KEYS, LANES):
-            x = exp(subtract(load_f32(logits, at), splat(top)))
-            put(logits, at, x)  # of half the size, it stays behind what is still to be read
-            weights = add(weights, x)
+        a, b, c, d = load_f32(logits, 0), load_f32(logits, LANES), load_f32(logits, 2 * LANES), load_f32(logits, LAST)
+        if cap > ZERO:
+            factor, height = splat(scale / cap), splat(cap * unit)
+            a, b = multiply(tanh(multiply(a, factor)), height), multiply(tanh(multiply(b, factor)), height)
+            c, d = multiply(tanh(multiply(c, factor)), height), multiply(tanh(multiply(d, factor)), height)
+        else:
+            factor = splat(scale * unit)
+            a, b, c, d = multiply(a, factor), multiply(b, factor), multiply(c, factor), multiply(d, factor)
+        if low > 0 or high < KEYS:
+            a, b = between(a, low, high, MASKED), between(b, low - LANES, high - LANES, MASKED)
+            c, d = between(c, low - 2 * LANES, high - 2 * LANES, MASKED), between(d, low - LAST, high - LAST, MASKED)
+        top = max(before, largest(larger(larger(a, b), larger(c, d))))
+        a, b = exponential(subtract(a, splat(top))), exponential(subtract(b, splat(top)))
+        c, d = exponential(subtract(c, splat(top))), exponential(subtract(d, splat(top)))
+        put(logits, 0, a)
+        put(logits, LANES, b)
+        put(logits, 2 * LANES, c)
+        put(logits, LAST, d)
         keep = ONE
         if top > before:
-            keep = exp_of_one(before - top)
-            for d in range(0, D, LANES):
-                store(out, d, multiply(load_f32(out, d), splat(keep)))
+            keep = exp_of_one((before - top) / unit)
+            for column in range(0, D, LANES):
+                store(out, column, multiply(load_f32(out, column), splat(keep)))
         set_f32(running, 0, top)
-        set_f32(running, 1, f32(running, 1) * keep + total(weights))
+        set_f32(running, 1, f32(running, 1) * keep + total(add(add(a, b), add(c, d))))
 
     @jit
     def block(job: int, index: int) -> None:
@@ -271,12 +302,12 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
             top, weights = f32(running, 2 * m), f32(running, 2 * m + 1)
             keep = ONE
             if field(job, SINKED) > 0:
-                sink = f32(field(job, SINKS), h)
+                sink = f32(field(job, SINKS), h) * unit
                 if sink > top:
-                    keep = exp_of_one(top - sink)
+                    keep = exp_of_one((top - sink) / unit)
                     weights = weights * keep + ONE
                 else:
-                    weights += exp_of_one(sink - top)
+                    weights += exp_of_one((sink - top) / unit)
             factor = keep / weights
             for d in range(D):
                 set_f32(target, d, f32(out, m * D + d) * factor)

@@ -17,17 +17,17 @@ _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multipl
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False) -> bool:
     """Whether `multiply` takes so many rows and this weight, and is faster than XLA."""
-    names = _kernels(rows, weight, quantize_rows)
-    return bool(names) and all(builds(name) for name in names)
+    name = _kernel(rows, weight, quantize_rows)
+    return name is not None and builds(name)
 
 
-def _kernels(rows: int, weight: jax.Array, quantize_rows: bool) -> tuple[str, ...]:
-    """The kernels' names; none where XLA is better."""
+def _kernel(rows: int, weight: jax.Array, quantize_rows: bool) -> str | None:
+    """The kernel's name; None where XLA is better."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
-        return ()
+        return None
     if rows > FEW_ROWS and _in_panels(weight) and (quantize_rows or weight.dtype != jnp.int8):
-        return f"pack_{weight.dtype.name}", f"panels_{weight.dtype.name}"
-    return (f"matvec_{weight.dtype.name}",) if rows <= SOME_ROWS else ()
+        return f"panels_{weight.dtype.name}"
+    return f"matvec_{weight.dtype.name}" if rows <= SOME_ROWS else None
 
 
 def _in_panels(weight: jax.Array) -> bool:
@@ -36,23 +36,35 @@ def _in_panels(weight: jax.Array) -> bool:
     return instructions is not None and K % 64 == 0 and N % 16 == 0 and has_feature(instructions)
 
 
+def gates(weight: jax.Array) -> bool:
+    """Whether `multiply` by this weight takes rows that still have to be gated."""
+    return weight.shape[1] % 16 == 0
+
+
 def multiply(
-    x: jax.Array, weight: jax.Array, scale: jax.Array | None = None, *, quantize_rows: bool = False
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    quantize_rows: bool = False,
 ) -> jax.Array:
-    """x [R, K] · weight [N, K] · scale [N] -> float32 [R, N]. Many rows are rounded to bfloat16 where the weight is;
-    where it is int8 and `quantize_rows`, they become int8 with a scale of their own."""
-    R, K = x.shape
-    names = _kernels(R, weight, quantize_rows)
-    assert names, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
-    factors = jnp.ones((1,), jnp.float32) if scale is None else scale
-    rows = [x.astype(jnp.float32)]
-    if len(names) == 2:
-        words = K * weight.dtype.itemsize // 4
-        panels = jax.ShapeDtypeStruct((words * (-(-R // PANEL) * PANEL + LEFT_OVER),), jnp.int32)
-        scales = jax.ShapeDtypeStruct((-(-R // PANEL) * PANEL,), jnp.float32)
-        rows = [*jax.ffi.ffi_call(ensure(names[0]), (panels, scales))(*rows)]
-    shape = jax.ShapeDtypeStruct((R, weight.shape[0]), jnp.float32)
-    product: jax.Array = jax.ffi.ffi_call(ensure(names[-1]), shape)(weight, factors, *rows)
+    """x [R, K] · weight [N, K] · scale [N] + residual [R, N] -> float32 [R, N]. x may be [R, 2 · K], gates first, and
+    stands for silu(gate) · up. Many rows are rounded to bfloat16 where the weight is; where it is int8 and
+    `quantize_rows`, they become int8 with a scale of their own."""
+    (N, K), R = weight.shape, x.shape[0]
+    name = _kernel(R, weight, quantize_rows)
+    assert name is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
+    results = [jax.ShapeDtypeStruct((R, N), jnp.float32)]
+    if name.startswith("panels"):  # and what it packs: words of rows, and a scale of each
+        words = K * weight.dtype.itemsize // 4 * (-(-R // PANEL) * PANEL + LEFT_OVER)
+        results.append(jax.ShapeDtypeStruct((words + R + PANEL,), jnp.int32))
+    product: jax.Array = jax.ffi.ffi_call(ensure(name), results)(
+        weight,
+        jnp.ones((1,), jnp.float32) if scale is None else scale,
+        x.astype(jnp.float32),
+        jnp.zeros((1, 1), jnp.float32) if residual is None else residual,
+    )[0]
     return product
 
 

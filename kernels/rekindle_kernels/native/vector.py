@@ -126,6 +126,9 @@ subtract = _operation(2, lambda builder, a, b: builder.fsub(a, b))
 divide = _operation(2, lambda builder, a, b: builder.fdiv(a, b))
 magnitude = _operation(1, llvm_call(f"llvm.fabs.v{LANES}f32", FLOATS, FLOATS))
 with_sign_of = _operation(2, llvm_call(f"llvm.copysign.v{LANES}f32", FLOATS, FLOATS, FLOATS))  # |a| with b's sign
+where_negative = _operation(  # a where x < 0, b elsewhere
+    3, lambda builder, x, a, b: builder.select(builder.fcmp_ordered("<", x, ir.Constant(FLOATS, [0.0] * LANES)), a, b)
+)
 power_of_two = _operation(1, _power_of_two)  # of an integer from -126 to 127
 
 

@@ -54,6 +54,33 @@ def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
+def store_rounded(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+    """`store_bf16` in one instruction, which makes zeros of denormal numbers, as `add_pairs` does."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        narrow = ir.VectorType(_BFloat(), LANES)
+        rounded = llvm_call("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, FLOATS)(builder, args[2])
+        pointer = builder.gep(builder.inttoptr(args[0], ir.IntType(16).as_pointer()), [args[1]])
+        builder.store(rounded, builder.bitcast(pointer, narrow.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, VECTOR), codegen
+
+
+@intrinsic
+def times_power_of_two(typing_context: Any, a: Any, exponent: Any) -> Any:
+    """a · 2^exponent for any integers, however far below the range of numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        mask, rounding = ir.IntType(16), ir.IntType(32)
+        emit = llvm_call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, FLOATS, FLOATS, FLOATS, mask, rounding)
+        all_lanes, as_ever = ir.Constant(mask, -1), ir.Constant(rounding, 4)
+        return emit(builder, args[0], args[1], args[0], all_lanes, as_ever)
+
+    return VECTOR(VECTOR, VECTOR), codegen
+
+
+@intrinsic
 def from_ints(typing_context: Any, a: Any, less: Any) -> Any:
     """The integers in the lanes of a, less one number, as float32."""
 

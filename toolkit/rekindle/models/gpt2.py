@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rekindle.models.activations import activate
 from rekindle.models.config import ACTIVATIONS, AttentionSpec, Keys, ModelConfig, reads, token_ids
-from rekindle.models.layers import Attend, Attention, LayerNorm, RopeTables, activate
+from rekindle.models.layers import Attend, Attention, LayerNorm, RopeTables
 from rekindle.models.linear import Embedding, Linear, Precision, linear
 from rekindle.models.weights import Manifest, Source, one
 
@@ -54,9 +55,9 @@ class Gpt2Block(nnx.Module):
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):
-            x = x + self.attention(self.attention_norm(x), tables, attend)
+            x = self.attention(self.attention_norm(x), tables, attend, x)
         with jax.named_scope("mlp"):
-            return x + self.down(activate(self.up(self.mlp_norm(x)), self.activation))
+            return self.down(activate(self.up(self.mlp_norm(x)), self.activation), residual=x)
 
 
 class Gpt2(nnx.Module):

@@ -68,20 +68,23 @@ class RopeTables:
         with jax.named_scope("rope"):
             self.tables = {spec: rope.tables(spec, positions, lengths) for spec in config.ropes}
 
-    def rotate(
-        self, x: jax.Array, spec: rope.RopeSpec | None, first: int, count: int, *, use_native: bool
-    ) -> jax.Array:
-        """The heads [first, first + count) of x [T, heads, D]."""
+    def split(
+        self, qk: jax.Array, qkv: jax.Array, heads: int, spec: rope.RopeSpec | None, *, use_native: bool
+    ) -> tuple[jax.Array, ...]:
+        """q [T, H, D] and k [T, K, D], rotated, of qk [T, ≥ H + K, D]; v [T, K, D] of qkv."""
+        both = (qkv.shape[-2] + heads) // 2
+
+        def plain(qk: jax.Array, qkv: jax.Array, *tables: jax.Array) -> tuple[jax.Array, ...]:
+            q, k = qk[..., :heads, :], qk[..., heads:both, :]
+            turned = (rope.rotate(x, *tables) if tables else x for x in (q, k))
+            return *turned, qkv[..., both:, :]
+
         if spec is None:
-            return x[..., first : first + count, :]
+            return plain(qk, qkv)
         cos, sin = self.tables[spec]
-
-        def plain(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-            return rope.rotate(x[..., first : first + count, :], cos, sin)
-
-        if use_native and native.rotates(x, cos):
-            return native.differentiable(partial(native.rotate, first=first, count=count), plain)(x, cos, sin)
-        return plain(x, cos, sin)
+        if use_native and native.splits(qk, cos):
+            return native.differentiable(partial(native.split, heads=heads), plain)(qk, qkv, cos, sin)
+        return plain(qk, qkv, cos, sin)
 
 
 class Attention(nnx.Module):
@@ -96,15 +99,15 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads, self.head_dim = H, K, D
         self.layer, self.rope, self.native = layer, config.attention[layer].rope, precision.native
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, tables: RopeTables, attend: Attend, residual: jax.Array | None = None
+    ) -> jax.Array:
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
-        qk = self.normed(qkv)
-        q = tables.rotate(qk, self.rope, 0, H, use_native=self.native)
-        k = tables.rotate(qk, self.rope, H, K, use_native=self.native)
+        q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, use_native=self.native)
         with jax.named_scope("attend"):
-            y = attend(self.layer, q, k, qkv[..., H + K :, :])
-        return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype))
+            y = attend(self.layer, q, k, v)
+        return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype), residual=residual)
 
     def normed(self, qkv: jax.Array) -> jax.Array:
         """q and k [..., H + K, D] before rope; what may follow them is ignored."""
@@ -120,22 +123,8 @@ class GatedMlp(nnx.Module):
         self.down = Linear(E, inner, precision, bias=config.mlp_bias)
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(gated(self.gate_up(x), self.activation))
-
-
-def gated(gate_up: jax.Array, activation: str) -> jax.Array:
-    """[..., 2·I] → act(gate) · up [..., I]."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return activate(gate, activation) * up
-
-
-def activate(x: jax.Array, name: str) -> jax.Array:
-    if name == "silu":
-        return jax.nn.silu(x)
-    if name == "relu":
-        return jax.nn.relu(x)
-    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        return self.down(self.gate_up(x), gate=self.activation, residual=residual)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:

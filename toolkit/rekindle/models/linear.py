@@ -34,6 +34,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from rekindle.models.activations import gated
 from rekindle_kernels import native
 
 QUANTIZE = (None, "int8", "int8-weight")
@@ -93,7 +94,7 @@ class Matrix(nnx.Module):
 
 
 class Linear(Matrix):
-    """x [..., in] → [..., out]."""
+    """x [..., in] → [..., out]; `gate` and `residual` as in `linear`."""
 
     def __init__(
         self, out_features: int, in_features: int, precision: Precision, *, bias: bool = False, quantize: bool = True
@@ -101,9 +102,12 @@ class Linear(Matrix):
         super().__init__((out_features, in_features), precision, quantize=quantize)
         self.bias = parameter((out_features,), jnp.float32) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = linear(x, self)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+    def __call__(self, x: jax.Array, *, gate: str | None = None, residual: jax.Array | None = None) -> jax.Array:
+        if self.bias is None:
+            return linear(x, self, gate=gate, residual=residual)
+        y = linear(x, self, gate=gate)
+        y = y + self.bias[...].astype(y.dtype)
+        return y if residual is None else residual + y
 
 
 class Embedding(Matrix):
@@ -120,18 +124,34 @@ class Embedding(Matrix):
         return rows * self.scale[...][tokens][..., None].astype(self.stream)
 
 
-def linear(x: jax.Array, matrix: Matrix, dtype: DTypeLike | None = None) -> jax.Array:
-    """x [..., in] · matrix [out, in] → [..., out] in `dtype`, by default x's own."""
+def linear(
+    x: jax.Array,
+    matrix: Matrix,
+    dtype: DTypeLike | None = None,
+    *,
+    gate: str | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """x [..., in] · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own. With `gate`, the name of
+    an activation, x is [..., 2·in] and stands for `gated(x, gate)`."""
     scale = None if matrix.scale is None else matrix.scale[...]
     rows, weight = x.size // x.shape[-1], matrix.weight[...]
     rounds = matrix.quantize == "int8"
-    if matrix.native and native.multiplies(rows, weight, quantize_rows=rounds):
-        product = native.differentiable(
-            partial(native.multiply, quantize_rows=rounds),
-            partial(multiply, quantize=matrix.quantize, out=jnp.float32),
-        )(x.reshape(rows, -1), weight, scale)
-        return product.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
-    return multiply(x, weight, scale, matrix.quantize, jnp.dtype(dtype or x.dtype))
+    is_native = matrix.native and native.multiplies(rows, weight, quantize_rows=rounds)
+    if gate is not None and not (is_native and gate == "silu" and native.gates(weight)):
+        x, gate = gated(x, gate), None
+    if not is_native:
+        y = multiply(x, weight, scale, matrix.quantize, jnp.dtype(dtype or x.dtype))
+        return y if residual is None else residual + y
+
+    def plain(x: jax.Array, weight: jax.Array, scale: Any, residual: Any) -> jax.Array:
+        x = x if gate is None else gated(x, gate)
+        y = multiply(x, weight, scale, matrix.quantize, jnp.float32)
+        return y if residual is None else residual + y
+
+    call = native.differentiable(partial(native.multiply, quantize_rows=rounds), plain)
+    flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
+    return call(x.reshape(rows, -1), weight, scale, flat).reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 
 
 def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:

@@ -41,9 +41,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):
-            x = x + self.attention(self.attention_norm(x), tables, attend)
+            x = self.attention(self.attention_norm(x), tables, attend, x)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x))
+            return self.mlp(self.mlp_norm(x), x)
 
 
 class Llama(nnx.Module):

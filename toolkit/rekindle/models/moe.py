@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rekindle.models.activations import gated
 from rekindle.models.config import ModelConfig, MoeSpec
-from rekindle.models.layers import gated
 from rekindle.models.linear import Linear, Matrix, Precision, multiply, narrow_dtype, parameter, quantize_rows
 
 
@@ -61,8 +61,8 @@ class Experts(nnx.Module):
         self.down = Stack((G, E, inner), precision)
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [..., E] → [..., E]."""
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """x (+ residual) [..., E] → [..., E]."""
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("route"):
             weights, chosen = self.route(flat)
@@ -78,7 +78,8 @@ class Experts(nnx.Module):
             # Back into token order by a gather: XLA:CPU runs a scatter one element at a time.
             out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
             y = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=-2)
-        return y.astype(x.dtype).reshape(x.shape)
+        y = y.astype(x.dtype).reshape(x.shape)
+        return y if residual is None else residual + y
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights float32 [T, k] and experts int32 [T, k] of each token."""

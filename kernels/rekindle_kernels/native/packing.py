@@ -1,0 +1,121 @@
+"""Rows laid out for `panels`, narrowed to what its instructions multiply: the first part of every such product.
+
+A word of four bytes holds what one row has for two (bfloat16) or four (int8) columns, and 32 rows lie next to each
+other, so that one load fills a vector with 16 of them. Rows that are left over after the last vector, if they are few,
+follow as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rekindle_kernels.native.gating import gate
+from rekindle_kernels.native.memory import free, malloc, set_f32
+from rekindle_kernels.native.products import LEFT_OVER, PANEL
+from rekindle_kernels.native.target import field, inline, jit, set_field
+from rekindle_kernels.native.vector import (
+    LANES,
+    larger,
+    largest,
+    load_f32,
+    magnitude,
+    multiply,
+    nearest,
+    splat,
+    store,
+)
+from rekindle_kernels.native.words import store_columns, store_rounded, store_u8
+
+assert PANEL == 2 * LANES, "a panel is two vectors of rows"
+PACKED_BYTES = 128 << 10  # of rows that one thread packs: to wake another takes as long
+ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
+
+# Fields of a job: rows X [R, WIDTH], which become R rows of K columns at PANELS, for int8 with SCALES [R].
+X, R, K, WIDTH, PANELS, SCALES, PER_PACK, PACKS = range(8)
+FIELDS = 8  # the others' begin here
+
+
+@inline
+def left_over(rows: int) -> int:
+    """Rows that no vector takes."""
+    return rows % LANES if rows % LANES <= LEFT_OVER else 0
+
+
+@inline
+def panels_of(rows: int) -> int:
+    return (rows - left_over(rows) + PANEL - 1) // PANEL
+
+
+@inline
+def count_packs(job: int) -> int:
+    """Blocks of packing."""
+    per_pack = max(1, PACKED_BYTES // (LANES * field(job, WIDTH) * 4))
+    vectors = (field(job, R) + LANES - 1) // LANES
+    set_field(job, PER_PACK, per_pack)
+    set_field(job, PACKS, (vectors + per_pack - 1) // per_pack)
+    return field(job, PACKS)
+
+
+def packer(size: int) -> Any:
+    """`pack(job, index)`, one block of it, for numbers of `size` bytes."""
+
+    @inline
+    def narrow(job: int, r: int, out: int, scratch: int) -> None:
+        """One row as it will be multiplied; int8 with an offset of 128."""
+        width, x = field(job, K), field(job, X) + r * field(job, WIDTH) * 4
+        if field(job, WIDTH) > width:
+            gate(x, width, scratch)
+            x = scratch
+        if size == 2:
+            for k in range(0, width, LANES):
+                store_rounded(out, k, load_f32(x, k))
+            return
+        highest = splat(TINY)
+        for k in range(0, width, LANES):
+            highest = larger(highest, magnitude(load_f32(x, k)))
+        scale = largest(highest) / TOP
+        set_f32(field(job, SCALES), r, scale)
+        factor = splat(ONE / scale)
+        for k in range(0, width, LANES):
+            store_u8(out, k, nearest(multiply(load_f32(x, k), factor)))
+
+    @inline
+    def sixteen(job: int, first: int) -> None:
+        """The rows [first, first + 16)."""
+        rows, words = field(job, R), field(job, K) * size // 4
+        lines = malloc((LANES * words + field(job, K)) * 4)
+        scratch = lines + LANES * words * 4
+        if first >= rows - left_over(rows):
+            for r in range(first, rows):
+                narrow(job, r, field(job, PANELS) + (panels_of(rows) * PANEL + r - first) * words * 4, scratch)
+            free(lines)
+            return
+        for lane in range(LANES):
+            if first + lane < rows:
+                narrow(job, first + lane, lines + lane * words * 4, scratch)
+            else:
+                for j in range(0, words, LANES):
+                    store(lines, lane * words + j, splat(ZERO))
+        panel = field(job, PANELS) + (first // PANEL * PANEL * words + first % PANEL) * 4
+        for lane in range(0, LANES, 4):
+            line = lines + lane * words * 4
+            for j in range(0, words, LANES):
+                store_columns(
+                    panel + (j * PANEL + lane) * 4,
+                    PANEL,
+                    load_f32(line, j),
+                    load_f32(line, words + j),
+                    load_f32(line, 2 * words + j),
+                    load_f32(line, 3 * words + j),
+                )
+        free(lines)
+
+    @jit
+    def pack(job: int, index: int) -> None:
+        per_pack = field(job, PER_PACK)
+        for vector in range(index * per_pack, min((index + 1) * per_pack, (field(job, R) + LANES - 1) // LANES)):
+            sixteen(job, vector * LANES)
+
+    return pack

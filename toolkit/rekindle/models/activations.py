@@ -1,0 +1,20 @@
+"""The functions between the matrices of an MLP, by the names that configs give them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def activate(x: jax.Array, name: str) -> jax.Array:
+    if name == "silu":
+        return jax.nn.silu(x)
+    if name == "relu":
+        return jax.nn.relu(x)
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+
+
+def gated(gate_up: jax.Array, activation: str) -> jax.Array:
+    """[..., 2·I] → act(gate) · up [..., I]."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return activate(gate, activation) * up
