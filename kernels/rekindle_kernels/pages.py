@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -49,6 +51,12 @@ def gather_pages(kv: LayerKV, ids: jax.Array) -> LayerKV:
     return jax.tree.map(lambda leaf: leaf.at[ids].get(mode="promise_in_bounds"), kv)
 
 
-def scatter_pages(kv: LayerKV, ids: jax.Array, values: LayerKV) -> LayerKV:
-    """Put `values` (n pages, from `gather_pages`) at `ids`; ids that pad the batch are 0, the scratch page."""
-    return jax.tree.map(lambda leaf, value: leaf.at[ids].set(value, mode="promise_in_bounds"), kv, values)
+def scatter_pages(kv: LayerKV, ids: jax.Array, pages: Sequence[LayerKV]) -> LayerKV:
+    """Put `pages`, each a LayerKV of one page, at `ids` ([n] int32); ids that pad the batch are 0, the scratch page.
+
+    Each by itself, since they lie apart: joining them first cost more than putting them in their places (48 pages in 32
+    layers, 63 MB, on two cores: 6 ms so, 11 ms joined in the program, 30 ms and more joined by the host).
+    """
+    for index, page in enumerate(pages):
+        kv = jax.tree.map(lambda leaf, one, at=ids[index]: lax.dynamic_update_slice_in_dim(leaf, one, at, 0), kv, page)
+    return kv

@@ -1,14 +1,18 @@
 """Time to first token of prompts that share a long prefix: cold, and after a restart from disk, host and device.
 
-    python tests/bench/restart.py [--shape 360m] [--prompts 16] [--shared 1024]
+    python tests/bench/restart.py [--shape 360m] [--prompts 16] [--shared 1024] [--repeat 3] [--at-once] [--cache DIR]
 
-All prompts are submitted at once. Programs are ready in every case; each of the two sessions is a process of its own.
+All prompts come in one call. Programs are ready in every case; each of the two sessions is a process of its own. Both
+have answered two other prompts before, unless they are asked `--at-once`, as soon as they are open. Shown are medians;
+a `--cache` that is kept compiles nothing the second time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +26,7 @@ OWN = 40  # tokens of each prompt after the shared ones
 def first_tokens(session: Any, prompts: list[list[int]]) -> dict[str, Any]:
     """Milliseconds, mean and last, and what they generated."""
     start = time.perf_counter()
-    done = [handle.result_sync() for handle in [session.submit(prompt, max_tokens=4) for prompt in prompts]]
+    done = session.generate_sync(prompts, max_tokens=4)
     times = [one.timings.first_token * 1e3 for one in done]
     return {
         "mean": sum(times) / len(times),
@@ -33,7 +37,7 @@ def first_tokens(session: Any, prompts: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def child(role: str, folder: str, shape: str, count: int, shared: int) -> dict[str, Any]:
+def child(role: str, folder: str, shape: str, count: int, shared: int, at_once: bool) -> dict[str, Any]:
     import numpy as np
 
     import rekindle
@@ -49,7 +53,8 @@ def child(role: str, folder: str, shape: str, count: int, shared: int) -> dict[s
     found: dict[str, Any] = {}
     with rekindle.open_sync(model, restore="mine" if role == "restored" else None, **options) as session:
         found["open"] = {"mean": (time.perf_counter() - start) * 1e3}
-        first_tokens(session, other)
+        if not at_once:
+            first_tokens(session, other)
         if role == "cold":
             found["cold"] = first_tokens(session, prompts)
             report = session.save("mine").result_sync()
@@ -68,35 +73,49 @@ def _rates(session: Any) -> tuple[float | None, ...]:
     return rates.compute_token, rates.copy_page, rates.load_page
 
 
+def processes(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One session that computes and saves, one that restores."""
+    results: dict[str, Any] = {}
+    for role in ("cold", "restored"):
+        command = [sys.executable, __file__, "--child", role, folder, "--shape", arguments.shape]
+        command += ["--prompts", str(arguments.prompts), "--shared", str(arguments.shared)]
+        command += ["--at-once"] * arguments.at_once
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        results |= json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="360m")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--shared", type=int, default=1024)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--at-once", action="store_true")
+    parser.add_argument("--cache")
     parser.add_argument("--child", nargs=2)
     arguments = parser.parse_args()
-    rest = (arguments.shape, arguments.prompts, arguments.shared)
     if arguments.child:
+        rest = (arguments.shape, arguments.prompts, arguments.shared, arguments.at_once)
         print(json.dumps(child(*arguments.child, *rest)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        results: dict[str, Any] = {}
-        for role in ("cold", "restored"):
-            command = [sys.executable, __file__, "--child", role, folder]
-            command += ["--shape", rest[0], "--prompts", str(rest[1]), "--shared", str(rest[2])]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            results |= json.loads(done.stdout.splitlines()[-1])
+    with contextlib.ExitStack() as stack:
+        folder = arguments.cache or stack.enter_context(tempfile.TemporaryDirectory())
+        runs = [processes(folder, arguments) for _ in range(arguments.repeat)]
         size = sum(file.stat().st_size for file in Path(folder, "pages").rglob("*") if file.is_file())
-    cold = results["cold"]
-    print(f"{arguments.shape}: {rest[1]} prompts sharing {rest[2]} tokens, {size / 2**20:.0f} MiB on disk")
+    prompts = f"{arguments.prompts} prompts sharing {arguments.shared} tokens"
+    print(f"{arguments.shape}: {prompts}, {size / 2**20:.0f} MiB on disk, median of {len(runs)}")
+    right = runs[0]["cold"]["tokens"]
     for name in ("cold", "disk", "host", "device"):
-        one = results[name]
+        median = {part: statistics.median(run[name][part] for run in runs) for part in ("mean", "last")}
+        shares = [100 * run[name]["mean"] / run["cold"]["mean"] for run in runs]
         print(
-            f"{name:8}mean {one['mean']:9.1f} ms ({100 * one['mean'] / cold['mean']:5.1f} % of cold)"
-            f"  last {one['last']:9.1f} ms  {one['cached']} tokens cached"
-            f"  same tokens: {one['tokens'] == cold['tokens']}"
+            f"{name:8}mean {median['mean']:7.1f} ms ({statistics.median(shares):5.1f} % of cold, "
+            f"{min(shares):.1f} to {max(shares):.1f})  last {median['last']:7.1f} ms  "
+            f"{runs[0][name]['cached']} tokens cached  same tokens: {all(run[name]['tokens'] == right for run in runs)}"
         )
-    print(f"open {results['open']['mean']:.0f} ms, save {results['save']['mean']:.0f} ms, rates {results['rates']}")
+    opened, saved = (statistics.median(run[what]["mean"] for run in runs) for what in ("open", "save"))
+    print(f"open {opened:.0f} ms, save {saved:.0f} ms, rates {runs[-1]['rates']}")
 
 
 if __name__ == "__main__":

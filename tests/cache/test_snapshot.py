@@ -11,7 +11,7 @@ import pytest
 
 from rekindle.cache import CostModel, HostTier, PagePool, PrefixCache, Tiers, snapshot
 from rekindle.cache.disk import DiskTier
-from rekindle.cache.restoring import restore
+from rekindle.cache.restoring import likeliest, restore
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
 from stored_pages import IDENTITY, chain, same
 
@@ -46,6 +46,22 @@ def test_a_snapshot_makes_its_pages_known_again(tmp_path: Path) -> None:
     cache.check_integrity()
 
 
+def test_the_likeliest_pages_come_first_and_none_before_its_parent() -> None:
+    trunk, often, late = (
+        [page for page, _ in pairs]
+        for pairs in (
+            chain(0, 3),
+            chain(50, 2, after=chain(0, 3)[-1][0].digest),
+            chain(900, 2, after=chain(0, 2)[-1][0].digest),
+        )
+    )
+    often = [page._replace(visits=7) for page in often]
+    known = [*late, *trunk, *often]
+    named = {page.digest: name for pages, name in ((trunk, "t"), (often, "o"), (late, "l")) for page in pages}
+    assert "".join(named[digest] for digest in likeliest(known)) == "tttooll"
+    assert "".join(named[digest] for digest in likeliest(known, most=1)) == "tttoo", "with all that it follows"
+
+
 def test_saving_again_replaces_it_and_shares_its_pages(tmp_path: Path) -> None:
     for length in (3, 5, 4):
         save(tmp_path, "mine", length)
@@ -76,7 +92,7 @@ def test_a_snapshot_for_something_else_is_refused_with_the_reason(
 
 def test_names_are_checked_and_missing_ones_are_listed(tmp_path: Path) -> None:
     save(tmp_path, "mine", 1)
-    with pytest.raises(StoreError, match="there are: mine"):
+    with pytest.raises(StoreError, match="There are: 'mine'"):
         snapshot.listed(tmp_path, IDENTITY, "yours")
     for name in ("", "auto", "../mine", "a@b", "a" * 101):
         with pytest.raises(ConfigError):

@@ -78,7 +78,8 @@ def test_gathered_pages_come_back_bit_by_bit(dtype: str) -> None:
     kv = write_kv(init_pages(7, 2, 4, 8, dtype), numbers(24, 2, 8), numbers(24, 2, 8, seed=1), 1 + at // 4, at % 4)
     moved = jax.jit(gather_pages)(kv, jnp.asarray([5, 2, 0], jnp.int32))
     assert moved.num_pages == 3 and moved.dtype == kv.dtype
-    back = jax.jit(scatter_pages, donate_argnums=0)(init_pages(9, 2, 4, 8, dtype), jnp.asarray([1, 8, 0]), moved)
+    pages = [jax.tree.map(lambda leaf, at=at: leaf[at : at + 1], moved) for at in range(3)]
+    back = jax.jit(scatter_pages, donate_argnums=0)(init_pages(9, 2, 4, 8, dtype), jnp.asarray([1, 8, 0]), pages)
     for want, got in zip(jax.tree.leaves(kv), jax.tree.leaves(back), strict=True):
         np.testing.assert_array_equal(got[1], want[5])
         np.testing.assert_array_equal(got[8], want[2])
@@ -88,7 +89,7 @@ def test_gathered_pages_come_back_bit_by_bit(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scatter_copies_no_pages(dtype: str) -> None:
     kv = init_pages(300, 2, 16, 64, dtype)
-    few = gather_pages(kv, jnp.arange(4))
+    few = [gather_pages(kv, jnp.arange(1))] * 4
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(kv))
     used = jax.jit(scatter_pages, donate_argnums=0).lower(kv, jnp.arange(4), few).compile().memory_analysis()
     assert used.alias_size_in_bytes == size

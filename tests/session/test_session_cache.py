@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from rekindle.records import Status
 from tiered import MODEL, NEW, ask, opened, plain, prompt
 
 
-def test_saved_pages_are_exact_in_the_next_session(tmp_path: Path) -> None:
+def test_saved_pages_are_exact_in_the_next_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rekindle.cache.tiers.AHEAD_BYTES", 0)
     with opened(tmp_path) as session:
         for index in (0, 1, 2):
             ask(session, index)
@@ -72,7 +74,7 @@ def test_pages_for_something_else_are_refused_or_left_alone(tmp_path: Path, capl
     for options, reason in (({}, "belongs to weights"), ({"page_size": 16}, "page size is 8")):
         with pytest.raises(SnapshotRefused, match=reason):
             opened(tmp_path, model=other if not options else MODEL, restore="mine", **options)
-    with pytest.raises(StoreError, match="there are: mine"):
+    with pytest.raises(StoreError, match="There are: 'mine'"):
         opened(tmp_path, restore="yours")
     with pytest.raises(ConfigError, match="disk_memory"):
         opened(tmp_path, restore="auto", disk_memory=0)
@@ -114,7 +116,8 @@ def test_what_was_computed_outlives_a_killed_process(tmp_path: Path) -> None:
         finally:
             process.kill()
     with opened(tmp_path, restore="auto") as session:
-        assert session.cache.explain(prompt(0)).disk_tokens == 64
+        there = session.cache.explain(prompt(0))
+        assert there.host_tokens + there.disk_tokens == 64
         assert ask(session, 0) == 64
         session.check_integrity()
 
@@ -137,11 +140,12 @@ def test_a_request_waits_aside_while_its_pages_are_read(tmp_path: Path, monkeypa
     with opened(tmp_path) as session:
         ask(session, 0)
         session.save("mine").result_sync()
+    monkeypatch.setattr("rekindle.cache.tiers.AHEAD_BYTES", 0)
     with opened(tmp_path, restore="mine") as session:
         disk = session._keeper.tiers.disk  # type: ignore[union-attr]
         assert disk is not None
-        load, read = disk.load, threading.Event()
-        monkeypatch.setattr(disk, "load", lambda digest: load(digest) if read.wait(500) else None)
+        load, read = disk.load_run, threading.Event()
+        monkeypatch.setattr(disk, "load_run", lambda run, memory: load(run, memory) if read.wait(500) else [])
         slow = session.submit(list(prompt(0)), max_tokens=NEW, ignore_eos=True)
         other = [5, 6, 7]
         quick = session.generate_sync(other, max_tokens=1)
@@ -154,6 +158,28 @@ def test_a_request_waits_aside_while_its_pages_are_read(tmp_path: Path, monkeypa
         aborted = session.submit(list(prompt(0)), max_tokens=NEW)
         aborted.cancel()
         session.check_integrity()
+
+
+def test_likely_pages_are_read_before_anybody_asks(tmp_path: Path) -> None:
+    with opened(tmp_path) as session:
+        for index in (0, 1):
+            ask(session, index)
+        session.save("mine").result_sync()
+    with opened(tmp_path, restore="mine") as session:
+        while session.cache.explain(prompt(1)).host_tokens < 64:
+            time.sleep(0.01)
+        assert session.cache.stats().disk_hit_tokens == 0, "nobody asked"
+        assert [ask(session, index) for index in (0, 1)] == [64, 64]
+        assert session.cache.stats().disk_hit_tokens == 12 * 8
+        session.cache.clear(tier="device").result_sync()
+        assert ask(session, 0) == 64
+        assert session.cache.stats().disk_hit_tokens == 12 * 8, "that was host memory's"
+        session.check_integrity()
+    with opened(tmp_path, restore="mine", host_memory=3 * 6144) as session:
+        while session._keeper.tiers._ahead:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        assert session.cache.stats().host_bytes <= 3 * 6144
+        assert ask(session, 0) == 64
 
 
 def test_int8_pages_are_kept_as_such(tmp_path: Path) -> None:

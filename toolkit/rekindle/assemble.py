@@ -96,7 +96,6 @@ def _engine(
     owned, model = loaded is not order.model, loaded.config
     tiers = _tiers(loaded, config, str(order.model) if owned else model.model_type)
     runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready)
-    warming.opened()
     assert config.device_pages is not None, "resolved"
     limits = Limits.of(config, max_prefill_rows=prefill_rows(config.max_tokens_per_step, config.max_requests))
     # The session's gate bounds the queue; a burst may be queued whole before the first of it runs.
@@ -107,8 +106,17 @@ def _engine(
     if tiers is not None:
         cache = PrefixCache(pool, config.page_size, page_identity(loaded, config).root, host_tier=tiers)
         if config.restore is not None:
-            restore(cache, tiers, config.restore)
+            # Before programs are waited for: pages are read meanwhile.
+            runner.touch_ahead(restore(cache, tiers, config.restore).pages)
+    try:
+        warming.opened()
+    except BaseException:
+        if tiers is not None:
+            tiers.close()
+        raise
     scheduler = Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed)
+    if tiers is not None:
+        tiers.busy = lambda: scheduler.has_work
     folder = loaded.folder
     tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=model.eos_token_ids)
     weights = _Weights(loaded, runner, config, tiers, owned=owned)

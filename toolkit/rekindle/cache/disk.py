@@ -17,9 +17,10 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from rekindle import html
-from rekindle.cache.segment import Page, Payload, Segment, pages_of, write_segment
+from rekindle.cache.segment import Memory, Page, Payload, Segment, fresh, pages_of, write_segment
 from rekindle.cache.snapshot import Identity, protected
 from rekindle.errors import StoreError
 from rekindle.saving import PARTIAL
@@ -27,6 +28,7 @@ from rekindle.saving import PARTIAL
 log = logging.getLogger("rekindle.cache")
 SMALL = 4 << 20  # segments below this are merged when there are MANY of them
 MANY = 16
+RUN_BYTES, MOST_PAGES = 4 << 20, 256  # of one read, so that several threads share what a request needs
 STALE_PARTIAL_SECONDS = 3600.0
 FRESH_SECONDS = 600.0
 _TOUCH_SECONDS = 60.0
@@ -45,8 +47,22 @@ class DiskStatistics(html.Record):
     damaged: int
 
 
+class Run(NamedTuple):
+    """Pages that lie one after another in a segment."""
+
+    segment: Segment
+    first: int
+    digests: list[bytes]
+
+    def continues(self, segment: Segment, index: int) -> bool:
+        """Whether that page can be part of it."""
+        count = len(self.digests)
+        small = count < MOST_PAGES and (count + 1) * segment.page_bytes <= RUN_BYTES
+        return segment is self.segment and index == self.first + count and small
+
+
 class DiskTier:
-    """Thread-safe: one thread reads for requests while another one saves."""
+    """Thread-safe: some threads read for requests while another one saves."""
 
     def __init__(self, folder: Path, budget: int, identity: Identity) -> None:
         self.folder, self.budget = folder, budget
@@ -63,6 +79,12 @@ class DiskTier:
     @property
     def pages_folder(self) -> Path:
         return self.folder / "pages"
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page of this identity; 0 if none is known."""
+        root = self.identity.root.hex()
+        return next((s.page_bytes for name, s in tuple(self._segments.items()) if name.startswith(root)), 0)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -105,20 +127,54 @@ class DiskTier:
         """Raises KeyError if it is not there, StoreError if it is damaged; either way it is then forgotten."""
         with self._lock:
             segment, index = self._index[digest]
+        found = self._read(Run(segment, index, [digest]))
+        if not found:
+            raise KeyError(digest)
+        if isinstance(found[0], StoreError):
+            raise found[0]
+        return found[0]
+
+    def runs(self, digests: Iterable[bytes]) -> list[Run]:
+        """Where those that are there lie, each run to be read at once; different ones may be by different threads."""
+        with self._lock:
+            places = sorted(
+                ((*self._index[digest], digest) for digest in digests if digest in self._index),
+                key=lambda place: (place[0].path.name, place[1]),
+            )
+        runs: list[Run] = []
+        for segment, index, digest in places:
+            if runs and runs[-1].continues(segment, index):
+                runs[-1].digests.append(digest)
+            else:
+                runs.append(Run(segment, index, [digest]))
+        return runs
+
+    def load_run(self, run: Run, memory: Memory) -> list[tuple[bytes, Payload]]:
+        """As `load`, but what is gone or damaged is left out."""
+        found = zip(run.digests, self._read(run, memory), strict=False)
+        return [(digest, payload) for digest, payload in found if not isinstance(payload, StoreError)]
+
+    def _read(self, run: Run, memory: Memory = fresh) -> list[Payload | StoreError]:
+        """Nothing if the segment is gone. What can't be used is forgotten."""
+        segment = run.segment
         try:
-            payload = segment.read(index)
+            found = segment.read_run(run.first, len(run.digests), memory)
         except FileNotFoundError:
             self._drop(segment)
-            raise KeyError(digest) from None
-        except (StoreError, OSError) as error:
-            with self._lock:
+            return []
+        except OSError as error:
+            found = [StoreError(str(error))] * len(run.digests)
+        bad = {digest: one for digest, one in zip(run.digests, found, strict=True) if isinstance(one, StoreError)}
+        for damage in bad.values():
+            self.say(segment.path.name, f"{damage}; damaged pages are computed again")
+        with self._lock:
+            for digest in bad:
                 self._index.pop(digest, None)
-            self.damaged += 1
-            self.say(segment.path.name, f"{error}; damaged pages are computed again")
-            raise StoreError(str(error)) from error
-        self.read += 1
-        self._touch(segment)
-        return payload
+            self.damaged += len(bad)
+            self.read += len(found) - len(bad)
+        if len(bad) < len(found):
+            self._touch(segment)
+        return found
 
     # -- writing
 

@@ -11,7 +11,10 @@ import threading
 from collections import Counter, OrderedDict
 from typing import Any
 
+import numpy as np
+
 from rekindle import html
+from rekindle.cache.slots import Slots
 
 Payload = tuple[Any, ...]  # arrays with a leading page axis of 1
 
@@ -34,6 +37,7 @@ class HostTier:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.slots = Slots()
         self._lock = threading.Lock()
         self._payloads: OrderedDict[bytes, Payload] = OrderedDict()
         self._holds: Counter[bytes] = Counter()
@@ -47,12 +51,21 @@ class HostTier:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._payloads
 
-    def put(self, digest: bytes, payload: Payload) -> None:
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
+
+    def put(self, digest: bytes, payload: Payload, *, own: bool = False, cold: bool = False) -> None:
+        """A copy is kept, unless the payload lies in memory of its `own`; a `cold` one was used before all others."""
+        if self.touch(digest):
+            return
+        payload = payload if own else self._copy(payload)
         with self._lock:
             if digest in self._payloads:
-                self._payloads.move_to_end(digest)
                 return
             self._payloads[digest] = payload
+            if cold:
+                self._payloads.move_to_end(digest, last=False)
             self._bytes += size(payload)
             self._stored += 1
 
@@ -103,6 +116,8 @@ class HostTier:
                 del self._payloads[digest]
             self._bytes = left
             self._dropped += len(gone)
+        if to is not None:
+            self.slots.settle()
         return len(gone)
 
     def clear(self) -> None:
@@ -112,6 +127,7 @@ class HostTier:
             self._holds.clear()
             self._bytes = 0
             self.generation += 1
+        self.slots.settle()
 
     def statistics(self) -> HostStatistics:
         with self._lock:
@@ -119,6 +135,15 @@ class HostTier:
             return HostStatistics(
                 len(self._payloads), self._bytes, self.budget, held, self._stored, self._read, self._dropped
             )
+
+    def _copy(self, payload: Payload) -> Payload:
+        slot, at = self.slots.take(size(payload)), 0
+        leaves = []
+        for leaf in payload:
+            leaves.append(slot[at : at + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape))
+            np.copyto(leaves[-1], leaf)
+            at += leaf.nbytes
+        return tuple(leaves)
 
 
 def size(payload: Payload) -> int:

@@ -1,10 +1,13 @@
-"""`open(..., restore=...)`: pages of earlier sessions become known at once and are read when a request hits them."""
+"""`open(..., restore=...)`: pages of earlier sessions become known at once, and the likeliest are read ahead."""
 
 from __future__ import annotations
 
+import heapq
 import logging
+from collections.abc import Sequence
 
 from rekindle.cache import snapshot
+from rekindle.cache.segment import Page
 from rekindle.cache.snapshot import Restored
 from rekindle.cache.tiers import Tiers
 from rekindle.cache.tree import PrefixCache
@@ -38,4 +41,19 @@ def restore(cache: PrefixCache | None, tiers: Tiers | None, name: str) -> Restor
     grafted = snapshot.graft(cache, there)
     if grafted < len(pages):
         log.info("snapshot %r: %d of its %d pages are no longer kept", name, len(pages) - grafted, len(pages))
+    tiers.read_ahead(likeliest(there))
     return Restored(name, grafted, len(pages) - grafted)
+
+
+def likeliest(pages: Sequence[Page], most: int = 4096) -> list[bytes]:
+    """Digests of those that are most likely to be asked for: visited most, then used last; none before its parent."""
+    known = {page.digest: page for page in pages}
+    taken: dict[bytes, None] = {}
+    for page in heapq.nsmallest(most, pages, key=lambda page: (-page.visits, -page.used)):
+        path = []
+        step: Page | None = page
+        while step is not None and step.digest not in taken:
+            path.append(step.digest)
+            step = known.get(step.parent)
+        taken |= dict.fromkeys(reversed(path))
+    return list(taken)

@@ -3,7 +3,7 @@
     pages   the payloads one after another, leaf by leaf
     index   what each page is (digest, parent, tokens, checksum) and for which model; ends with a digest of itself
 
-Reading goes to the files directly: a single page is one `pread`.
+Reading goes to the files directly: pages that lie one after another are one `preadv`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from rekindle.records import IntArray
 from rekindle.saving import ITEM, write_checkpoint
 
 Payload = tuple[Any, ...]
+Memory = Callable[[int], NDArray[np.uint8]]  # so many bytes, to be filled
 _LENGTH = 8  # bytes before the header that say how long it is
 
 
@@ -121,6 +122,10 @@ def from_bytes(data: NDArray[np.uint8], leaves: Sequence[Leaf]) -> Payload:
     return tuple(payload)
 
 
+def fresh(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Segment:
     """A segment on disk, with its index in memory."""
@@ -143,26 +148,44 @@ class Segment:
         return [data[at : at + DIGEST_SIZE] for at in range(0, len(data), DIGEST_SIZE)]
 
     def read(self, index: int) -> Payload:
-        """One payload, verified. Raises StoreError if it is damaged, OSError if the file is gone.
+        """One payload, verified. Raises StoreError if it is damaged, OSError if the file is gone."""
+        (payload,) = self.read_run(index, 1)
+        if isinstance(payload, StoreError):
+            raise payload
+        return payload
+
+    def read_run(self, first: int, count: int, memory: Memory = fresh) -> list[Payload | StoreError]:
+        """`count` payloads that lie one after another, each verified by itself. Raises OSError if the file is gone.
 
         Not mapped into memory: when a mapped file shrinks, reading it kills the process.
         """
-        data = np.empty(self.page_bytes, np.uint8)
-        view = memoryview(data)  # type: ignore[arg-type]
+        slots = [memory(self.page_bytes) for _ in range(count)]
+        done = self._fill(slots, first * self.page_bytes)
+        found: list[Payload | StoreError] = []
+        for index, slot in enumerate(slots, first):
+            digest = self.records[index]["digest"].tobytes()
+            done -= self.page_bytes
+            if done >= 0 and checksum(digest, slot) == self.records[index]["sum"]:
+                found.append(from_bytes(slot, self.leaves))
+            else:
+                found.append(StoreError(f"page {digest.hex()} in {self.path} does not match its checksum"))
+        return found
+
+    def _fill(self, slots: Sequence[NDArray[np.uint8]], start: int) -> int:
+        """How many bytes there were."""
+        views = [memoryview(slot) for slot in slots]  # type: ignore[arg-type]
+        done = 0
         file = os.open(self.path / ITEM / "pages", os.O_RDONLY)
         try:
-            done = os.preadv(file, [view], index * self.page_bytes)
-            while 0 < done < self.page_bytes:
-                more = os.preadv(file, [view[done:]], index * self.page_bytes + done)
-                if not more:
-                    break
+            while views and (more := os.preadv(file, views, start + done)):
                 done += more
+                while views and more >= len(views[0]):
+                    more -= len(views.pop(0))
+                if more:
+                    views[0] = views[0][more:]
         finally:
             os.close(file)
-        record = self.records[index]
-        if done != self.page_bytes or checksum(record["digest"].tobytes(), data) != record["sum"]:
-            raise StoreError(f"page {record['digest'].tobytes().hex()} in {self.path} does not match its checksum")
-        return from_bytes(data, self.leaves)
+        return done
 
 
 def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page, Payload]]) -> None:

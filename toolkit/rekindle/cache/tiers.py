@@ -7,11 +7,14 @@ scheduler   has pages fetched from disk before it admits the request that needs 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from rekindle.cache.costs import CostModel
 from rekindle.cache.disk import DiskTier
@@ -20,6 +23,12 @@ from rekindle.errors import StoreError
 from rekindle.records import StepResult
 
 log = logging.getLogger("rekindle.cache")
+READERS = 2  # threads; half of the time of a page that the system has in memory goes into its checksum
+# What requests wait for is read together and admitted together: of 16 that came at once, 6 were admitted 8 ms before
+# the others, which then waited for the step of these.
+TOGETHER_SECONDS = 0.03
+AHEAD_BYTES, AHEAD_PAGES = 256 << 20, 8  # read ahead in all, and before it is seen whether somebody waits
+PAUSE_SECONDS = 0.02
 
 
 class Fetch:
@@ -44,7 +53,10 @@ class Tiers:
 
     def __init__(self, host: HostTier, costs: CostModel, disk: DiskTier | None = None) -> None:
         self.host, self.costs, self.disk = host, costs, disk
-        self.disk_hits = 0  # pages that were read from disk for a request
+        self.busy: Callable[[], bool] = lambda: False  # requests run: nothing is read ahead
+        self._fetched = self._expected = 0  # pages that requests took from disk, when they asked and ahead of it
+        self._ahead: deque[bytes] = deque()
+        self._unasked: set[bytes] = set()  # read ahead, and no request came for it yet
         self._queue: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
 
@@ -74,6 +86,7 @@ class Tiers:
         self.host.trim()
 
     def clear(self) -> None:
+        self._ahead.clear()
         self.host.clear()
 
     def worth(self, pages: int) -> bool:
@@ -88,12 +101,26 @@ class Tiers:
         self.host.put(digest, payload)
 
     def get(self, digest: bytes) -> Payload:
+        if digest in self._unasked:
+            self._unasked.discard(digest)
+            self._expected += 1
         return self.host.get(digest)
 
     def copied(self, pages: int, seconds: float) -> None:
         self.costs.copied(pages, seconds)
 
     # -- from disk
+
+    @property
+    def disk_hits(self) -> int:
+        """Pages that were read from disk and taken by a request."""
+        return self._fetched + self._expected
+
+    def read_ahead(self, digests: Iterable[bytes]) -> None:
+        """Bring to host memory what requests are likely to want, in this order, while there is nothing else to do."""
+        self._ahead.extend(digests)
+        if self._ahead and self.host.budget:
+            self._start()
 
     @property
     def far(self) -> bool:
@@ -104,9 +131,7 @@ class Tiers:
         """Start reading; None if computing these and the `beyond` pages that they lead to is quicker."""
         if not digests or not self.costs.worth(len(digests) + beyond, from_disk=len(digests)):
             return None
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read_all, name="rekindle pages", daemon=True)
-            self._reader.start()
+        self._start()
         fetch = Fetch(self, digests)
         self._queue.put(fetch)
         return fetch
@@ -129,20 +154,77 @@ class Tiers:
         if self.disk is not None:
             self.disk.close()
 
+    def _start(self) -> None:
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read_all, name="rekindle pages", daemon=True)
+            self._reader.start()
+
     def _read_all(self) -> None:
-        while (fetch := self._queue.get()) is not None:
-            start, pages = time.perf_counter(), 0
-            try:
-                for digest in fetch.digests:
-                    if digest not in self.host:
-                        assert self.disk is not None
-                        self.host.put(digest, self.disk.load(digest))
-                        pages += 1
-            except (KeyError, StoreError):
-                pass  # what is missing is computed; the disk tier has reported damage
-            except Exception:
-                log.exception("pages could not be read from disk; they are computed")
-            if pages:
-                self.costs.loaded(pages, time.perf_counter() - start)
-                self.disk_hits += pages
-            fetch.done = True
+        with ThreadPoolExecutor(READERS, thread_name_prefix="rekindle pages") as readers:
+            while True:
+                try:
+                    fetch = self._queue.get(timeout=self._patience())
+                except queue.Empty:
+                    self._read_some(readers)
+                    continue
+                if fetch is None:
+                    return
+                self._serve(fetch, readers)
+
+    def _serve(self, fetch: Fetch, readers: ThreadPoolExecutor) -> None:
+        """And those that come meanwhile, if it does not take long."""
+        start, together = time.perf_counter(), [fetch]
+        pages = len(self._bring(fetch.digests, readers))
+        while time.perf_counter() - start < TOGETHER_SECONDS and (more := self._waiting_fetch()) is not None:
+            pages += len(self._bring(more.digests, readers))
+            together.append(more)
+        if pages:
+            self.costs.loaded(pages, time.perf_counter() - start)
+            self._fetched += pages
+        for done in reversed(together):  # so that all are done when the first one is
+            done.done = True
+
+    def _waiting_fetch(self) -> Fetch | None:
+        """The next one that is in the queue already."""
+        with contextlib.suppress(queue.Empty):
+            fetch = self._queue.get_nowait()
+            if fetch is None:
+                self._queue.put(None)  # the end, which is the loop's
+            return fetch
+        return None
+
+    def _patience(self) -> float | None:
+        """How long to wait for a fetch before some pages are read ahead; None is for ever."""
+        if not self._ahead:
+            return None
+        return PAUSE_SECONDS if self.busy() else 0.0
+
+    def _read_some(self, readers: ThreadPoolExecutor) -> None:
+        """Ahead, as long as there is room."""
+        assert self.disk is not None
+        if self.busy():
+            return
+        part: list[bytes] = []
+        with contextlib.suppress(IndexError):  # cleared meanwhile
+            while self._ahead and len(part) < AHEAD_PAGES:
+                part.append(self._ahead.popleft())
+        room = min(AHEAD_BYTES, self.host.budget) - self.host.nbytes
+        fits = max(0, room) // max(1, self.disk.page_bytes)
+        if fits < len(part):
+            self._ahead.clear()
+        self._unasked.update(self._bring(part[:fits], readers, cold=True))
+
+    def _bring(self, digests: Iterable[bytes], readers: ThreadPoolExecutor, *, cold: bool = False) -> list[bytes]:
+        """What was read; what is missing is computed, and the disk tier has reported damage."""
+        assert self.disk is not None
+        disk, host = self.disk, self.host
+        there: list[bytes] = []
+        try:
+            runs = disk.runs(digest for digest in digests if digest not in host)
+            for found in readers.map(lambda run: disk.load_run(run, host.slots.take), runs):
+                for digest, payload in found:
+                    host.put(digest, payload, own=True, cold=cold)
+                    there.append(digest)
+        except Exception:
+            log.exception("pages could not be read from disk; they are computed")
+        return there

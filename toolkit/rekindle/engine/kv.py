@@ -5,6 +5,7 @@ Axes: P pages, n pages of a transfer, S tokens per page.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -61,11 +62,13 @@ def gather(kv: KV, ids: Array) -> Payload:
     return tuple(jnp.stack(leaves, axis=1) for leaves in zip(*layers, strict=True))
 
 
-def scatter(kv: KV, ids: Array, payload: Payload) -> KV:
-    """Put what `gather` took at `ids`; an id that pads the transfer is 0."""
+def scatter(kv: KV, ids: Array, pages: Sequence[Payload]) -> KV:
+    """Put what `gather` took, one payload per page, at `ids`; an id that pads the transfer is 0."""
 
     def one(index: int, layer: LayerKV) -> LayerKV:
-        values = jax.tree.unflatten(jax.tree.structure(layer), [leaf[:, index] for leaf in payload])
-        return scatter_pages(layer, ids, values)
+        tree = jax.tree.structure(layer)
+        return scatter_pages(
+            layer, ids, [jax.tree.unflatten(tree, [leaf[:, index] for leaf in page]) for page in pages]
+        )
 
     return tuple(one(index, layer) for index, layer in enumerate(kv))

@@ -30,7 +30,7 @@ from rekindle.models.base import Graph
 from rekindle.models.config import ModelConfig
 from rekindle_kernels import zeros
 
-MOVED_PAGES = 8  # pages per gather or scatter between tiers
+MOVED_PAGES = 4  # per gather or scatter between tiers; of each page and layer a scatter compiles one operation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,8 +211,8 @@ class Programs:
         ids = _ints(MOVED_PAGES)
         if key == GATHER:
             return paged.gather, (self.kv, ids), ()
-        payload = jax.eval_shape(paged.gather, self.kv, ids)
-        return paged.scatter, (self.kv, ids, payload), (0,)
+        page = jax.eval_shape(paged.gather, self.kv, _ints(1))
+        return paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,)
 
 
 def _ints(size: int) -> jax.ShapeDtypeStruct:

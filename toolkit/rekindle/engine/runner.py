@@ -25,6 +25,7 @@ from rekindle.engine.programs import ADMIT, GATHER, MEMORY, MOVED_PAGES, SCATTER
 from rekindle.engine.results import needs_prompt, row_results
 from rekindle.engine.state import pack_admission
 from rekindle.engine.step import StepOutput
+from rekindle.engine.touching import touch_ahead
 from rekindle.engine.warming import warm
 from rekindle.errors import ConfigError, SessionClosed, StoreError
 from rekindle.models.base import LoadedModel
@@ -36,7 +37,8 @@ MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
 class HostTier(Protocol):
     """Page payloads by digest, off the device; called from the dispatching and the fetching thread."""
 
-    def put(self, digest: bytes, payload: paged.Payload) -> None: ...
+    def put(self, digest: bytes, payload: paged.Payload) -> None:
+        """Keeps a copy: what is given lies in memory of a whole transfer."""
 
     def get(self, digest: bytes) -> paged.Payload:
         """Raises KeyError when it is gone."""
@@ -163,6 +165,10 @@ class Runner:
         """Load or compile everything that a step may ask for."""
         warm(self.programs)
 
+    def touch_ahead(self, pages: int) -> None:
+        """So many pages are likely to be restored before long: have their memory ready, beside what else is done."""
+        touch_ahead(jax.tree.leaves(self._kv), min(pages, self.programs.kv[0].num_pages - 1))
+
     def swap_weights(self, leaves: Sequence[Any]) -> None:
         """Use other weights from the next step on; steps in flight end with the old ones. Nothing is compiled."""
         for index, (path, old, new) in enumerate(
@@ -281,8 +287,7 @@ class Runner:
             assert self.host_tier is not None, "a page was offloaded without a host tier"
             arrays = [np.asarray(leaf) for leaf in payload]
             for index, move in enumerate(part):
-                # Copied, so that a page that stays does not keep the others' memory.
-                self.host_tier.put(move.digest, tuple(array[index : index + 1].copy() for array in arrays))
+                self.host_tier.put(move.digest, tuple(array[index : index + 1] for array in arrays))
 
     def _restore(self, moves: tuple[PageMove, ...]) -> None:
         if not moves:
@@ -304,8 +309,7 @@ class Runner:
             part = moves[at : at + MOVED_PAGES]
             pages = [self._payload(move) for move in part]
             pages += [pages[0]] * (MOVED_PAGES - len(part))  # padding goes to page 0
-            payload = tuple(np.concatenate(leaves) for leaves in zip(*pages, strict=True))
-            self._kv = self.programs.get(SCATTER)(self._kv, _ids(part), payload)
+            self._kv = self.programs.get(SCATTER)(self._kv, _ids(part), tuple(pages))
 
     def _payload(self, move: PageMove) -> paged.Payload:
         assert self.host_tier is not None, "a page is restored without a host tier"
