@@ -14,9 +14,21 @@ from rekindle.engine import sampling as device
 from rekindle.engine.flags import SMALL_TOP_K, Flag
 from rekindle.engine.logprobs import WIDTH, logprobs_of, prompt_logprobs
 from rekindle.engine.random import uniforms
+from rekindle_kernels import native
 
 VOCAB = 300  # more than one block, and no multiple of one
-_choose = jax.jit(device.choose)
+_choose = jax.jit(device.choose, static_argnames="use_native")
+
+
+@pytest.fixture(autouse=True, params=["xla", "native"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of `choose` runs on both."""
+    if request.param == "native" and native.reason_against() is not None:
+        pytest.skip("numba is not installed")
+    monkeypatch.setitem(globals(), "use_native", request.param == "native")
+
+
+use_native = False
 
 
 def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB, spread: float = 2.0) -> np.ndarray:
@@ -28,7 +40,7 @@ def choose(logits: np.ndarray, choice: device.Choice) -> jax.Array:
     top_k = choice.top_k.max()
     wanted = Flag.DRAWS * bool((choice.temperature > 0).any()) | Flag.TOP_P * bool((choice.top_p < 1).any())
     wanted |= Flag.TOP_K * bool(top_k > 0) | Flag.LARGE_K * bool(top_k > SMALL_TOP_K)
-    return _choose(logits, choice, jnp.int32(wanted))
+    return _choose(logits, choice, jnp.int32(wanted), use_native=use_native)
 
 
 def choice(samplings: list[Sampling], positions: list[int] | np.ndarray) -> device.Choice:
@@ -175,6 +187,20 @@ def test_draws_use_the_words_that_jax_random_derives_from_seed_and_position() ->
         key = jax.random.fold_in(jax.random.wrap_key_data(halves[row], impl="threefry2x32"), position)
         words = jax.random.key_data(jax.random.fold_in(key, 3))
         assert [float(part[row]) for part in found] == [int(word >> 8) / 2**24 for word in words]
+
+
+def test_both_paths_draw_the_same_tokens() -> None:
+    if native.reason_against() is not None:
+        pytest.skip("numba is not installed")
+    rows = [Sampling(**{"temperature": 1.3, "seed": seed, **OPTIONS[seed % len(OPTIONS)]}) for seed in range(400)]
+    rows[::40] = [Sampling(seed=0, temperature=0.0)] * 10
+    logits = logits_of(8, rows=len(rows), vocab=1000)
+    logits[:, 17:200] = -np.inf
+    options = choice(rows, list(range(len(rows))))
+    wanted = Flag.DRAWS | Flag.TOP_K | Flag.LARGE_K | Flag.TOP_P
+    ours, theirs = (_choose(logits, options, jnp.int32(wanted), use_native=path) for path in (True, False))
+    # Sums in another order may turn a draw that falls on a border.
+    assert np.mean(np.asarray(ours) == np.asarray(theirs)) > 0.99
 
 
 def test_a_row_of_nan_ends_and_leaves_the_others_alone() -> None:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from rekindle_kernels.native import decode, largest, memory, norm, panels, placing, prefill, rows, vector, words
+from rekindle_kernels.native import (
+    decode,
+    drawing,
+    largest,
+    memory,
+    norm,
+    panels,
+    placing,
+    prefill,
+    rows,
+    vector,
+    words,
+)
 from rekindle_kernels.native.build import has_feature
 from rekindle_kernels.native.target import Kernel
 
@@ -12,13 +24,15 @@ _LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "float16": ve
 
 
 def make(name: str) -> Kernel:
-    """`split`, `norm`, `largest`, `panels_DTYPE`, `matvec_DTYPE`, `write_DTYPE`,
+    """`split`, `norm`, `largest`, `draw`, `panels_DTYPE`, `matvec_DTYPE`, `write_DTYPE`,
     `decode_DTYPE_HEADSIZE`, `prefill_DTYPE_HEADSIZE`."""
     kind, dtype, *rest = f"{name}_float32".split("_")
     if kind == "split":
         return placing.split(name)
     if kind == "norm":
         return norm.kernel(name)
+    if kind == "draw":
+        return drawing.kernel(name)
     if kind == "largest":
         return largest.kernel(name)
     if kind == "write":

@@ -5,11 +5,31 @@ from __future__ import annotations
 import numpy as np
 
 from rekindle_kernels.native.memory import f32, set_i32
-from rekindle_kernels.native.target import Kernel, dim, field, jit, nothing, operand, result, set_field
+from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, nothing, operand, result, set_field
 from rekindle_kernels.native.vector import LANES, larger, largest, load_f32, splat
 
 STRETCH = 16 * LANES  # numbers of which only the largest is looked for at first
 LOWEST = np.float32(-np.inf)
+
+
+@inline
+def first_largest(x: int, width: int) -> int:
+    """The first index of the largest of [width]; the last index where all are NaN."""
+    top, start = LOWEST, 0
+    for begin in range(0, width // STRETCH * STRETCH, STRETCH):
+        a = b = splat(LOWEST)
+        for at in range(begin, begin + STRETCH, 2 * LANES):
+            a, b = larger(load_f32(x, at), a), larger(load_f32(x, at + LANES), b)
+        here = largest(larger(a, b))
+        if here > top:
+            top, start = here, begin
+    for at in range(width // STRETCH * STRETCH, width):
+        if f32(x, at) > top:
+            top, start = f32(x, at), at
+    for at in range(start, width):
+        if f32(x, at) == top:
+            return at
+    return width - 1
 
 
 def kernel(name: str) -> Kernel:
@@ -25,24 +45,7 @@ def kernel(name: str) -> Kernel:
 
     @jit
     def block(job: int, index: int) -> None:
-        width = field(job, N)
-        x = field(job, X) + index * width * 4
-        top, start = LOWEST, 0
-        for begin in range(0, width // STRETCH * STRETCH, STRETCH):
-            a = b = splat(LOWEST)
-            for at in range(begin, begin + STRETCH, 2 * LANES):
-                a, b = larger(load_f32(x, at), a), larger(load_f32(x, at + LANES), b)
-            here = largest(larger(a, b))
-            if here > top:
-                top, start = here, begin
-        for at in range(width // STRETCH * STRETCH, width):
-            if f32(x, at) > top:
-                top, start = f32(x, at), at
-        found = width - 1
-        for at in range(start, width):
-            if f32(x, at) == top:
-                found = at
-                break
-        set_i32(field(job, OUT), index, found)
+        x = field(job, X) + index * field(job, N) * 4
+        set_i32(field(job, OUT), index, first_largest(x, field(job, N)))
 
     return Kernel(name, prepare, block, nothing)

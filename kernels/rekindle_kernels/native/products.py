@@ -1,4 +1,4 @@
-"""Rows times a matrix, their norm, and the largest of each, as calls of JAX."""
+"""Rows times a matrix, and their norm, as calls of JAX."""
 
 from __future__ import annotations
 
@@ -79,11 +79,3 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
         x, weight, jnp.array([eps], jnp.float32)
     )
     return normed
-
-
-def largest_index(x: jax.Array) -> jax.Array | None:
-    """The first index [R] of the largest of each row of x [R, N]; None where XLA has to look for it."""
-    if x.dtype != jnp.float32 or not builds("largest"):
-        return None
-    indices: jax.Array = jax.ffi.ffi_call(ensure("largest"), jax.ShapeDtypeStruct((x.shape[0],), jnp.int32))(x)
-    return indices

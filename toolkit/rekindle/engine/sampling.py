@@ -11,7 +11,8 @@ mass within it.
 
 A row's draw depends on its seed, its position and its own logits alone: `fold_in(fold_in(key(seed), position), round)`.
 Tokens with exactly the threshold's logit are kept, as vLLM and transformers do for top-k. Every kernel here is
-compiled into every step program (16 ms each on CPU), hence few reductions and flags that come from the host.
+compiled into every step program (16 ms each on CPU), hence few reductions and flags that come from the host. On CPU
+`rekindle_kernels.native` does all of it in one call, where it is installed.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def block_size(vocab: int) -> int:
 
 def greedy(logits: Array, *, use_native: bool = False) -> Array:
     """The first index of the largest logit. `jnp.argmax` reduces pairs and is 8 times slower on CPU."""
-    if use_native and (index := native.largest_index(logits)) is not None:
-        return index
+    if use_native and native.chooses(logits):
+        return native.largest_index(logits)
     return _first_equal(logits, logits.max(axis=-1, keepdims=True))
 
 
@@ -65,8 +66,10 @@ def _smallest(hit: Array, otherwise: int) -> Array:
     return jnp.where(hit, index, float(otherwise)).min(axis=-1).astype(jnp.int32)
 
 
-def choose(logits: Array, choice: Choice, wanted: Array) -> Array:
+def choose(logits: Array, choice: Choice, wanted: Array, *, use_native: bool = False) -> Array:
     """Tokens [N] for logits [N, V]; rows with temperature 0 are greedy. `wanted` is the union of the rows' flags."""
+    if use_native and native.chooses(logits):
+        return native.draw(logits, *choice, block_size(logits.shape[-1]))
     largest = logits.max(axis=-1, keepdims=True)
     best = _first_equal(logits, largest)
     with jax.named_scope("draw"):

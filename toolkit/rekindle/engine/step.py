@@ -92,7 +92,8 @@ def _sample(
         return shape(changed, inputs.shaping, state, inputs.slots)
 
     def options() -> Array:
-        return choose(lax.cond(changes, change, lambda: logits), inputs.choice, inputs.wanted)
+        changed = lax.cond(changes, change, lambda: logits)
+        return choose(changed, inputs.choice, inputs.wanted, use_native=use_native)
 
     plain = inputs.wanted & (SHAPES | PROCESSORS | Flag.DRAWS) == 0
     return lax.cond(plain, lambda: greedy(logits, use_native=use_native), options)

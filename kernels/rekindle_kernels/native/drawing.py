@@ -1,0 +1,178 @@
+"""A token for each row by its temperature, top-k, top-p, min-p and seed: `rekindle.engine.sampling` says how.
+
+The same algorithm with the same random words as the one in XLA, which is 1,300 instructions of every step program: a
+third of the time that loading one takes.
+
+Axes: N rows, V vocabulary, B blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rekindle_kernels.native.exponential import LOWEST, exp
+from rekindle_kernels.native.largest import first_largest
+from rekindle_kernels.native.memory import f32, free, i32, malloc, set_f32, set_i32
+from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, nothing, operand, result, set_field
+from rekindle_kernels.native.vector import LANES, add, load_f32, splat, store, where_negative
+
+ROUNDS = 64  # each round of rejection halves the candidates at least, on average
+ZERO, ONE, INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
+STEP = np.float32(2.0**-24)
+MAGNITUDE, BITS_OF_INFINITY, WORD = 0x7FFFFFFF, 0x7F800000, 0xFFFFFFFF
+
+# Fields of a job.
+LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, SIZE, OUT, VOCAB = range(10)
+
+
+@inline
+def mixed(x: int, y: int, rotation: int) -> int:
+    return x ^ (((y << rotation) | (y >> (32 - rotation))) & WORD)
+
+
+@inline
+def threefry(first: int, second: int, x: int, y: int) -> tuple[int, int]:
+    """Threefry-2x32 with 20 rounds of one counter."""
+    third = first ^ second ^ 0x1BD11BDA
+    x, y = (x + first) & WORD, (y + second) & WORD
+    for block in range(5):
+        even = block % 2 == 0
+        x = (x + y) & WORD
+        y = mixed(x, y, 13 if even else 17)
+        x = (x + y) & WORD
+        y = mixed(x, y, 15 if even else 29)
+        x = (x + y) & WORD
+        y = mixed(x, y, 26 if even else 16)
+        x = (x + y) & WORD
+        y = mixed(x, y, 6 if even else 24)
+        here = second if block % 3 == 0 else third if block % 3 == 1 else first
+        following = third if block % 3 == 0 else first if block % 3 == 1 else second
+        x, y = (x + here) & WORD, (y + following + block + 1) & WORD
+    return x, y
+
+
+@inline
+def kth_largest(values: int, count: int, k: int) -> float:
+    """Of values <= 0, by bisection over the bits of their magnitudes, which sort like integers."""
+    low, high = -1, BITS_OF_INFINITY  # fewer than k are <= low, at least k are <= high
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        enough = 0
+        for i in range(count):
+            enough += 1 if i32(values, i) & MAGNITUDE <= middle else 0
+        if enough >= k:
+            high = middle
+        else:
+            low = middle
+    for i in range(count):
+        if i32(values, i) & MAGNITUDE == high:
+            return f32(values, i)
+    return -INFINITY
+
+
+def kernel(name: str) -> Kernel:
+    """`(logits [N, V], temperature [N], top_k [N], top_p [N], min_p [N], seed [N, 2], position [N], [tokens of a
+    block]) -> [N]`."""
+
+    @jit
+    def prepare(frame: int, job: int, threads: int) -> int:
+        for index in range(7):
+            set_field(job, LOGITS + index, operand(frame, index))
+        set_field(job, SIZE, i32(operand(frame, 7), 0))
+        set_field(job, OUT, result(frame, 0))
+        set_field(job, VOCAB, dim(frame, 0, 1))
+        return dim(frame, 0, 0)
+
+    @inline
+    def weigh(logits: int, count: int, temperature: float, values: int, weights: int) -> None:
+        """Values less the largest, by the temperature, and their exponentials: to the end of the last vector."""
+        best = first_largest(logits, count)
+        top = f32(logits, best)
+        for i in range(count):
+            set_f32(values, i, (f32(logits, i) - top) / temperature)
+        for i in range(count, (count + LANES - 1) // LANES * LANES):
+            set_f32(values, i, -INFINITY)
+        for i in range(0, count, LANES):
+            x = load_f32(values, i)
+            # Below it `exp` stays above 0, and what has no weight must never be drawn.
+            store(weights, i, where_negative(add(x, splat(-LOWEST)), splat(ZERO), exp(x)))
+
+    @inline
+    def mass_above(values: int, weights: int, count: int, level: float) -> float:
+        total = ZERO
+        for i in range(count):
+            total += f32(weights, i) if f32(values, i) > level else ZERO
+        return total
+
+    @inline
+    def allowed(values: int, weights: int, i: int, level: float, least: float) -> float:
+        weight = f32(weights, i)
+        return weight if f32(values, i) > level and weight >= least else ZERO
+
+    @jit
+    def inverse_cdf(
+        values: int, weights: int, sums: int, count: int, size: int, level: float, least: float, u: float, v: float
+    ) -> int:
+        """An index drawn with two uniforms, block first; -1 for none."""
+        total, blocks = ZERO, (count + size - 1) // size
+        for block in range(blocks):
+            mass = ZERO
+            for i in range(block * size, min(count, (block + 1) * size)):
+                mass += allowed(values, weights, i, level, least)
+            set_f32(sums, block, mass)
+            total += mass
+        here, so_far = -1, ZERO
+        for block in range(blocks):
+            so_far += f32(sums, block)
+            if so_far > u * total and f32(sums, block) > ZERO:
+                here = block
+                break
+        if here < 0:
+            return -1
+        mass, so_far = f32(sums, here), ZERO
+        for i in range(here * size, min(count, (here + 1) * size)):
+            weight = allowed(values, weights, i, level, least)
+            so_far += weight
+            if so_far > v * mass and weight > ZERO:
+                return i
+        return -1
+
+    @inline
+    def draw(job: int, r: int, values: int, weights: int, sums: int, best: int) -> int:
+        count, size = field(job, VOCAB), field(job, SIZE)
+        top_p, least = f32(field(job, TOP_P), r), f32(field(job, MIN_P), r)
+        level = -INFINITY
+        nucleus = top_p * mass_above(values, weights, count, level)
+        high, low = i32(field(job, SEED), 2 * r) & WORD, i32(field(job, SEED), 2 * r + 1) & WORD
+        first, second = threefry(high, low, 0, i32(field(job, POSITION), r) & WORD)
+        for number in range(ROUNDS):
+            u, v = threefry(first, second, 0, number)
+            share, inner = np.float32(u >> 8) * STEP, np.float32(v >> 8) * STEP
+            drawn = inverse_cdf(values, weights, sums, count, size, level, least, share, inner)
+            if drawn >= 0:
+                value = f32(values, drawn)
+                if top_p >= ONE or mass_above(values, weights, count, value) < nucleus:
+                    return drawn
+                level = value
+        return best
+
+    @jit
+    def block(job: int, r: int) -> None:
+        count, temperature, k = field(job, VOCAB), f32(field(job, TEMPERATURE), r), i32(field(job, TOP_K), r)
+        logits = field(job, LOGITS) + r * count * 4
+        token = first_largest(logits, count)
+        if temperature > ZERO:
+            padded = (count + LANES - 1) // LANES * LANES
+            values = malloc(3 * padded * 4)
+            weights, sums = values + padded * 4, values + 2 * padded * 4
+            weigh(logits, count, temperature, values, weights)
+            if k > 0 and k < count:
+                floor = kth_largest(values, count, k)
+                for i in range(count):
+                    if not f32(values, i) >= floor:
+                        set_f32(weights, i, ZERO)
+            token = draw(job, r, values, weights, sums, token)
+            free(values)
+        set_i32(field(job, OUT), r, token)
+
+    return Kernel(name, prepare, block, nothing)
