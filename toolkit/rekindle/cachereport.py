@@ -178,7 +178,7 @@ class PrefixExplanation:
     def _repr_html_(self) -> str:
         found = {tier: getattr(self, f"{tier}_tokens") for tier in TIERS}
         missing = self.prompt_tokens - self.cached_tokens
-        return html.block(html.text(str(self)), html.bar({**found, "not cached": missing}))
+        return html.block(html.text(str(self)), html.bar({**found, "not cached": missing}, rest="not cached"))
 
 
 def _time(seconds: float | None) -> str:

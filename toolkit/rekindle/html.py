@@ -104,18 +104,22 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
-def bar(parts: Mapping[str, float], *, width: int = 320, legend: bool = True) -> Markup:
-    """Shares of a whole as one bar with a legend; names are in the titles too."""
+def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend: bool = True) -> Markup:
+    """Shares of a whole as one bar with a legend; names are in the titles too. `rest` is the part to draw in grey."""
     total = sum(parts.values()) or 1.0
     hues = (210, 140, 35, 280, 0, 60)
+    colours = [
+        "rgba(128,128,128,.45)" if name == rest else f"hsl({hues[index % len(hues)]},55%,50%)"
+        for index, name in enumerate(parts)
+    ]
     cells = "".join(
         f'<span title="{escape(name)}: {escape(number(value))}" style="display:inline-block;height:12px;'
-        f'width:{width * value / total:.1f}px;background:hsla({hues[index % len(hues)]},60%,50%,.7)"></span>'
-        for index, (name, value) in enumerate(parts.items())
+        f'width:{width * value / total:.1f}px;background:{colour}"></span>'
+        for (name, value), colour in zip(parts.items(), colours, strict=True)
     )
-    names = " ".join(
-        f'<span style="color:hsl({hues[index % len(hues)]},60%,50%)">■</span> {escape(name)} {escape(number(value))}'
-        for index, (name, value) in enumerate(parts.items())
+    names = " &nbsp;".join(
+        f'<span style="color:{colour}">■</span> {escape(name)} {escape(number(value))}'
+        for (name, value), colour in zip(parts.items(), colours, strict=True)
     )
     outer = f'<div style="width:{width}px;line-height:0;background:rgba(128,128,128,.2)">{cells}</div>'
     return Markup(f'{outer}<div style="font-size:85%">{names}</div>' if legend else outer)

@@ -186,7 +186,7 @@ class SessionStats:
         if figures.get("pages_total"):
             parts += [
                 html.line(f"{figures['pages_total']:,} pages on the device"),
-                html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}),
+                html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free"),
             ]
         figures.pop("model")  # it is in the title
         programs, cache = as_mapping(figures.pop("programs", {})), as_mapping(figures.pop("cache", {}))

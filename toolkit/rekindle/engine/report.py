@@ -69,7 +69,8 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         prompt = {"from the cache": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
-        return html.block(html.text(str(self)), html.line(f"{self.prompt_tokens} prompt tokens"), html.bar(prompt))
+        length = html.line(html.count(self.prompt_tokens, "prompt token"))
+        return html.block(html.text(str(self)), length, html.bar(prompt))
 
 
 def explanation(sequence: Sequence, ahead: int) -> Explanation:

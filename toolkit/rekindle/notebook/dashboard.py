@@ -71,7 +71,8 @@ class Dashboard(Live):
             self._timeline.draw(),
         ]
         if figures.get("pages_total"):
-            parts.append(html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, width=WIDTH))
+            pages = {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}
+            parts.append(html.line("pages on the device") + html.bar(pages, rest="free", width=WIDTH))
         parts += self._tiers()
         self._last = html.block(*parts, title=f"Session over {figures['model']}")
         return self._last

@@ -43,7 +43,8 @@ function render({ model, el }) {
   }
 
   function control() {
-    const focused = bar.contains(document.activeElement) ? document.activeElement.dataset.name : undefined;
+    const active = bar.getRootNode().activeElement; // some hosts draw into a shadow root
+    const focused = bar.contains(active) ? active.dataset.name : undefined;
     bar.replaceChildren(...model.get("controls").map((one) => (one.kind === "text" ? text(one) : button(one))));
     if (focused) bar.querySelector(`[data-name="${focused}"]`)?.focus();
   }

@@ -1,0 +1,204 @@
+"""Views in a page that knows nothing of Jupyter: what any host of anywidgets does, VS Code and Colab among them.
+
+The page imports the script as a module from a blob and gives it a model and an element, under a policy that forbids
+everything else. What the model sends comes back to the real widget, and what the widget changes goes to the model.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle.notebook.live import Live
+from rekindle.notebook.panel import _SCRIPT, _STYLE
+from sessions import opened
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+sync_api = pytest.importorskip("playwright.sync_api")
+
+SHOTS = Path(os.environ.get("REKINDLE_SCREENSHOTS", Path(__file__).parent.parent.parent / "build" / "screenshots"))
+TRAITS = ("html", "note", "controls", "values")
+PAGE = """<!doctype html>
+<meta http-equiv="Content-Security-Policy"
+      content="default-src 'none'; script-src 'unsafe-inline' blob:; style-src 'unsafe-inline'">
+<body style="background:%s;color:%s;font-family:sans-serif"><div id="first"></div><div id="second"></div>
+<script>
+class Model {
+  constructor(state) { this.state = state; this.heard = {}; this.touched = {}; }
+  get(name) { return this.state[name]; }
+  set(name, value) { this.state[name] = value; this.touched[name] = value; this.tell(name); }
+  save_changes() { const touched = this.touched; this.touched = {}; fromPage("save", touched); }
+  send(content) { fromPage("send", content); }
+  on(event, react) { (this.heard[event] ??= new Set()).add(react); }
+  off(event, react) { this.heard[event]?.delete(react); }
+  tell(name) { for (const react of this.heard[`change:${name}`] ?? []) react(); }
+  receive(change) { for (const [name, value] of Object.entries(change)) { this.state[name] = value; this.tell(name); } }
+}
+async function show(script, style, state, shadow) {
+  const view = (await import(URL.createObjectURL(new Blob([script], { type: "text/javascript" })))).default;
+  window.model = new Model(state);
+  window.ends = ["first", "second"].map((id) => {
+    const place = document.getElementById(id);
+    const root = shadow ? place.attachShadow({ mode: "open" }) : place;
+    root.innerHTML = `<style>${style}</style><div></div>`;
+    return view.render({ model: window.model, el: root.lastChild });
+  });
+}
+</script>
+"""
+
+
+class Hosted:
+    """A view in a bare page, drawn twice from one model."""
+
+    def __init__(self, page: Any, view: Live, *, shadow: bool) -> None:
+        self.page, self.view = page, view
+        self._changes: queue.Queue[dict[str, Any]] = queue.Queue()
+        widget = view.widget
+        for name in TRAITS:
+            widget.observe(lambda change: self._changes.put({change["name"]: change["new"]}), name)
+        page.expose_function("fromPage", self._heard)
+        state = {name: getattr(widget, name) for name in TRAITS}
+        page.evaluate("([script, style, state, shadow]) => show(script, style, state, shadow)",
+                      [_SCRIPT, _STYLE, state, shadow])  # fmt: skip
+
+    def _heard(self, kind: str, content: Any) -> None:
+        if kind == "send":
+            self.view.widget.hear(content)
+        else:
+            for name, value in content.items():
+                setattr(self.view.widget, name, value)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        for _ in range(600):
+            while not self._changes.empty():
+                self.page.evaluate("change => model.receive(change)", self._changes.get())
+            if condition():
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"{what}: {self.first.inner_text()}")
+
+    @property
+    def first(self) -> Any:
+        return self.page.locator("#first .rekindle-panel")
+
+    @property
+    def second(self) -> Any:
+        return self.page.locator("#second .rekindle-panel")
+
+    def shot(self, name: str) -> None:
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=SHOTS / f"bare-{name}.png")
+
+
+@pytest.fixture(params=["light", "dark"])
+def theme(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def page(theme: str) -> Iterator[Any]:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with sync_api.sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            pytest.skip(f"no Chromium: {error}")
+        page = browser.new_page(viewport={"width": 900, "height": 900})
+        page.set_default_timeout(120_000)
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+        page.set_content(PAGE % (("#fff", "#111") if theme == "light" else ("#111", "#ddd")))
+        yield page
+        browser.close()
+    assert wrong == []
+
+
+def test_a_stream_and_its_button(page: Any, theme: str) -> None:
+    with opened(step_seconds=0.01) as session:
+        view = session.view.stream("hello", max_tokens=400)
+        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted.until(lambda: "tokens so far" in hosted.second.inner_text(), "text comes")
+        hosted.second.get_by_role("button", name="Stop").click()
+        hosted.until(lambda: "RequestAborted" in hosted.first.inner_text(), "the button stops it")
+        view.join(10)
+        hosted.until(lambda: hosted.first.get_by_role("button").count() == 0, "no button of what is over")
+        assert hosted.first.inner_text() == hosted.second.inner_text()
+
+
+def test_a_chat_is_talked_to_and_forked(page: Any, theme: str) -> None:
+    with opened() as session:
+        session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
+        view = session.view.chat(max_tokens=30)
+        hosted = Hosted(page, view, shadow=theme == "dark")
+        line = hosted.first.get_by_placeholder("Say something")
+        line.fill("hello")
+        hosted.until(lambda: view.widget.value("say") == "hello", "typing reaches the kernel")
+        assert hosted.second.get_by_placeholder("Say something").input_value() == "hello", "both show one model"
+        line.press("Enter")
+        hosted.until(lambda: hosted.first.locator("[data-token]").count() > 5 and not view.answering, "it answers")
+        hosted.until(lambda: line.input_value() == "", "what was sent is cleared")
+        line.focus()
+        hosted.first.locator("[data-token='3']").click()
+        hosted.until(lambda: hosted.first.get_by_role("button", name="Fork").count() == 1, "a token can be marked")
+        hosted.first.get_by_placeholder("what should come there").fill(" XYZ")
+        hosted.shot(f"chat-{theme}")
+        hosted.first.get_by_role("button", name="Fork").click()
+        hosted.until(lambda: "XYZ" in hosted.second.inner_text(), "it goes on from there")
+        view.stop()
+        view.join(10)
+
+
+def test_who_types_keeps_the_focus_when_controls_change(page: Any, theme: str) -> None:
+    with opened() as session:
+        view = session.view.chat()
+        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted.first.get_by_placeholder("Say something").focus()
+        view.widget.controls = [*view.widget.controls, {"kind": "button", "name": "new", "label": "New"}]
+        hosted.until(lambda: hosted.first.get_by_role("button", name="New").count() == 1, "controls change")
+        page.keyboard.type("abc")
+        hosted.until(lambda: view.widget.value("say") == "abc", "the keys arrive where they did before")
+        view.stop()
+        view.join(10)
+
+
+def test_the_tree_and_the_dashboard(page: Any, theme: str) -> None:
+    with opened() as session:
+        session.generate_sync("hello " * 20, max_tokens=2)
+        view = session.cache.view()
+        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted.first.get_by_placeholder("What would this prompt hit?").fill("hello " * 9)
+        hosted.until(lambda: "prompt tokens are cached" in hosted.first.inner_text(), "it answers")
+        assert hosted.first.locator("[style*='color:#3d8bcd']").count() > 0
+        hosted.shot(f"tree-{theme}")
+
+
+def test_a_dashboard_is_closed(page: Any, theme: str) -> None:
+    with opened() as session:
+        view = session.watch()
+        hosted = Hosted(page, view, shadow=theme == "dark")
+        for index in range(8):
+            session.generate_sync(f"hello {index}", max_tokens=20)
+        hosted.until(lambda: hosted.first.locator("svg rect").count() > 5, "steps are drawn")
+        hosted.shot(f"dashboard-{theme}")
+        hosted.first.get_by_role("button", name="Close").click()
+        hosted.until(lambda: hosted.first.get_by_role("button").count() == 0, "it ends")
+        view.join(10)
+
+
+def test_a_page_that_is_left_hears_no_more(page: Any, theme: str) -> None:
+    with opened() as session:
+        view = session.watch()
+        hosted = Hosted(page, view, shadow=theme == "dark")
+        page.evaluate("ends.forEach((end) => end())")
+        assert page.evaluate("Object.values(model.heard).every((set) => set.size === 0)")
+        view.stop()
+        view.join(10)
+        assert hosted.first.count() == 1
