@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from rekindle import html
@@ -66,3 +67,30 @@ def test_names_tell_what_they_mean_when_they_are_hovered_over() -> None:
     made = html.pairs({"a": 1, "b": 2}, {"a": "the <first>"})
     assert 'title="the &lt;first&gt;">a</td>' in made
     assert made.count("title=") == 1
+
+
+def test_units() -> None:
+    assert [html.seconds(value) for value in (0.0, 2e-5, 0.0037, 1.25)] == ["0 ms", "20 µs", "3.7 ms", "1.25 s"]
+    assert html.mebibytes(41_984_000) == "40.0 MiB"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Kept(html.Record):
+    host_memory: int
+    seed: int
+    queued: float
+    pages: int
+
+    _seconds = ("queued",)
+
+
+def test_figures_of_a_record_have_units_and_a_seed_can_be_copied() -> None:
+    made = Kept(1 << 30, 1601714712, 0.00072735399, 2048)
+    for shown in ("1,024.0 MiB", "1601714712", "727 µs", "2,048"):
+        assert f">{shown}</td>" in made._repr_html_()
+    assert repr(made) == "Kept(host_memory=1073741824, seed=1601714712, queued=0.0007274, pages=2048)"
+
+
+def test_numbers_are_aligned_where_all_are_numbers() -> None:
+    assert "text-align:right" in html.pairs({"a": 1, "b": 20})
+    assert "text-align:right" not in html.pairs({"a": 1, "b": "x"})

@@ -79,6 +79,7 @@ def grouped(figures: Mapping[str, Any]) -> list[html.Markup]:
     parts: list[html.Markup] = []
     for title, words in GROUPS.items():
         mine = {name: left.pop(name) for name in words if name in left}
+        mine = {name: value for name, value in mine.items() if value is not False and value != ""}  # paused, stalled
         if mine:
             parts.append(_table(title, mine, words))
     if left:

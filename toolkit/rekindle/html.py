@@ -74,10 +74,11 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: in
 
 def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None) -> Markup:
     """Names and values as a table of two columns; hovering over a name shows its title."""
-    cell, told = _CELL.format(align="left"), titles or {}
+    numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values.values())
+    left, right, told = _CELL.format(align="left"), _CELL.format(align="right" if numeric else "left"), titles or {}
     rows = "".join(
-        f'<tr><td style="{cell};opacity:.75" title="{escape(told.get(name, ""))}">{escape(name)}</td>'
-        f'<td style="{cell}">{escape(number(value))}</td></tr>'
+        f'<tr><td style="{left};opacity:.75" title="{escape(told.get(name, ""))}">{escape(name)}</td>'
+        f'<td style="{right}">{escape(number(value))}</td></tr>'
         for name, value in values.items()
     ).replace(' title=""', "")
     return Markup(f"{_TABLE}<tbody>{rows}</tbody></table>")
@@ -99,6 +100,18 @@ def number(value: object) -> object:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def seconds(value: float) -> str:
+    """`3.7 ms`, `1.25 s`."""
+    if abs(value) >= 1.0:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 or not value else f"{value * 1e6:.3g} µs"
+
+
+def mebibytes(value: float) -> str:
+    """`40.0 MiB`."""
+    return f"{value / 2**20:,.1f} MiB"
+
+
 def count(amount: int, noun: str) -> str:
     """`1 token`, `2 tokens`."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
@@ -109,7 +122,7 @@ def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend:
     total = sum(parts.values()) or 1.0
     hues = (210, 140, 35, 280, 0, 60)
     colours = [
-        "rgba(128,128,128,.45)" if name == rest else f"hsl({hues[index % len(hues)]},55%,50%)"
+        "rgba(128,128,128,.45)" if name == rest else f"hsla({hues[index % len(hues)]},60%,50%,.85)"
         for index, name in enumerate(parts)
     ]
     cells = "".join(
@@ -130,12 +143,14 @@ class Record:
 
     __slots__ = ()
     _widest = 160  # characters of the line, before the rest becomes "…"
+    _seconds: tuple[str, ...] = ()  # fields that are seconds
 
     def __repr__(self) -> str:
         shown: list[str] = []
         length = len(type(self).__name__) + 2
         for name, value in told(self).items():
-            shown.append(f"{name}={value!r}".replace("\n", " "))
+            text = f"{value:.4g}" if isinstance(value, float) and len(repr(value)) > 8 else repr(value)
+            shown.append(f"{name}={text}".replace("\n", " "))
             length += len(shown[-1]) + 2
             if length > self._widest:
                 shown[-1] = "…"
@@ -143,11 +158,19 @@ class Record:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        return block(pairs({name: _inside(value) for name, value in figures(self).items()}), title=type(self).__name__)
+        shown = {name: self._inside(name, value) for name, value in figures(self).items()}
+        return block(pairs(shown), title=type(self).__name__)
 
-
-def _inside(value: Any) -> Any:
-    return Markup(value._repr_html_()) if isinstance(value, Record) else value
+    def _inside(self, name: str, value: Any) -> Any:
+        if isinstance(value, Record):
+            return Markup(value._repr_html_())
+        if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+            return value
+        if name in ("seed", "token_id"):
+            return str(value)  # without separators: it is copied into the next call
+        if name in self._seconds:
+            return seconds(value)
+        return mebibytes(value) if name.endswith(("_memory", "bytes")) else value
 
 
 def figures(record: Any) -> dict[str, Any]:

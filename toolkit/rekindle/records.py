@@ -220,6 +220,8 @@ class Timings(html.Record):
     first_token: float  # submit to first token
     total: float  # submit to end
 
+    _seconds = ("queued", "first_token", "total")
+
     def decode_rate(self, tokens: int) -> float:
         """Tokens per second after the first."""
         seconds = self.total - self.first_token

@@ -38,10 +38,12 @@ class Rates(html.Record):
     copy_page: float | None  # host to device
     load_page: float | None  # disk to host, checksum included
 
+    _seconds = ("compute_token", "copy_page", "load_page")
+
     def __str__(self) -> str:
         shown = (
-            f"{what} {'not measured yet' if seconds is None else f'{seconds * 1e6:.0f} µs'}"
-            for what, seconds in (
+            f"{what} {'not measured yet' if value is None else html.seconds(value)}"
+            for what, value in (
                 ("computing a token:", self.compute_token),
                 ("copying a page from host memory:", self.copy_page),
                 ("reading a page from disk:", self.load_page),
