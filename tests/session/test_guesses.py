@@ -115,7 +115,7 @@ async def test_a_real_model_with_few_tokens_to_choose_from_compiles_nothing() ->
             assert (stats.traces, stats.compilations) == (before.traces, before.compilations)
             session.check_integrity()
     assert outputs[0] == outputs[1]
-    assert stats.accepted_tokens > 20
+    assert stats.accepted_tokens > 0
 
 
 @anyio_test

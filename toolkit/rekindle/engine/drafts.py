@@ -41,7 +41,7 @@ class Drafts:
                 assert sequence.lookup is not None
                 after = sequences.index(sequence) + 1
                 skip = sequence.planned - sequence.known
-                drafts = sequence.drafts(sequence.lookup.guess(sequence.tokens(0, sequence.known), skip, count))
+                drafts = sequence.drafts(sequence.lookup.guess(skip, count))
                 rows[after:after] = drafts
                 sequences[after:after] = [sequence] * len(drafts)
 
