@@ -121,17 +121,14 @@ def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend:
     """Shares of a whole as one bar with a legend; names are in the titles too. `rest` is the part to draw in grey."""
     total = sum(parts.values()) or 1.0
     hues = (210, 140, 35, 280, 0, 60)
-    colours = [
-        "rgba(128,128,128,.45)" if name == rest else f"hsla({hues[index % len(hues)]},60%,50%,.85)"
-        for index, name in enumerate(parts)
-    ]
+    colours = ["0,0%,50%" if name == rest else f"{hues[index % len(hues)]},60%,50%" for index, name in enumerate(parts)]
     cells = "".join(
         f'<span title="{escape(name)}: {escape(number(value))}" style="display:inline-block;height:12px;'
-        f'width:{width * value / total:.1f}px;background:{colour}"></span>'
+        f'width:{width * value / total:.1f}px;background:hsla({colour},{0.4 if name == rest else 0.85})"></span>'
         for (name, value), colour in zip(parts.items(), colours, strict=True)
     )
     names = " &nbsp;".join(
-        f'<span style="color:{colour}">■</span> {escape(name)} {escape(number(value))}'
+        f'<span style="color:hsl({colour})">■</span> {escape(name)} {escape(number(value))}'
         for (name, value), colour in zip(parts.items(), colours, strict=True)
     )
     outer = f'<div style="width:{width}px;line-height:0;background:rgba(128,128,128,.2)">{cells}</div>'
@@ -149,7 +146,8 @@ class Record:
         shown: list[str] = []
         length = len(type(self).__name__) + 2
         for name, value in told(self).items():
-            text = f"{value:.4g}" if isinstance(value, float) and len(repr(value)) > 8 else repr(value)
+            long = isinstance(value, float) and len(repr(value)) > 8 and abs(value) < 1e4
+            text = f"{value:.4g}" if long else repr(value)
             shown.append(f"{name}={text}".replace("\n", " "))
             length += len(shown[-1]) + 2
             if length > self._widest:
@@ -170,7 +168,7 @@ class Record:
             return str(value)  # without separators: it is copied into the next call
         if name in self._seconds:
             return seconds(value)
-        return mebibytes(value) if name.endswith(("_memory", "bytes")) else value
+        return mebibytes(value) if name.endswith(("_memory", "bytes", "budget")) else value
 
 
 def figures(record: Any) -> dict[str, Any]:

@@ -212,7 +212,7 @@ class Usage(html.Record):
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Timings(html.Record):
     """Seconds, on the clock of time.perf_counter()."""
 

@@ -192,10 +192,7 @@ class SessionStats:
         programs, cache = as_mapping(figures.pop("programs", {})), as_mapping(figures.pop("cache", {}))
         parts += grouped({**figures, **cache})
         if programs:
-            ran = html.count(len(programs), "program")
-            parts.append(
-                html.line(f"steps by program: {ran}", *(f"{name} {steps:,}" for name, steps in programs.items()))
-            )
+            parts.append(html.line("steps by program", *(f"{name}: {steps:,}" for name, steps in programs.items())))
         return html.block(*parts, title=f"Session over {self.model}")
 
 

@@ -30,7 +30,7 @@ class _Rate:
         return statistics.median(self._latest) if self._latest else None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Rates(html.Record):
     """Seconds, None where nothing was measured yet."""
 
