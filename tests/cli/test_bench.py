@@ -14,7 +14,7 @@ from rekindle.bench import fresh, growth, limits, workloads
 from rekindle.bench.folder import write_checkpoint
 from rekindle.bench.shapes import SHAPES, hf_config
 from rekindle.cli import bench
-from rekindle.cli.main import main, parser
+from rekindle.cli.main import engine_options, main, parser
 from rekindle.models import ModelConfig, abstract_model
 from rekindle.models.checkpoint import load
 from rekindle.text import Tokenizer
@@ -98,6 +98,12 @@ def test_growth_prints_each_point_beside_its_sweep_s_first(
     assert json.loads(capsys.readouterr().out)["points"][1] == {"sweep": "rows", "x": 8, "step_ms": 5.0}
     pytest.importorskip("matplotlib")
     assert {file.name for file in growth.plot(points, tmp_path)} == {"rows.png", "context.png"}
+
+
+def test_a_workload_has_rows_for_what_is_guessed() -> None:
+    arguments = parser().parse_args(["bench", "--prompt-lookup", "7"])
+    assert bench.needed("tiny", "W1", engine_options(arguments)) == {"max_model_len": 1024, "max_requests": 8}
+    assert bench.needed("micro", "W3", {}) == {"max_model_len": 2048, "max_requests": 32}
 
 
 def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

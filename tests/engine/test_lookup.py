@@ -55,24 +55,25 @@ def test_a_place_that_was_right_is_kept_though_its_tokens_came_again() -> None:
     assert not lookup.guesses
 
 
-def test_it_grows_bolder_while_it_is_right_and_waits_while_it_is_wrong() -> None:
+def test_hope_grows_with_what_was_right_whoever_computed_it() -> None:
+    lookup = Lookup(array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]))
+    hopes = [lookup.hope]
+    for token in (4, 5, 6, 9):
+        lookup.push(token)
+        hopes.append(lookup.hope)
+    assert hopes == [1.0, 1.5, 2.0, 2.5, 1.0]
+
+
+def test_it_waits_longer_and_longer_while_it_is_wrong() -> None:
     lookup = Lookup(array([1] * 6))
-    assert (lookup.window, lookup.guesses) == (1, True)
-    lookup.learn(1, 1)
-    assert lookup.window == 2
-    lookup.learn(3, 3)
-    assert lookup.window == 6
-    lookup.learn(6, 4)
-    assert (lookup.window, lookup.guesses) == (4, True)
     waited = []
     for _ in range(8):
         lookup.learn(2, 0)
-        assert lookup.window == 1
         waited.append(0)
         while not lookup.guesses:
             lookup.push(1)
             waited[-1] += 1
     assert waited == [2, 4, 8, 16, 32, 64, 64, 64]
-    lookup.learn(1, 1)
+    lookup.learn(4, 1)
     assert lookup.guesses
-    assert (lookup.drafted, lookup.accepted) == (27, 9)
+    assert (lookup.drafted, lookup.accepted) == (20, 1)

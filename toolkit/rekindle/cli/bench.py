@@ -77,16 +77,25 @@ def shares(
 
 
 async def _workload(model: LoadedModel | str, name: str, repeat: int, options: dict[str, Any]) -> dict[str, float]:
-    needed = {
-        "max_model_len": max(workloads.LENGTHS.get(name, 0), workloads.MODEL_LEN),
-        "max_requests": workloads.REQUESTS.get(name, 2),
-    }
-    if model == "tiny":
-        needed["max_model_len"] = min(needed["max_model_len"], 1024)
-    async with rekindle.open(model, **{"precompile": "all", "quiet": True, **needed, **options}) as session:
+    options = {"precompile": "all", "quiet": True, **needed(model, name, options), **options}
+    async with rekindle.open(model, **options) as session:
         prompts = workloads.Prompts(session.tokenizer.vocab_size if model == "tiny" else vocab_size(model))
         runs = [await workloads.WORKLOADS[name](session, prompts) for _ in range(repeat + 1)][1:]
-    return _medians(runs)
+        stats = session.stats()
+    figures = _medians(runs)
+    if stats.drafted_tokens:
+        figures["guessed_share"] = stats.accepted_tokens / stats.generated_tokens
+    return figures
+
+
+def needed(model: LoadedModel | str, name: str, options: dict[str, Any]) -> dict[str, int]:
+    """The sizes that a workload wants."""
+    length = max(workloads.LENGTHS.get(name, 0), workloads.MODEL_LEN)
+    requests = workloads.REQUESTS.get(name, 2)
+    return {
+        "max_model_len": min(length, 1024) if model == "tiny" else length,
+        "max_requests": max(requests, options.get("prompt_lookup", 0) + 1),  # guesses are rows of their own
+    }
 
 
 def _fresh(model: str, name: str, repeat: int, options: dict[str, Any]) -> dict[str, float]:

@@ -23,7 +23,7 @@ class Lookup:
     since: in five edits of source files, replayed with 7 guesses, a step brings 6.6 tokens then and 2.5 otherwise.
     """
 
-    __slots__ = ("_failures", "_followers", "_key", "_resume", "_source", "_tokens", "accepted", "drafted", "window")
+    __slots__ = ("_failures", "_followers", "_key", "_resume", "_source", "_tokens", "accepted", "drafted", "run")
 
     def __init__(self, tokens: IntArray) -> None:
         ids = tokens.astype(np.int64)
@@ -39,14 +39,17 @@ class Lookup:
         self._source = self._followers.get(self._key, 0)  # where what is to come was seen; 0 if nowhere
         self._followers[self._key] = len(ids)
         self._failures = self._resume = 0
-        self.window = 1  # guesses that are worth a row
+        self.run = 0  # tokens for which the text has gone on as at the place it follows
         self.drafted = self.accepted = 0
 
     def push(self, token: int) -> None:
         """The request's next token became known."""
         source, tokens = self._source, self._tokens
         self._key = key = (self._key << _BITS | token) & _MASK
-        self._source = source + 1 if source and tokens[source] == token else self._followers.get(key, 0)
+        if source and tokens[source] == token:
+            self._source, self.run = source + 1, self.run + 1
+        else:
+            self._source, self.run = self._followers.get(key, 0), 0
         tokens.append(token)
         self._followers[key] = len(tokens)
 
@@ -54,6 +57,11 @@ class Lookup:
     def guesses(self) -> bool:
         """The latest tokens came before, and it is not too soon to guess again."""
         return self._source > 0 and len(self._tokens) >= self._resume
+
+    @property
+    def hope(self) -> float:
+        """How many guesses are about to be right: what has gone on for long goes on for long."""
+        return 1.0 + self.run / 2
 
     def guess(self, skip: int, count: int) -> IntArray:
         """`count` tokens from the position `skip` past all that is known.
@@ -65,13 +73,9 @@ class Lookup:
         return np.array([tokens[source + ahead % period] for ahead in range(skip, skip + count)], np.int32)
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """So many of the guesses that a step checked were right: be bolder, or wait before the next one."""
+        """So many of the guesses that a step checked were right; where all are wrong, the next ones wait."""
         self.drafted += drafted
         self.accepted += accepted
-        if accepted == drafted:
-            self.window = max(self.window, 2 * drafted)
-        else:
-            self.window = max(1, accepted)
         self._failures = 0 if accepted else self._failures + 1
         if self._failures:
             self._resume = len(self._tokens) + min(_LONGEST_REST, 1 << self._failures)
