@@ -76,3 +76,8 @@ def test_a_model_that_is_not_there_is_told_what_could_be_meant() -> None:
 def test_kernels_are_checked_before_the_session_opens() -> None:
     with pytest.raises(ConfigError, match=r"kernels='cuda'.*'xla'"):
         rekindle.open_sync("tiny", kernels="cuda")
+
+
+def test_a_bare_function_is_no_processor() -> None:
+    with pytest.raises(ConfigError, match="LogitsProcessor\\(function"):
+        rekindle.open_sync("tiny", processors=[lambda logits, context: logits])

@@ -88,5 +88,6 @@ def open_sync(
 def _build(model: Any, config: EngineConfig, processors: Any, progress: Any) -> Engine:
     # JAX and flax are imported on the session's thread: `import rekindle` and the caller's loop stay quick.
     from rekindle.assemble import Order, build
+    from rekindle.engine.processors import check_processors
 
-    return build(Order(model, config, processors, progress, capture_contexts()))
+    return build(Order(model, config, check_processors(processors), progress, capture_contexts()))

@@ -58,6 +58,10 @@ class LogitsProcessor(html.Record):
 
 def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
     """The session's processors; names must differ."""
+    for processor in processors:
+        if not isinstance(processor, LogitsProcessor):
+            fix = "Pass rekindle.LogitsProcessor(function, name='…')"
+            raise ConfigError("processors", processor, "is no LogitsProcessor", fix)
     names = [processor.name for processor in processors]
     if len(set(names)) < len(names):
         raise ConfigError("processors", names, "has a name twice", "Name every processor differently")

@@ -24,7 +24,7 @@ from rekindle.engine.reserve import Reserve
 from rekindle.engine.residents import Residents
 from rekindle.engine.sequence import Sequence
 from rekindle.engine.waiting import WaitingQueue
-from rekindle.errors import InvalidRequest, OutOfPages, QueueFull, StepFailed
+from rekindle.errors import CompileError, InvalidRequest, OutOfPages, QueueFull, StepFailed
 from rekindle.records import FinishReason, IntArray, Request, Row, RowResult, Status, StepPlan, StepResult, TokenEvent
 
 _REMEMBERED = 1024  # ended requests that can still be asked about
@@ -191,7 +191,8 @@ class Scheduler:
         events = []
         for sequence in affected:
             if not sequence.ended:
-                error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}. Submit it again.")
+                fix = "" if isinstance(cause, CompileError) else " Submit it again."  # it would not compile again
+                error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}.{fix}")
                 error.__cause__ = cause
                 self._end(sequence, FinishReason.FAILED, str(error))
                 events.append(
