@@ -101,3 +101,16 @@ def test_errors_survive_pickling(error: Exception) -> None:
 
 def test_a_long_value_is_cut() -> None:
     assert len(str(InvalidRequest("prompt", "x" * 10_000, "is long", "Cut it"))) < 300
+
+
+def test_yes_and_no_are_no_words() -> None:
+    for name in ("prefix_cache", "quiet"):
+        with pytest.raises(ConfigError, match="neither True nor False"):
+            EngineConfig.of({name: "no"})
+    with pytest.raises(InvalidRequest, match="ignore_eos='no'"):
+        Sampling.of(None, {"ignore_eos": "no"})
+
+
+def test_who_is_out_of_bounds_learns_the_default() -> None:
+    with pytest.raises(InvalidRequest, match=r"max_tokens=0: must be at least 1\. Leave it out for 256"):
+        Sampling.of(None, {"max_tokens": 0})

@@ -81,3 +81,12 @@ def test_kernels_are_checked_before_the_session_opens() -> None:
 def test_a_bare_function_is_no_processor() -> None:
     with pytest.raises(ConfigError, match="LogitsProcessor\\(function"):
         rekindle.open_sync("tiny", processors=[lambda logits, context: logits])
+
+
+@anyio_test
+async def test_the_cache_checks_what_it_is_asked(session: Session) -> None:
+    for wrong in ("2MB", -1, True, 1.5):
+        with pytest.raises(InvalidRequest, match="no number of bytes"):
+            session.cache.prune(to=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="prompt=5"):
+        session.cache.explain(5)  # type: ignore[arg-type]
