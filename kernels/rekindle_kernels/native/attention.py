@@ -48,19 +48,15 @@ def paged_attention(
     out = one
     if R:
         keys = STRETCH if R * kv.kv_heads < FEW else FAR
-        pieces = R * -(-page_table.shape[1] * kv.page_size // keys)
-        scratch = (
-            jax.ShapeDtypeStruct((pieces, H, D + 2), jnp.float32),
-            jax.ShapeDtypeStruct((pieces, 2), jnp.int32),
+        out = jax.ffi.ffi_call(ensure(f"decode_{kv.dtype.name}_{D}"), whole)(
+            *operands, jnp.array([*rules, keys], jnp.int32)
         )
-        call = jax.ffi.ffi_call(ensure(f"decode_{kv.dtype.name}_{D}"), (whole, *scratch))
-        out = call(*operands, jnp.array([*rules, keys], jnp.int32))[0]
     if T > R:
         queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
-        tiles = page_table.shape[0] - R + (T - R) // queries
-        work, aliases = jax.ShapeDtypeStruct((tiles, 2), jnp.int32), {10: 0} if R else {}
-        call = jax.ffi.ffi_call(ensure(f"prefill_{kv.dtype.name}_{D}"), (whole, work), input_output_aliases=aliases)
-        out = call(*operands, cu_q_lens, num_prefills[None], jnp.array([*rules, queries], jnp.int32), out)[0]
+        name, aliases = ensure(f"prefill_{kv.dtype.name}_{D}"), {10: 0} if R else {}
+        out = jax.ffi.ffi_call(name, whole, input_output_aliases=aliases)(
+            *operands, cu_q_lens, num_prefills[None], jnp.array([*rules, queries], jnp.int32), out
+        )
     return out.astype(q.dtype)
 
 

@@ -174,16 +174,22 @@ def _machine(llvm: Any) -> Any:
 
 def digest(name: str) -> str:
     """Of everything that the code of kernel `name` depends on."""
+    return hashlib.blake2b(_common() + name.encode(), digest_size=12).hexdigest()
+
+
+@cache
+def _common() -> bytes:
+    """What all kernels depend on: the sources, the versions, the CPU."""
     import llvmlite.binding as llvm
 
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
     cpu = [llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
-    hasher = hashlib.blake2b(digest_size=12)
-    for part in (name, *versions, *cpu, *sources):
+    hasher = hashlib.blake2b()
+    for part in (*versions, *cpu, *sources):
         part = part if isinstance(part, bytes) else part.encode()
         hasher.update(len(part).to_bytes(8, "little") + part)
-    return hasher.hexdigest()
+    return hasher.digest()
 
 
 def _stored(name: str) -> bytes | None:

@@ -43,7 +43,7 @@ HEADS, KV_HEADS, PAGE_SIZE, WIDTH, KEYS, PIECES = range(12, 18)
 
 def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
     """`(q [T, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [R, W], lens [R], sinks [H], numbers,
-    rules) -> [T, H, D]` and scratch, for pages that `load` widens. `numbers` are scale and soft cap (0: none), `rules`
+    rules) -> [T, H, D]`, for pages that `load` widens. `numbers` are scale and soft cap (0: none), `rules`
     R, the sliding window (0: none), whether there are sinks, and the keys of a stretch. Rows from R on are left alone.
     """
     VECTORS, WIDE = D // LANES, D % (4 * LANES) == 0
@@ -58,8 +58,6 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
         set_field(job, WINDOW, i32(rules, 1))
         set_field(job, SINKED, i32(rules, 2))
         set_field(job, OUT, result(frame, 0))
-        set_field(job, PARTIAL, result(frame, 1))
-        set_field(job, WORK, result(frame, 2))
         set_field(job, HEADS, H)
         set_field(job, KV_HEADS, K)
         set_field(job, PAGE_SIZE, dim(frame, 1, 3))
@@ -68,12 +66,19 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
         pieces = 0
         for r in range(R):
             length = i32(operand(frame, 4), r)
+            pieces += max(0, length - first_key(job, length) + keys - 1) // keys
+        work = malloc(pieces * (2 + H * (D + RECORD)) * 4)
+        set_field(job, WORK, work)
+        set_field(job, PARTIAL, work + 2 * pieces * 4)
+        pieces = 0
+        for r in range(R):
+            length = i32(operand(frame, 4), r)
             if length <= 0:
                 for at in range(r * H * D, (r + 1) * H * D):
                     set_f32(result(frame, 0), at, ZERO)
             for begin in range(first_key(job, length), length, keys):
-                set_i32(result(frame, 2), 2 * pieces, r)
-                set_i32(result(frame, 2), 2 * pieces + 1, begin)
+                set_i32(work, 2 * pieces, r)
+                set_i32(work, 2 * pieces + 1, begin)
                 pieces += 1
         set_field(job, PIECES, pieces)
         return pieces * K
@@ -306,6 +311,7 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
                 for h in range(H):
                     merge(job, r, h, piece, after)
             piece = after
+        free(field(job, WORK))
 
     @inline
     def merge(job: int, r: int, h: int, piece: int, after: int) -> None:

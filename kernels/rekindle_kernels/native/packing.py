@@ -13,7 +13,6 @@ import numpy as np
 
 from rekindle_kernels.native.gating import gate
 from rekindle_kernels.native.memory import free, malloc, set_f32
-from rekindle_kernels.native.products import LEFT_OVER, PANEL
 from rekindle_kernels.native.target import field, inline, jit, set_field
 from rekindle_kernels.native.vector import (
     LANES,
@@ -28,7 +27,8 @@ from rekindle_kernels.native.vector import (
 )
 from rekindle_kernels.native.words import store_columns, store_rounded, store_u8
 
-assert PANEL == 2 * LANES, "a panel is two vectors of rows"
+PANEL = 2 * LANES  # rows that lie next to each other
+LEFT_OVER = 4  # rows behind the last vector that are not worth one
 PACKED_BYTES = 128 << 10  # of rows that one thread packs: to wake another takes as long
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
 

@@ -22,8 +22,18 @@ import numpy as np
 
 from rekindle_kernels.native import packing
 from rekindle_kernels.native.memory import acquire, f32, free, i32, malloc, prefetch, set_f32, set_i32
-from rekindle_kernels.native.packing import PACKS, PANELS, SCALES, K, R, count_packs, left_over, packer, panels_of
-from rekindle_kernels.native.products import PANEL
+from rekindle_kernels.native.packing import (
+    PACKS,
+    PANEL,
+    PANELS,
+    SCALES,
+    K,
+    R,
+    count_packs,
+    left_over,
+    packer,
+    panels_of,
+)
 from rekindle_kernels.native.target import (
     DONE,
     Kernel,
@@ -31,10 +41,8 @@ from rekindle_kernels.native.target import (
     field,
     inline,
     jit,
-    nothing,
     operand,
     result,
-    result_dim,
     set_field,
 )
 from rekindle_kernels.native.vector import (
@@ -58,7 +66,7 @@ WEIGHT, FACTORS, RESIDUAL, ADDS, OUT, N, PER_BLOCK, PARTS = range(packing.FIELDS
 
 
 def kernel(name: str, size: int, add: Any) -> Kernel:
-    """`(weight [N, K], factors [N], x [R, K], residual [R, N]) -> [R, N]` and scratch; float32, but for the weight.
+    """`(weight [N, K], factors [N], x [R, K], residual [R, N]) -> [R, N]`; float32, but for the weight.
     `add(a, x, w)` adds the products of the elements in a word of x and one of the weight. int8: times the factor and
     a scale of the row. x may be [R, 2 · K], which is gated first; a residual of [1, 1] is none."""
     pack = packer(size)
@@ -73,8 +81,6 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         set_field(job, RESIDUAL, operand(frame, 3))
         set_field(job, ADDS, 1 if dim(frame, 3, 1) == height else 0)
         set_field(job, OUT, result(frame, 0))
-        set_field(job, PANELS, result(frame, 1))
-        set_field(job, SCALES, result(frame, 1) + (result_dim(frame, 1, 0) - (rows + PANEL)) * 4)
         set_field(job, R, rows)
         set_field(job, K, width)
         set_field(job, N, height)
@@ -84,7 +90,14 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         parts = (height + per_block - 1) // per_block
         set_field(job, PER_BLOCK, per_block)
         set_field(job, PARTS, parts)
+        words = width * size // 4 * (panels_of(rows) * PANEL + left_over(rows))
+        set_field(job, PANELS, malloc((words + rows + LANES) * 4))
+        set_field(job, SCALES, field(job, PANELS) + words * 4)
         return count_packs(job) + groups * parts
+
+    @jit
+    def finish(job: int) -> None:
+        free(field(job, PANELS))
 
     @inline
     def two_vectors(w: int, x: int, words: int, sums: int, ahead: bool) -> None:
@@ -282,4 +295,4 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
             pass
         multiply_block(job, index - packs)
 
-    return Kernel(name, prepare, block, nothing)
+    return Kernel(name, prepare, block, finish)

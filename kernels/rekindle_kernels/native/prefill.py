@@ -18,7 +18,7 @@ import numpy as np
 
 from rekindle_kernels.native.exponential import exp, exp_of_one, tanh
 from rekindle_kernels.native.memory import f32, free, i32, malloc, set_f32, set_i32
-from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, nothing, operand, result, set_field
+from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, operand, result, set_field
 from rekindle_kernels.native.vector import (
     LANES,
     add,
@@ -75,7 +75,7 @@ WINDOW, SINKED, QUERIES, OUT, WORK, HEADS, KV_HEADS, PAGE_SIZE, WIDTH, TILES = r
 
 def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) -> Kernel:
     """`(q [T, H, D] float32, pages [P, 2, K, S, D], scales [P, 2, K, S], table [N, W], lens [N], sinks [H], numbers,
-    cu [N + 1], count [], rules, out) -> out [T, H, D]` and scratch, for pages that `read` widens. `numbers` are scale
+    cu [N + 1], count [], rules, out) -> out [T, H, D]`, for pages that `read` widens. `numbers` are scale
     and soft cap (0: none), `rules` how many rows are others', the sliding window (0: none), whether there are sinks,
     and the queries of a tile. What is others' comes first in q, table, lens and out. `paired`: pages are bfloat16, and
     multiplied so.
@@ -89,7 +89,7 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
         H, K, W = dim(frame, 0, 1), dim(frame, 1, 2), dim(frame, 3, 1)
         for index in range(8):
             set_field(job, Q + index, operand(frame, index))
-        count, rules, cu, work = i32(operand(frame, 8), 0), operand(frame, 9), operand(frame, 7), result(frame, 1)
+        count, rules, cu = i32(operand(frame, 8), 0), operand(frame, 9), operand(frame, 7)
         others, queries = i32(rules, 0), i32(rules, 3)
         T, out = dim(frame, 0, 0) - others, result(frame, 0) + others * H * D * 4
         set_field(job, Q, operand(frame, 0) + others * H * D * 4)
@@ -99,13 +99,17 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
         set_field(job, SINKED, i32(rules, 2))
         set_field(job, QUERIES, queries)
         set_field(job, OUT, out)
-        set_field(job, WORK, work)
         set_field(job, HEADS, H)
         set_field(job, KV_HEADS, K)
         set_field(job, PAGE_SIZE, dim(frame, 1, 3))
         set_field(job, WIDTH, W)
         for at in range(i32(cu, count) * H * D, T * H * D):
             set_f32(out, at, ZERO)
+        tiles = 0
+        for s in range(count):
+            tiles += (i32(cu, s + 1) - i32(cu, s) + queries - 1) // queries
+        work = malloc(2 * tiles * 4)
+        set_field(job, WORK, work)
         tiles = 0
         for s in range(count):
             for begin in range(0, i32(cu, s + 1) - i32(cu, s), queries):
@@ -313,4 +317,8 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
                 set_f32(target, d, f32(out, m * D + d) * factor)
         free(scratch)
 
-    return Kernel(name, prepare, block, nothing)
+    @jit
+    def finish(job: int) -> None:
+        free(field(job, WORK))
+
+    return Kernel(name, prepare, block, finish)

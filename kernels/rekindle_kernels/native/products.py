@@ -9,8 +9,6 @@ from rekindle_kernels.native.build import builds, ensure, has_feature
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
-PANEL = 32  # rows that `panels` lays next to each other
-LEFT_OVER = 4  # rows behind the last vector that are not worth one, and lie behind the panels
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multiply two and four of them in a lane
 
@@ -52,19 +50,15 @@ def multiply(
     """x [R, K] · weight [N, K] · scale [N] + residual [R, N] -> float32 [R, N]. x may be [R, 2 · K], gates first, and
     stands for silu(gate) · up. Many rows are rounded to bfloat16 where the weight is; where it is int8 and
     `quantize_rows`, they become int8 with a scale of their own."""
-    (N, K), R = weight.shape, x.shape[0]
+    R, N = x.shape[0], weight.shape[0]
     name = _kernel(R, weight, quantize_rows)
     assert name is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
-    results = [jax.ShapeDtypeStruct((R, N), jnp.float32)]
-    if name.startswith("panels"):  # and what it packs: words of rows, and a scale of each
-        words = K * weight.dtype.itemsize // 4 * (-(-R // PANEL) * PANEL + LEFT_OVER)
-        results.append(jax.ShapeDtypeStruct((words + R + PANEL,), jnp.int32))
-    product: jax.Array = jax.ffi.ffi_call(ensure(name), results)(
+    product: jax.Array = jax.ffi.ffi_call(ensure(name), jax.ShapeDtypeStruct((R, N), jnp.float32))(
         weight,
         jnp.ones((1,), jnp.float32) if scale is None else scale,
         x.astype(jnp.float32),
         jnp.zeros((1, 1), jnp.float32) if residual is None else residual,
-    )[0]
+    )
     return product
 
 

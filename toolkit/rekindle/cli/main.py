@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,18 @@ from rekindle.config import DTYPES, POLICIES, QUANTIZE
 from rekindle.errors import RekindleError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def program() -> int:
+    """`main` in a process of its own: what it imports stays, and looking through that for garbage took 0.1 s."""
+    gc.disable()
+    return main(imported=lambda: (gc.freeze(), gc.enable()))
+
+
+def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = lambda: None) -> int:
     """Run one subcommand and return the exit status: 0 fine, 1 failed, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
         command = importlib.import_module(f"rekindle.cli.{arguments.command}")
+        imported()
         return int(command.run(arguments))
     except KeyboardInterrupt:
         print(file=sys.stderr)
