@@ -1,30 +1,46 @@
 """What tiers that have nothing to do, and a large prefix tree, cost a decoding step.
 
-    python tests/bench/tiers.py [--layers 4] [--hidden 256] [--rounds 40] [--nodes 100000]
+    python tests/bench/tiers.py [--layers 4] [--hidden 256] [--rounds 80] [--new 100] [--nodes 100000]
 
-Two pairs of sessions over one random model answer the same requests, burst by burst in turn: without tiers and with
-host memory and disk behind the device, and with a tree of 100 and of 100,000 nodes. Each burst is four requests that
-decode together; the ratio is the median over the rounds. Both should be within 3 % of 1.
+Everything happens in one session, whose prefix cache is exchanged between rounds: without tiers, with host memory and
+disk behind it, twice, and with a large tree. Two sessions would not do: two that were opened alike differed by 3 %,
+because of where their memory lay. In each round every cache serves the same requests, four that decode together, in an
+order drawn anew, and gives the median time from one step to the next; shown is the median ratio over the rounds, and
+the same cache twice says how far that can be trusted. Looking for cold pages, once a second, is left out there and
+timed by itself. Trees are filled with pages that nobody computed: what they hold does not matter to a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 import rekindle
+import rekindle.keeper
+from rekindle.cache import CostModel, HostTier, PrefixCache, Tiers
 from rekindle.models.base import LoadedModel, random_model
 from rekindle.models.config import ModelConfig
+from rekindle.records import StepResult
 from rekindle.session import Session
+from rekindle.tasks.host import wait
+from rekindle.tasks.mailbox import Slot
 
-PAGE, ROWS, NEW = 8, 4, 96
+PAGE, ROWS, CHAIN = 8, 4, 100
+
+
+class Kind(NamedTuple):
+    """One way to run the session."""
+
+    cache: PrefixCache
+    tiers: Tiers
 
 
 def shaped(layers: int, hidden: int) -> LoadedModel:
@@ -37,80 +53,142 @@ def shaped(layers: int, hidden: int) -> LoadedModel:
     return random_model(ModelConfig.from_hf(fields), seed=0, dtype="bfloat16")
 
 
-def step_ms(session: Session, prompts: Sequence[list[int]]) -> float:
-    """Of all prompts decoding together, per token of the last to end."""
-    done = session.generate_sync(list(prompts), max_tokens=NEW, ignore_eos=True)
-    return max(1e3 * (one.timings.total - one.timings.first_token) / (NEW - 1) for one in done)
+def use(session: Session, kind: Kind) -> None:
+    """From now on; each thread exchanges its own while it does nothing else."""
+    scheduler, keeper, done = session._engine.scheduler, session._keeper, Slot[None]()
+
+    def exchange(dispatch: object) -> None:
+        scheduler.cache = scheduler._ledger.cache = kind.cache
+
+    def exchange_for_keeper() -> None:
+        keeper.cache, keeper.tiers = kind
+
+    wait(session._host.call(exchange))
+    keeper._jobs.put((exchange_for_keeper, done))
+    wait(done)
 
 
-def compare(left: Session, right: Session, rounds: int, draw: np.random.Generator) -> tuple[float, float, float]:
-    """Median step of each, and the median of right / left over the rounds; who goes first alternates."""
-    times: dict[Session, list[float]] = {left: [], right: []}
-    for turn in range(rounds + 2):
-        prompts = [draw.integers(3, 4000, 24).tolist() for _ in range(ROWS)]
-        for session in (left, right) if turn % 2 else (right, left):
-            found = step_ms(session, prompts)
-            if turn >= 2:
-                times[session].append(found)
-    ratios = [b / a for a, b in zip(times[left], times[right], strict=True)]
-    return statistics.median(times[left]), statistics.median(times[right]), statistics.median(ratios)
+class Steps:
+    """When the steps of a session were committed; an observer."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[float, int]] = []  # and how many rows decoded, 0 if there were prompts
+
+    def __call__(self, result: StepResult) -> None:
+        self.ends.append((time.perf_counter(), 0 if result.plan.prefill else len(result.plan.decode)))
+
+    def median_ms(self) -> float:
+        """From one step to the next while all rows decode."""
+        pairs = itertools.pairwise(self.ends)
+        return 1e3 * statistics.median(
+            after - before for (before, rows), (after, also) in pairs if rows == also == ROWS
+        )
 
 
-def fill(session: Session, nodes: int, draw: np.random.Generator) -> None:
-    while session.stats().cache.nodes < nodes:
-        length = min(2000, nodes * PAGE)
-        prompts = [draw.integers(3, 4000, length).tolist() for _ in range(ROWS)]
-        session.generate_sync(prompts, max_tokens=1, ignore_eos=True)
+def step_ms(session: Session, steps: Steps, prompts: Sequence[list[int]], new: int) -> float:
+    steps.ends.clear()
+    session.generate_sync(list(prompts), max_tokens=new, ignore_eos=True)
+    return steps.median_ms()
 
 
-def settle(*sessions: Session) -> None:
-    """Until everything is saved: what one session writes in the background would slow the others of this process."""
-    for session in sessions:
-        before = -1
-        while (disk := session.cache.stats().disk) is not None and disk.pages > before:
-            before = disk.pages
-            time.sleep(3.0)
+def look_ms(session: Session) -> float:
+    """How long the session's loop does nothing else while cold pages are looked for once, as between steps."""
+    keeper, spent = session._keeper, 0.0
+    ask = keeper._ask
+
+    def timed(function: Callable[[], object]) -> object:
+        def work() -> object:
+            nonlocal spent
+            start = time.perf_counter()
+            try:
+                return function()
+            finally:
+                spent += time.perf_counter() - start
+
+        return ask(work)
+
+    keeper._ask = timed
+    try:
+        done = Slot[None]()
+        keeper._jobs.put((lambda: keeper._keep(0, cold=1.0, visited=True), done))
+        wait(done)
+    finally:
+        keeper._ask = ask
+    return 1e3 * spent
+
+
+def fill(session: Session, cache: PrefixCache, nodes: int, draw: np.random.Generator) -> None:
+    """Grow a tree by chains of pages, a few at a time in the session's own loop."""
+
+    def grow(dispatch: object) -> None:
+        length = min(CHAIN, nodes - len(cache))
+        tokens = draw.integers(3, 4000, length * PAGE).astype(np.int32)
+        pages = cache.pool.take(length)
+        published = cache.publish(cache.root, cache.keys(tokens), tokens, pages)
+        assert published is not None, "a key was taken"
+        cache.pool.release(pages)
+        cache.settle(published.node)
+
+    while len(cache) < nodes:
+        wait(session._host.call(grow))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=80)
+    parser.add_argument("--new", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=100_000)
     arguments = parser.parse_args()
-    model = shaped(arguments.layers, arguments.hidden)
+    rekindle.keeper.TICK_SECONDS = 1e6
     draw = np.random.default_rng(0)
-    options: dict[str, Any] = {
-        "page_size": PAGE, "max_requests": ROWS, "max_tokens_per_step": 512, "max_model_len": 4096,
-        "device_pages": arguments.nodes + 8192, "quiet": True,
-    }  # fmt: skip
-    nothing, everything = {"host_memory": 0, "disk_memory": 0}, {"host_memory": 1 << 30, "disk_memory": 4 << 30}
-
-    def show(what: str, left: Session, right: Session) -> None:
-        one, other, ratio = compare(left, right, arguments.rounds, draw)
-        print(f"{what:32} {one:7.3f} and {other:7.3f} ms, ratio {ratio:.3f}", flush=True)
-
+    room = 4 * (100 + (arguments.rounds + 1) * ROWS * (arguments.new // PAGE + 8))  # what the rounds leave in the trees
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-
-        def opened(tiers: dict[str, int]) -> Session:
-            return stack.enter_context(rekindle.open_sync(model, cache_dir=folder, **options, **tiers))
-
-        bare, again, tiered = opened(nothing), opened(nothing), opened(everything)
-        show("the same twice", bare, again)
-        show("without and with tiers", bare, tiered)
-        start = time.perf_counter()
-        fill(again, arguments.nodes, draw)
-        fill(tiered, arguments.nodes, draw)
-        print(f"filled twice in {time.perf_counter() - start:.0f} s", flush=True)
-        few = opened(everything)
-        fill(few, 100, draw)
-        settle(few, tiered)
-        show(f"{few.stats().cache.nodes} and {again.stats().cache.nodes} nodes", bare, again)
-        show(f"the same with tiers, {tiered.stats().cache.nodes}", few, tiered)
-        if tiered.stats().cache.offloaded_pages:
-            print("pages were offloaded: give more device pages")
+        session = stack.enter_context(
+            rekindle.open_sync(
+                shaped(arguments.layers, arguments.hidden), cache_dir=folder,
+                page_size=PAGE, max_requests=ROWS, max_tokens_per_step=128, max_model_len=2048, quiet=True,
+                device_pages=arguments.nodes + room, host_memory=1 << 30, disk_memory=1 << 30, precompile="all",
+            )
+        )  # fmt: skip
+        kept: PrefixCache = session._engine.scheduler.cache
+        tiers = session._keeper.tiers
+        assert tiers is not None
+        nothing = Tiers(HostTier(0), CostModel(PAGE))
+        kinds = []
+        for below, nodes in ((tiers, 100), (tiers, 100), (nothing, 100), (tiers, arguments.nodes)):
+            cache = PrefixCache(kept.pool, PAGE, kept.root_key, host_tier=below)
+            fill(session, cache, nodes, draw)
+            kinds.append(Kind(cache, below))
+        steps = Steps()
+        wait(session._host.call(lambda dispatch: dispatch.observers.append(steps)))
+        times: list[list[float]] = [[] for _ in kinds]
+        for turn in range(arguments.rounds + 1):
+            prompts = [draw.integers(3, 4000, 24).tolist() for _ in range(ROWS)]
+            for index in draw.permutation(len(kinds)):
+                use(session, kinds[index])
+                found = step_ms(session, steps, prompts, arguments.new)
+                if turn:  # the first is for warming up
+                    times[index].append(found)
+        for what, left, right in (
+            ("the same twice", 0, 1),
+            ("without and with tiers", 2, 0),
+            (f"100 and {arguments.nodes} nodes", 0, 3),
+        ):
+            ratios = [b / a for a, b in zip(times[left], times[right], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5  # of a median
+            one, other = statistics.median(times[left]), statistics.median(times[right])
+            print(f"{what:26}{one:7.3f} and {other:7.3f} ms, ratio {middle:.4f} ± {error:.4f}", flush=True)
+        looks = []
+        for index in (0, 3):
+            use(session, kinds[index])
+            looks.append(statistics.median(look_ms(session) for _ in range(9)))
+        print(f"looking for cold pages: {looks[0]:.2f} and {looks[1]:.2f} ms of the loop, once a second")
+        if any(kind.cache.statistics().evicted_pages for kind in kinds):
+            print("pages were evicted: give more device pages")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.cache import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
 from rekindle.records import Status
+from rekindle.tasks.host import wait
+from rekindle.tasks.mailbox import Slot
 from tiered import MODEL, NEW, ask, opened, plain, prompt
 
 
@@ -180,6 +183,37 @@ def test_likely_pages_are_read_before_anybody_asks(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert session.cache.stats().host_bytes <= 3 * 6144
         assert ask(session, 0) == 64
+
+
+def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TICK_SECONDS": 1e6, "SLICE": 2, "BUSY_SLICES": 1}.items():
+        monkeypatch.setattr(f"rekindle.keeper.{name}", value)
+    listed, iterate = [], PrefixCache.__iter__
+    monkeypatch.setattr(PrefixCache, "__iter__", lambda cache: (listed.append(len(cache)), iterate(cache))[1])
+    with opened(tmp_path, device_pages=65) as session:
+        for index in (0, 1):
+            ask(session, index)
+        keeper = session._keeper
+
+        def keep(*, cold: float, visited: bool) -> None:
+            done = Slot[None]()
+            keeper._jobs.put((lambda: keeper._keep(1 << 30, cold=cold, visited=visited), done))
+            wait(done)
+
+        nodes = session.stats().cache.nodes
+        assert nodes == 14
+        listed.clear()
+        for _ in range(nodes):  # twice through the tree
+            keep(cold=1e6, visited=True)
+            assert keeper._complete_at == -1, "most of it is neither cold nor visited"
+        assert listed == [nodes, nodes]
+        disk = keeper.tiers.disk  # type: ignore[union-attr]
+        assert disk is not None and len(disk) == 4, "what both prompts share was visited"
+        keep(cold=0.0, visited=False)
+        assert len(disk) == nodes
+        assert keeper._complete_at == session._engine.scheduler.cache.version
 
 
 def test_int8_pages_are_kept_as_such(tmp_path: Path) -> None:

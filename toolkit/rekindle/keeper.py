@@ -90,6 +90,8 @@ class Keeper:
         self._complete_at = -1  # the tree's version when everything cold in it was on disk
         self._failed = False
         self._at = 0  # where looking through the tree goes on
+        self._walk: list[Node] = []  # the nodes of that walk; some are gone from the tree by the time they come up
+        self._whole = False  # the latest look was at all nodes: only that says that nothing is missing
         if self._disk is not None:
             self._start()
 
@@ -191,7 +193,7 @@ class Keeper:
             disk.write(pairs)
             written += total
         else:
-            self._complete_at = version if not (missing or batch or self._at) else -1
+            self._complete_at = version if self._whole and not (missing or batch) else -1
         self.saved_bytes += written
 
     def _save(self, name: str) -> SaveReport:
@@ -275,16 +277,19 @@ class Keeper:
         """Nodes in turn, parents first, a slice of the tree at a time; `most` of them from where it ended last."""
         cache = self.cache
         assert cache is not None
-        nodes: list[Node] = self._ask(lambda: list(cache))
+        # Listed once per walk: that alone took 4 ms of the loop with 100,000 nodes, as much as the slices of a tick.
+        resumed = most is not None and 0 < self._at < len(self._walk)
+        nodes: list[Node] = self._walk if resumed else self._ask(lambda: list(cache))
 
         def look(part: Sequence[Node]) -> list[_Wanted]:
             now = cache.clock()
             there = (node for node in part if cache.has(node))
             return [self._want(node) for node in there if wanted(node, cache.digest_of(node), now)]
 
-        start = self._at if most is not None and self._at < len(nodes) else 0
+        start = self._at if resumed else 0
         stop = len(nodes) if most is None else min(len(nodes), start + most * SLICE)
-        self._at = 0 if stop == len(nodes) else stop
+        self._whole = stop - start == len(nodes)
+        self._at, self._walk = (0, []) if stop == len(nodes) else (stop, nodes)
         for at in range(start, stop, SLICE):
             yield from self._ask(partial(look, nodes[at : min(stop, at + SLICE)]))
 
