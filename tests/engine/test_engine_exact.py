@@ -128,7 +128,9 @@ def random_request(
         options["prompt_logprobs"] = int(rng.integers(0, 4))
     ends = frozenset(rng.integers(3, VOCAB, 25).tolist()) if rng.random() < 0.4 else frozenset[int]()
     if few and rng.random() < 0.5:  # of few tokens, so that the text repeats itself
-        prompt, options["logit_bias"] = prompt % 3 + 10, dict.fromkeys((10, 11, 12), 9.0)
+        prompt, options["logit_bias"] = prompt % 2 + 10, dict.fromkeys((10, 11), 9.0)
+        options["max_tokens"] = int(rng.integers(10, 40))
+        options["min_tokens"] = 0
     return Request(f"q{index}", prompt, Sampling(**options), eos_ids=ends)  # type: ignore[arg-type]
 
 

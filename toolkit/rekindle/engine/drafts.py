@@ -22,9 +22,9 @@ from rekindle.engine.sequence import Sequence
 from rekindle.records import Row
 
 FEW_ROWS = 8  # up to here a row costs little; beyond, drafts only fill up what would be padding
-# What the wait costs, as a share of a step: 1.4 of 10 ms with 135M parameters on two cores, all of it with 4M. Guesses
-# have to bring that much for each row of the step.
-WAIT = 0.5
+# What the wait costs, as a share of a step: 0.14 with 135M parameters on two cores, all of it with 4M, where four
+# requests lost a tenth at 0.5. Guesses have to bring that much for each row of the step.
+WAIT = 1.0
 
 
 class Drafts:
