@@ -123,15 +123,15 @@ def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend:
     hues = (210, 140, 35, 280, 0, 60)
     colours = ["0,0%,50%" if name == rest else f"{hues[index % len(hues)]},60%,50%" for index, name in enumerate(parts)]
     cells = "".join(
-        f'<span title="{escape(name)}: {escape(number(value))}" style="display:inline-block;height:12px;'
-        f'width:{width * value / total:.1f}px;background:hsla({colour},{0.4 if name == rest else 0.85})"></span>'
+        f'<span title="{escape(name)}: {escape(number(value))}" style="height:12px;'
+        f'width:{100 * value / total:.2f}%;background:hsla({colour},{0.4 if name == rest else 0.85})"></span>'
         for (name, value), colour in zip(parts.items(), colours, strict=True)
     )
     names = " &nbsp;".join(
         f'<span style="color:hsl({colour})">■</span> {escape(name)} {escape(number(value))}'
         for (name, value), colour in zip(parts.items(), colours, strict=True)
     )
-    outer = f'<div style="width:{width}px;line-height:0;background:rgba(128,128,128,.2)">{cells}</div>'
+    outer = f'<div style="display:flex;width:{width}px;max-width:100%;background:rgba(128,128,128,.2)">{cells}</div>'
     return Markup(f'{outer}<div style="font-size:85%">{names}</div>' if legend else outer)
 
 

@@ -69,7 +69,7 @@ class Timeline:
         legend = " ".join(f'<span style="color:{colour}">■</span> {kind}' for kind, colour in COLOURS.items())
         return html.Markup(
             f'<svg width="{WIDTH}" height="{height}" viewBox="{first} 0 {shown} {height}" preserveAspectRatio="none" '
-            f'style="background:rgba(128,128,128,.12)">{"".join(runs)}</svg>'
+            f'style="max-width:100%;background:rgba(128,128,128,.12)">{"".join(runs)}</svg>'
             f'<div style="font-size:85%">{legend} · steps {self._numbers[0]}–{self._numbers[-1]}, a line per slot</div>'
         )
 
