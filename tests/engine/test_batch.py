@@ -11,6 +11,13 @@ from rekindle.engine.batch import Bucket, bucket_for, lattice, prefill_rows
 from rekindle.errors import ConfigError
 
 
+def test_a_single_row_has_a_program_where_that_pays() -> None:
+    buckets = lattice(EngineConfig(), single=True)
+    assert [bucket.name for bucket in buckets[:2]] == ["r1t0", "r2t0"]
+    assert len(buckets) == len(lattice(EngineConfig())) + 1, "beside prefill tokens it would save nothing"
+    assert bucket_for(buckets, 16, rows=1, tokens=0, prefills=0) == Bucket(1, 0)
+
+
 def test_the_default_lattice_is_small_and_has_no_row_bucket_of_one() -> None:
     buckets = lattice(EngineConfig())
     assert [bucket.name for bucket in buckets] == [

@@ -211,4 +211,4 @@ def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: st
     assert runner.pages_in > 0
     assert runner.pages_out > 0
     if config.prompt_lookup:
-        assert 20 < statistics.accepted_tokens < statistics.drafted_tokens
+        assert 10 < statistics.accepted_tokens < statistics.drafted_tokens

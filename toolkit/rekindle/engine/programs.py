@@ -83,7 +83,7 @@ class Programs:
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
-        self.lattice = lattice(config, processed=bool(self.processors))
+        self.lattice = lattice(config, processed=bool(self.processors), single=graph.precision.native)
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)

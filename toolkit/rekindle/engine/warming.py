@@ -41,9 +41,10 @@ def likely_first(keys: Iterable[Key]) -> list[Key]:
 
 def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
     """Of a session that has just been opened: restored pages first, then prompts of few requests, then their decode."""
-    rows = min(bucket.rows for bucket in programs.lattice)
-    few = sorted(bucket for bucket in programs.lattice if bucket.rows == rows and not bucket.processed)
-    decode, *prefill = few
+    plain = sorted(bucket for bucket in programs.lattice if not bucket.processed)
+    decode = next(bucket for bucket in plain if not bucket.tokens)
+    mixed = [bucket for bucket in plain if bucket.tokens]
+    prefill = [bucket for bucket in mixed if bucket.rows == mixed[0].rows]
     return [*([SCATTER] if restoring else []), *prefill[:1], decode, *prefill[1:]]
 
 
