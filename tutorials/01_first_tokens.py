@@ -16,7 +16,8 @@ session = await rekindle.open("tiny")
 # Give it the beginning of a story. By default the most likely token is taken at every position (*greedy*), so you will
 # read the same text as this page.
 #
-# The very first call takes a few seconds, in which XLA compiles the programs for your CPU. They are stored, and the next
+# The very first call takes some seconds, in which XLA compiles a program for your CPU. Steps of other sizes have programs of
+# their own, so the first longer prompt and the first batch further down may wait once more. They are stored, and the next
 # kernel loads them in milliseconds.
 
 # %%
@@ -24,7 +25,8 @@ done = await session.generate("Once upon a time", max_tokens=60)
 print("Once upon a time" + done.text)
 
 # %% [markdown]
-# The result is a `Completion`. Its text is one of several things that it can tell you.
+# The result is a `Completion`. Its text is one of several things that it can tell you. It was ended by `length` because it
+# has the 60 tokens that were asked for; `eos` means that the model itself came to an end, and `stop` that a stop string did.
 
 # %%
 print("ended by    ", done.finish_reason)
@@ -78,17 +80,18 @@ print(reply.text)
 
 # %% [markdown]
 # A conversation is nothing but a longer prompt. To go on, append the answer and the next question. The model reads the
-# whole conversation again, in principle; in practice most of it is found in the prefix cache (tutorial 05).
+# whole conversation again, in principle. In practice its beginning is found in the prefix cache, in pages of 32 tokens here
+# (tutorial 05).
 
 # %%
-messages = [{"role": "user", "content": "My name is Anna and I live in Rome."}]
-for question in (None, "What is my name?"):
-    if question:
-        messages.append({"role": "user", "content": question})
+messages = []
+for question in ("My name is Anna and I live in Rome.", "Tell me a story about a cat.", "What is my name?"):
+    messages.append({"role": "user", "content": question})
     reply = await session.chat(messages, max_tokens=40)
     messages.append({"role": "assistant", "content": reply.text})
-for message in messages:
-    print(f"{message['role']:>9}: {message['content']}")
+    print(f"you:   {question}")
+    print(f"model: {reply.text}")
+    print(f"       ({reply.usage.prompt_tokens} prompt tokens, {reply.usage.cached_tokens} of them from the cache)\n")
 
 # %% [markdown]
 # `session.view.chat()` is a conversation with buttons: answer again, take the last message back, and click a token of an
@@ -118,15 +121,15 @@ dashboard = session.watch()
 dashboard
 
 # %%
-many = await session.generate(["Once upon a time", "The sky is", "Lily opened the box and"], max_tokens=12)
+many = await session.generate(["Once upon a time", "In the morning,", "The opposite of hot is"], max_tokens=12)
 for one in many:
-    print(f"{one.prompt}{one.text!r}")
+    print(f"{one.prompt!r} → {one.text!r}")
 
 # %% [markdown]
 # `n` asks for several continuations of one prompt. They share the prompt's computation.
 
 # %%
-for one in await session.generate("The dragon said:", n=3, max_tokens=16, temperature=1.0, seed=6):
+for one in await session.generate("One day, Tom found a", n=3, max_tokens=14, temperature=1.0, seed=1):
     print(f"seed {one.seed}: {one.text!r}")
 
 # %% [markdown]
@@ -139,7 +142,7 @@ dashboard.stop()
 dashboard.join(5)
 
 # %% [markdown]
-# Every public object has a readable form. `stats()` is a snapshot of the numbers.
+# Every public object has a readable form. `stats()` is a snapshot of the numbers; hover over a name to see what it counts.
 
 # %%
 session.stats()

@@ -30,8 +30,9 @@ for name, array in list(weights.items())[:8]:
 # %% [markdown]
 # ## A transformer in forty lines
 #
-# Three ingredients: a norm, a rotation that tells positions apart, and attention. Shapes: `T` tokens, `H` query heads, `K`
-# key and value heads, `D` numbers per head.
+# Three ingredients: a norm, a rotation that tells positions apart, and attention. Shapes: `T` tokens of `E` numbers each, `H`
+# query heads, `K` key and value heads, `D` numbers per head, `S` positions that attention looks at. Query heads share key and
+# value heads in groups.
 
 # %%
 E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -186,7 +187,8 @@ async with session.paused():
 reports[0]
 
 # %% [markdown]
-# The time on the host is XLA's, which compiles the program at its first use and never again.
+# If this step spent seconds on the host, that was XLA, which compiles the program at its first use. The next kernel finds it
+# on disk.
 #
 # The first step is the prefill: all positions of the prompt at once, written to the first page, and one token sampled from the
 # last row of logits. The rest are decode steps, one position each. When a page is full the next one is taken from the pool.
@@ -217,8 +219,9 @@ mixed
 
 # %% [markdown]
 # All rows go through the same matrices together; only attention looks at different pages for each. The *program* is the
-# compiled step: `r2t32` has room for two decode rows and 32 prefill tokens, and unused room is padding. A handful of such
-# programs serve every mixture of requests, so that nothing is compiled while you work.
+# compiled step: `r2t32` has room for two decode rows and 32 prefill tokens, and unused room is padding. A short list of such
+# programs serves every mixture of requests. In a notebook they are compiled in the background, the likeliest first; the table
+# shows those that are ready by now.
 
 # %%
 print((await one).text, "|", (await two).text)

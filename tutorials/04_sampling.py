@@ -16,7 +16,7 @@ plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
 )
 session = await rekindle.open("tiny", seed=0)
-PROMPT = "One day, Tom found a"
+PROMPT = "One cold day, Anna saw a"
 
 # %% [markdown]
 # `logprobs=20` reports the twenty most likely tokens at each position, before any option was applied. That is the model's
@@ -93,15 +93,15 @@ compare(
 )
 
 # %% [markdown]
-# `min_p` adapts: where the model is sure it keeps one token, where it is not it keeps many. That is easy to see without the
-# engine, on two places of a story.
+# `min_p` adapts: where the model is sure it keeps one token, where it is not it keeps many. That is easy to see without drawing,
+# from the probabilities at two places.
 
 # %%
-for prompt in ("One day, Tom found a", "Once upon a time, a brave girl called"):
+for prompt in ("The plural of duck is", PROMPT):
     done = await session.generate(prompt, max_tokens=1, logprobs=20)
     ordered = np.exp(done.logprobs[0].top_logprobs)
-    kept = {p: int(np.sum(ordered >= p * ordered[0])) for p in (0.05, 0.2, 0.5)}
-    print(f"{prompt!r}: " + ", ".join(f"{count} tokens at min_p={p}" for p, count in kept.items()))
+    kept = {p: int(np.sum(ordered >= p * ordered[0])) for p in (0.1, 0.3, 0.6)}
+    print(f"{prompt!r}, kept by min_p: " + ", ".join(f"{count} tokens at {p}" for p, count in kept.items()))
 
 # %% [markdown]
 # ## Biases and masks
@@ -121,8 +121,8 @@ compare(
 #
 # They look at what was generated so far. `presence_penalty` is subtracted once from every token that has appeared,
 # `frequency_penalty` once for each time it appeared, and `repetition_penalty` divides positive logits and multiplies negative
-# ones, for tokens of the prompt too. A greedy model likes to repeat itself; here is how much of the text is a token that was
-# there before.
+# ones, for tokens of the prompt too. A greedy model likes to repeat itself. Here are two texts, and how much of each is a token
+# that was there before.
 
 # %%
 settings = {
@@ -131,19 +131,24 @@ settings = {
     "frequency 1.0": {"frequency_penalty": 1.0},
     "repetition 1.3": {"repetition_penalty": 1.3},
 }
-for name, options in settings.items():
-    done = await session.generate(
-        "Lily likes apples. Tom likes apples. Lily likes", max_tokens=48, ignore_eos=True, **options
-    )
-    repeated = 1 - len(set(done.token_ids)) / len(done.token_ids)
-    print(f"{name:15} {repeated:4.0%} repeated  {done.text[:70]!r}")
+for prompt in ("Lily likes apples. Tom likes apples. Lily likes", "Tom and Anna"):
+    print(prompt)
+    for name, options in settings.items():
+        done = await session.generate(prompt, max_tokens=32, ignore_eos=True, **options)
+        repeated = 1 - len(set(done.token_ids)) / len(done.token_ids)
+        print(f"  {name:15} {repeated:4.0%} repeated  {done.text[:80]!r}")
+
+# %% [markdown]
+# In the first text every penalty helps. (It has become a conversation: the model has read many, and `ignore_eos` lets it run on
+# into one.) The second is a loop of which the model is so sure that being pushed once is not enough. `frequency_penalty` pushes
+# harder with every repetition, until the loop breaks.
 
 # %% [markdown]
 # ## Where a text ends
 #
 # `max_tokens` always ends it. `stop` ends it at a string, which is not part of the text even if it is spread over several
 # tokens; `stop_token_ids` at a token. `min_tokens` forbids to end before, and `ignore_eos` ignores the model's own wish to
-# end.
+# end. The second column below is the completion's `finish_reason`.
 
 # %%
 for options in ({"max_tokens": 8}, {"stop": "."}, {"stop": ("named", "called")}, {"min_tokens": 30, "stop": "."}):
@@ -172,7 +177,8 @@ print(again.text == drawn_by_chance.text, f"seed {drawn_by_chance.seed}")
 # ## How sure was it, and how surprised by the prompt?
 #
 # `logprobs` reports on the generated tokens, `prompt_logprobs` on the prompt's own: what the model thought of each token that
-# you wrote. Their mean gives the *perplexity*, the number of tokens that the model hesitates between on average.
+# you wrote. Their mean gives the *perplexity*, the number of tokens that the model hesitates between on average. Guessing blindly
+# among this vocabulary of 2,048 tokens has a perplexity of 2,048; above that, the model was surer of something else.
 
 # %%
 for text in (

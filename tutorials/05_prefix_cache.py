@@ -26,14 +26,14 @@ session = await rekindle.open("tiny", page_size=PAGE)
 story = (
     "Once upon a time there was a small green dragon called Zoe. Zoe lived in a cave near the river and liked "
     "to paint. One day she found a golden key under a stone. She asked the owl, the fox and the old bear what the key "
-    "might open, but nobody knew. So she put it on a red string and wore it around her neck. "
+    "might open, but nobody knew. So she put it on a red string and wore it around her neck."
 )
 length = len(session.tokenizer.encode(story))
 print(f"{length} tokens, {length // PAGE} full pages and {length % PAGE} tokens more")
 
 # %%
-miss = await session.generate(story + "Then", max_tokens=8)
-hit = await session.generate(story + "Suddenly", max_tokens=8)
+miss = await session.generate(story + " Then", max_tokens=8)
+hit = await session.generate(story + " Suddenly", max_tokens=8)
 for done in (miss, hit):
     print(done.usage)
 
@@ -51,7 +51,7 @@ session.explain(hit)
 
 # %%
 async with session.paused():
-    third = session.submit(story + "Zoe", max_tokens=2)
+    third = session.submit(story + " Zoe", max_tokens=2)
     report = await session.step()
 await third
 report
@@ -162,21 +162,28 @@ print(first.usage.cached_tokens, "and", second.usage.cached_tokens, "tokens from
 # ## Keeping and forgetting
 #
 # When pages run short, those that were not used for the longest time leave. `pin` keeps a prompt's pages for as long as you
-# like; `flush_cache` forgets all of them (requests that run keep theirs).
+# like; `flush_cache` forgets all of them (requests that run keep theirs). To see a page leave, take a session that has room for
+# 63 pages and nowhere to put what leaves: one story is pinned, another one is not, and then come 90 pages of other prompts.
 
 # %%
-await session.generate(story, max_tokens=1)
-print(session.pin(story), "tokens are pinned")
-for _ in range(3):
-    await session.generate([rng.integers(300, 1500, 400).tolist() for _ in range(4)], max_tokens=1)
-print((await session.generate(story + "Then", max_tokens=1)).usage)
-print(session.unpin(story), "tokens may leave again")
+await session.aclose()
+other = story.replace("dragon", "robot").replace("Zoe", "Leo")
+small = await rekindle.open("tiny", page_size=PAGE, device_pages=64, host_memory=0, max_requests=2, precompile="lazy")
+for text in (story, other):
+    await small.generate(text, max_tokens=1)
+print(small.pin(story), "tokens are pinned")
+for _ in range(5):
+    await small.generate(rng.integers(300, 1500, 18 * PAGE).tolist(), max_tokens=1)
+for name, text in (("pinned", story), ("not pinned", other)):
+    done = await small.generate(text + " Then", max_tokens=1)
+    print(f"{name:10} {done.usage.cached_tokens} of {done.usage.prompt_tokens} tokens are still there")
+print(small.unpin(story), "tokens may leave again")
 
 # %%
-session.stats()
+small.cache.stats()
 
 # %% [markdown]
 # Tutorial 06 follows the pages that leave the device, and tutorial 07 takes the cache through a restart of the kernel.
 
 # %%
-await session.aclose()
+await small.aclose()

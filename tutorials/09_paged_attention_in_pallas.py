@@ -8,7 +8,6 @@
 # runs on any CPU. Every step is compared with the *oracle*, a plain implementation that is slow and obviously right.
 
 # %%
-
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -72,7 +71,7 @@ def compare(name: str, found) -> None:
 # ## Step 1: one program per text, all pages at once
 #
 # A Pallas kernel is a function over references to memory. The *grid* says how often it runs, and the block specs which part of each
-# array every run sees. Here run *n* sees the queries of text *n*, and all pages. `pl.ds` and plain indexing read from references.
+# array every run sees. Here run *n* sees the queries of text *n*, and all pages. Indexing reads from a reference.
 
 
 # %%
@@ -156,7 +155,7 @@ def attend_paged(table_ref, length_ref, q_ref, kv_ref, out_ref):
         weighted = weighted * correction + jnp.einsum("kgs,ksd->kgd", weights, values)
         return new, total, weighted
 
-    start = (jnp.full((K, G, 1), -1e30), jnp.zeros((K, G, 1)), jnp.zeros((K, G, D)))
+    start = (jnp.full((K, G, 1), -1e30), jnp.zeros((K, G, 1)), jnp.zeros((K, G, D)))  # not -inf: inf - inf is nan
     _, total, weighted = jax.lax.fori_loop(0, pl.cdiv(length, S), page, start)
     out_ref[0] = (weighted / total).reshape(H, D)
 
@@ -179,7 +178,7 @@ compare("page by page", decode(attend_paged, q, kv, table, lengths))
 #
 # Three texts are three programs, but a GPU has more than a hundred processors. A long text alone would keep one of them busy while
 # the rest are idle. So split each text into chunks of pages that run in parallel. Each gives its partial sums, and a second,
-# tiny pass joins them with the same correction as before. Decode kernels on GPUs call this *split-K*.
+# tiny pass joins them with the same correction as before. This is known as *split-KV* or *flash decoding*.
 
 # %%
 SPLITS = 2
@@ -241,13 +240,13 @@ compare("split", decode_split(q, kv, table, lengths))
 # ## Can the test fail?
 #
 # A comparison is worth something if it notices mistakes. Here are three classic ones: an off-by-one in the mask, a page table read
-# from the wrong row, and forgetting to scale down.
+# from the wrong row, and scores that are not divided by √D.
 
 # %%
 mistakes = {
     "mask off by one": decode(attend_paged, q, kv, table, lengths - 1),
     "neighbour's pages": decode(attend_paged, q, kv, jnp.roll(table, 1, axis=0), lengths),
-    "scale forgotten": decode(attend_paged, q / scale, kv, table, lengths),
+    "scores not scaled": decode(attend_paged, q / scale, kv, table, lengths),
 }
 for name, found in mistakes.items():
     compare(name, found)
@@ -262,4 +261,5 @@ for name, found in mistakes.items():
 # - prefill: many queries per text, where the mask depends on the query's position,
 # - sliding windows, soft caps, sinks, and keys and values in 8 bits.
 #
-# Each of them is compared with this oracle over one shared set of cases: on a CPU in interpret mode, and on the device itself.
+# Each of them is compared with this oracle over one shared set of cases, on a CPU in interpret mode; on a machine with the device,
+# `pytest -m gpu` and `pytest -m tpu` do the same there.

@@ -29,11 +29,18 @@ def no_echo(logits, context):
     return logits.at[rows, context.last_token].set(-jnp.inf)
 
 
-no_echo = LogitsProcessor(no_echo, name="no-echo")
+options = {"max_requests": 4, "max_tokens_per_step": 64, "precompile": "lazy"}
+async with rekindle.open("tiny", processors=[LogitsProcessor(no_echo, name="no-echo")], **options) as session:
+    for names in ((), "no-echo"):
+        done = await session.generate("Tom and Anna", max_tokens=14, processors=names)
+        print(f"{names!s:10}{done.text!r}")
 
 # %% [markdown]
-# The *name* is what a request says to ask for it. Name and version are also part of the key under which compiled programs
-# are stored: change the version when you change the function, or a restarted kernel will load the old program.
+# The *name* is what a request says to ask for it. It got what we asked for: `' Tom'` and `'Tom'` are two tokens.
+#
+# The function's code and the values that it uses are part of the key under which compiled programs are stored, so a function that
+# you change is compiled anew. What Python can't look into, such as code that it imports, is not: give the processor another
+# `version` when that changes.
 #
 # ## What is in the context
 #
@@ -88,18 +95,16 @@ def impatient(logits, context):
 # %%
 session = await rekindle.open(
     "tiny",
-    max_requests=4,
-    max_tokens_per_step=64,
+    **options,
     processors=[
-        no_echo,
         LogitsProcessor(fresh_words, name="fresh-words"),
         LogitsProcessor(lipogram, name="no-e"),
         LogitsProcessor(impatient, name="impatient"),
     ],
 )
 
-for names in ((), "no-e", "fresh-words", ("no-e", "fresh-words")):
-    done = await session.generate("Once upon a time", max_tokens=30, processors=names)
+for names in ((), "no-e", ("no-e", "fresh-words")):
+    done = await session.generate("Tom saw", max_tokens=30, processors=names)
     print(f"{names!s:25}{done.text!r}\n")
 
 # %% [markdown]
@@ -110,7 +115,7 @@ many = await session.generate("Tom saw", n=4, temperature=1.0, seed=0, max_token
 print([done.text.lower().count("e") for done in many])
 
 # %% [markdown]
-# And the impatient one, on questions whose answers run on:
+# And the impatient one, on a question whose answer runs on:
 
 # %%
 question = [{"role": "user", "content": "Tell me a story about a cat."}]

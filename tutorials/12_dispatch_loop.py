@@ -31,16 +31,16 @@ from rekindle.records import Request, RowResult, StepPlan, StepResult
 # %% [markdown]
 # ## The scheduler alone
 #
-# It is plain host code without tasks: `submit`, `plan`, `commit`. A pool of sixteen pages of four tokens, at most three requests
+# It is plain host code without tasks: `submit`, `plan`, `commit`. A pool of sixteen pages of eight tokens, at most three requests
 # at once, at most eight tokens in a step.
 
 # %%
-limits = Limits(max_requests=3, max_tokens_per_step=8, max_model_len=48, page_size=4)
+limits = Limits(max_requests=3, max_tokens_per_step=8, max_model_len=48, page_size=8)
 
 
 def make_scheduler() -> Scheduler:
     pool = PagePool(17)  # page 0 belongs to nobody: padding is written there
-    return Scheduler(limits, pool, cache=PrefixCache(pool, 4, b"any key"))
+    return Scheduler(limits, pool, cache=PrefixCache(pool, 8, b"any key"))
 
 
 scheduler = make_scheduler()
@@ -114,7 +114,7 @@ class Poet:
 # %% [markdown]
 # ## The whole engine in one loop
 #
-# Six lines. Everything else is plumbing around them.
+# The loop below is all of it: plan, dispatch, then commit what the step before has made. Everything else is plumbing around it.
 
 # %%
 scheduler, runner = make_scheduler(), Poet()
