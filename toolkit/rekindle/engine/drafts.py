@@ -22,8 +22,9 @@ from rekindle.engine.sequence import Sequence
 from rekindle.records import Row
 
 FEW_ROWS = 8  # up to here a row costs little; beyond, drafts only fill up what would be padding
-# What the wait costs, as a share of a step: 0.14 with 135M parameters on two cores, all of it with 4M, where four
-# requests lost a tenth at 0.5. Guesses have to bring that much for each row of the step.
+# What the wait costs, as a share of a step: 0.14 with 135M parameters on two cores, all of it with 4M. Guesses have to
+# bring that much for each row of the step. With 4M, those whose text doesn't repeat still lose: four at once end a tenth
+# later, as the last of them is never guessed.
 WAIT = 1.0
 
 
