@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 OWN = 40  # tokens of each prompt after the shared ones
 
 
@@ -38,8 +40,6 @@ def first_tokens(session: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def child(role: str, folder: str, shape: str, count: int, shared: int, at_once: bool) -> dict[str, Any]:
-    import numpy as np
-
     import rekindle
     from rekindle.bench.shapes import random_shape
 
@@ -105,14 +105,16 @@ def main() -> None:
         size = sum(file.stat().st_size for file in Path(folder, "pages").rglob("*") if file.is_file())
     prompts = f"{arguments.prompts} prompts sharing {arguments.shared} tokens"
     print(f"{arguments.shape}: {prompts}, {size / 2**20:.0f} MiB on disk, median of {len(runs)}")
-    right = runs[0]["cold"]["tokens"]
+    right = np.array(runs[0]["cold"]["tokens"])
     for name in ("cold", "disk", "host", "device"):
         median = {part: statistics.median(run[name][part] for run in runs) for part in ("mean", "last")}
+        # Random weights choose between near ties, which other rows in a step may turn in bfloat16.
+        same = np.mean([np.array(run[name]["tokens"]) == right for run in runs])
         shares = [100 * run[name]["mean"] / run["cold"]["mean"] for run in runs]
         print(
             f"{name:8}mean {median['mean']:7.1f} ms ({statistics.median(shares):5.1f} % of cold, "
             f"{min(shares):.1f} to {max(shares):.1f})  last {median['last']:7.1f} ms  "
-            f"{runs[0][name]['cached']} tokens cached  same tokens: {all(run[name]['tokens'] == right for run in runs)}"
+            f"{runs[0][name]['cached']} tokens cached  {same:.0%} of tokens as cold"
         )
     opened, saved = (statistics.median(run[what]["mean"] for run in runs) for what in ("open", "save"))
     print(f"open {opened:.0f} ms, save {saved:.0f} ms, rates {runs[-1]['rates']}")
