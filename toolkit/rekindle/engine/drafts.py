@@ -23,7 +23,7 @@ from rekindle.records import Row
 
 FEW_ROWS = 8  # up to here a row costs little; beyond, drafts only fill up what would be padding
 # What the wait costs, as a share of a step: 0.14 with 135M parameters on two cores, all of it with 4M. Guesses have to
-# bring that much for each row of the step. With 4M, four at once still end a tenth later: the last one is never guessed.
+# bring that much for each row of the step. With 4M, four at once still end a tenth later: the last is never guessed.
 WAIT = 1.0
 
 
