@@ -107,7 +107,8 @@ print(await kernel.run("print(session.programs())"))
 
 # %% [markdown]
 # Programs came from disk, without tracing or compiling, and so did the pages of the prompt. `restore="auto"` makes everything known
-# that was kept for this model; pages are read when a prompt first hits them, so opening doesn't take longer when more is kept.
+# that was kept for this model: its index at once, the most visited pages in the background, any other when a prompt first hits
+# it, so opening doesn't take longer when more is kept.
 
 # %%
 print(await kernel.run("print(session.cache.explain(prompt)); print(session.cache.stats())"))
