@@ -59,3 +59,14 @@ def test_a_process_that_is_killed_leaves_a_complete_state(tmp_path: Path) -> Non
 @pytest.mark.timeout(1500)
 def test_fifty_processes_that_are_killed_leave_complete_states(tmp_path: Path) -> None:
     killed(tmp_path, 50)
+
+
+def test_a_save_has_what_requests_push_down_meanwhile(tmp_path: Path) -> None:
+    expected = [list(plain(index)) for index in range(KNOWN)]
+    with reopened(tmp_path) as session:
+        look(session, expected)
+        known = session.stats().cache.nodes
+        handles = [session.submit([10 + i] * 40, max_tokens=8, ignore_eos=True) for i in range(3)]
+        assert session.save("mine").result_sync().pages >= known, "pages that were on their way are missing"
+        for handle in handles:
+            handle.result_sync()

@@ -37,6 +37,7 @@ TICK_SECONDS = 1.0
 COLD_SECONDS = 1.0  # a page used more recently is likely to be used again before anything happens to the process
 BUSY_BYTES, IDLE_BYTES = 8 << 20, 64 << 20  # at most saved in one tick, while requests run and while none does
 PAUSE_BYTES = 4 << 20  # read from the device between two steps: about 2 ms at the speed of memory
+ROUNDS = 3  # of waiting for a page that is on its way from the device to host memory
 SEGMENT_BYTES = 64 << 20
 SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
 BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
@@ -308,21 +309,33 @@ class Keeper:
         assert self.tiers is not None
         pairs: list[tuple[Page, Payload]] = []
         on_device: list[_Wanted] = []
+        late: list[_Wanted] = []  # on their way from the device to host memory
         for one in wanted:
             payload = self.tiers.host.peek(one.page.digest)
             if payload is None and not one.on_device:
                 payload = self.tiers.read(one.page.digest)
             if payload is not None:
                 pairs.append((one.page, tuple(np.asarray(leaf) for leaf in payload)))
-            elif one.on_device:
-                on_device.append(one)
+            else:
+                (on_device if one.on_device else late).append(one)
         count = 1
         while on_device:
             part, on_device = on_device[:count], on_device[count:]
             read = self._read(part)
             pairs += read
+            there = {page.digest for page, _ in read}
+            late += [one for one in part if one.page.digest not in there]
             if read:
                 count = max(1, PAUSE_BYTES // size(read[0][1]))
+        for _ in range(ROUNDS):
+            if not late:
+                break
+            self._read([])  # the steps in flight have ended, and what they pushed down has arrived
+            arrived = [(one, self.tiers.host.peek(one.page.digest)) for one in late]
+            pairs += [
+                (one.page, tuple(np.asarray(x) for x in payload)) for one, payload in arrived if payload is not None
+            ]
+            late = [one for one, payload in arrived if payload is None]
         order = {one.page.digest: index for index, one in enumerate(wanted)}
         return sorted(pairs, key=lambda pair: order[pair[0].digest])
 
