@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([dataclasses.asdict(record) for record in programs.manifest()], indent=1))
     else:
-        print(f"{len(programs.manifest())} programs are ready after {time.perf_counter() - start:.1f} s")
+        print(f"{len(programs.manifest())} programs are ready after {time.perf_counter() - start:.2f} s")
     return 0
 
 
