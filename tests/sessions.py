@@ -17,9 +17,9 @@ from fakes import EOS, FakeModel, FakeRunner
 from rekindle.cache import PagePool, PrefixCache
 from rekindle.config import EngineConfig
 from rekindle.engine.scheduler import Limits, Scheduler
-from rekindle.session import Session, real_detokenizer
+from rekindle.session import Session
 from rekindle.tasks.messages import Engine
-from rekindle.text.detokenizer import _byte_of_character
+from rekindle.text.detokenizer import _byte_of_character, real_detokenizer
 from rekindle.text.tokenizer import Tokenizer
 
 CONFIG = EngineConfig(max_requests=8, max_tokens_per_step=64, max_model_len=512, page_size=8, max_queue=256, seed=0)

@@ -42,7 +42,6 @@ float32 product rate), 128 x 512 14.0, 128 x 256 14.6; 16.1 when every block is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -328,40 +327,36 @@ def prefill(
     return lax.fori_loop(0, ends[-1], step, jnp.zeros(q.shape, jnp.float32))[:T]
 
 
-def in_parts(decode: Callable[..., jax.Array], prefill: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`paged_attention` from a function for its decode rows and one for its prefill tokens."""
-
-    def attention(
-        q: jax.Array,
-        kv: LayerKV,
-        page_table: jax.Array,
-        kv_lens: jax.Array,
-        cu_q_lens: jax.Array,
-        num_prefills: jax.Array,
-        *,
-        decode_rows: int,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
-        rules, R = Rules(scale, sliding_window, soft_cap), decode_rows
-        parts = []
-        if R:
-            parts.append(decode(q[:R], kv, page_table[:R], kv_lens[:R], sinks, rules))
-        if q.shape[0] > R:
-            if page_table.shape[0] == R:
-                parts.append(jnp.zeros_like(q[R:]))
-            else:
-                parts.append(prefill(q[R:], kv, page_table[R:], kv_lens[R:], cu_q_lens, num_prefills, sinks, rules))
-        parts = [part.astype(q.dtype) for part in parts]
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-    return attention
+def paged_attention(
+    q: jax.Array,
+    kv: LayerKV,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_prefills: jax.Array,
+    *,
+    decode_rows: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """`api.paged_attention`: decode rows and prefill tokens apart."""
+    rules, R = Rules(scale, sliding_window, soft_cap), decode_rows
+    parts = []
+    if R:
+        parts.append(decode(q[:R], kv, page_table[:R], kv_lens[:R], sinks, rules))
+    if q.shape[0] > R:
+        if page_table.shape[0] == R:
+            parts.append(jnp.zeros_like(q[R:]))
+        else:
+            parts.append(prefill(q[R:], kv, page_table[R:], kv_lens[R:], cu_q_lens, num_prefills, sinks, rules))
+    parts = [part.astype(q.dtype) for part in parts]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def supports(call: Call) -> str | None:
     return None
 
 
-IMPLEMENTATIONS = {"xla": Implementation("xla", in_parts(decode, prefill), supports)}
+IMPLEMENTATIONS = {"xla": Implementation("xla", paged_attention, supports)}

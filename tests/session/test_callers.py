@@ -78,9 +78,9 @@ def test_callers_on_several_loops_and_none_at_once(session: Session) -> None:
 
 @pytest.mark.parametrize(("backend", "options"), [("asyncio", {"use_uvloop": True}), ("trio", None)])
 def test_the_host_runs_on_other_loops_too(backend: str, options: Any) -> None:
-    from rekindle.session import real_detokenizer
     from rekindle.tasks.host import Host, wait
     from rekindle.tasks.messages import Engine
+    from rekindle.text.detokenizer import real_detokenizer
     from sessions import byte_tokenizer, parts
 
     tokenizer = byte_tokenizer()

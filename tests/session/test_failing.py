@@ -9,8 +9,8 @@ import pytest
 
 from rekindle.errors import RequestFailed, SessionClosed, StepFailed
 from rekindle.opening import Opening
-from rekindle.session import real_detokenizer
 from rekindle.tasks.messages import Engine
+from rekindle.text.detokenizer import real_detokenizer
 from sessions import CONFIG, byte_tokenizer, eventually, fake_engine, fake_session, opened, parts, threads
 
 

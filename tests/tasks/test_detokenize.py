@@ -10,7 +10,6 @@ import pytest
 from fakes import EOS, make_request
 from rekindle.errors import RequestAborted, RequestFailed
 from rekindle.records import Completion, FinishReason, TokenEvent
-from rekindle.session import real_detokenizer
 from rekindle.tasks import detokenize
 from rekindle.tasks.detokenize import Ticket
 from rekindle.tasks.mailbox import Mailbox
@@ -19,6 +18,7 @@ from rekindle.tasks.messages import (
     Events,
     Finish,
 )
+from rekindle.text.detokenizer import real_detokenizer
 from sessions import byte_tokenizer
 from task_streams import rest
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rekindle.cache import CostModel, HostTier, PagePool, PrefixCache, Tiers
 from rekindle.cache.disk import DiskTier
 from rekindle.cache.restoring import restore
 from rekindle.cache.snapshot import Identity
-from rekindle.config import EngineConfig, Sampling, cache_folder
+from rekindle.config import EngineConfig, cache_folder
 from rekindle.engine import identity
 from rekindle.engine import kv as paged
 from rekindle.engine.batch import prefill_rows
@@ -35,9 +35,9 @@ from rekindle.models.progress import Report
 from rekindle.models.replace import replace_weights
 from rekindle.progress import Progress
 from rekindle.tasks.device import Contexts
-from rekindle.tasks.messages import DetokenizerLike, Engine
+from rekindle.tasks.messages import Engine
 from rekindle.text.chat import ChatTemplate
-from rekindle.text.detokenizer import Detokenizer
+from rekindle.text.detokenizer import real_detokenizer
 from rekindle.text.tokenizer import Tokenizer
 
 log = logging.getLogger("rekindle.session")
@@ -132,7 +132,7 @@ def _engine(
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
-        detokenizer=_detokenizer(tokenizer),
+        detokenizer=real_detokenizer(tokenizer),
         config=config,
         vocab_size=model.vocab_size,
         chat=ChatTemplate.load(folder) if folder is not None else None,
@@ -163,10 +163,6 @@ def _bar(model: str, config: EngineConfig) -> Progress | None:
     """A bar in a terminal for what takes a while, unless the session is to be quiet."""
     quiet = config.quiet or not sys.stderr.isatty()
     return None if quiet else Progress(f"opening {Path(model).name}", backend="terminal")
-
-
-def _detokenizer(tokenizer: Tokenizer) -> Callable[[Sampling], DetokenizerLike]:
-    return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
 
 
 def stored_programs(

@@ -33,7 +33,7 @@ from rekindle.tasks.messages import (
     TokenizerLike,
 )
 from rekindle.tasks.ports import run_sync
-from rekindle.text.detokenizer import Detokenizer
+from rekindle.text.detokenizer import real_detokenizer
 from rekindle.views import Views
 
 
@@ -395,8 +395,3 @@ class Session:
             "" if self.closed else self.stats()._repr_html_(),
             title=f"rekindle session: {self.model or 'over given parts'}",
         )
-
-
-def real_detokenizer(tokenizer: Any) -> Callable[[Sampling], DetokenizerLike]:
-    """How a request's text is made unless a test says otherwise."""
-    return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)

@@ -84,10 +84,8 @@ def kernel(name: str) -> Kernel:
         return dim(frame, 0, 0)
 
     @inline
-    def weigh(logits: int, count: int, temperature: float, values: int, weights: int) -> None:
+    def weigh(logits: int, count: int, top: float, temperature: float, values: int, weights: int) -> None:
         """Values less the largest, by the temperature, and their exponentials: to the end of the last vector."""
-        best = first_largest(logits, count)
-        top = f32(logits, best)
         for i in range(count):
             set_f32(values, i, (f32(logits, i) - top) / temperature)
         for i in range(count, (count + LANES - 1) // LANES * LANES):
@@ -142,7 +140,7 @@ def kernel(name: str) -> Kernel:
         count, size = field(job, VOCAB), field(job, SIZE)
         top_p, least = f32(field(job, TOP_P), r), f32(field(job, MIN_P), r)
         level = -INFINITY
-        nucleus = top_p * mass_above(values, weights, count, level)
+        nucleus = top_p * mass_above(values, weights, count, level) if top_p < ONE else ZERO
         high, low = i32(field(job, SEED), 2 * r) & WORD, i32(field(job, SEED), 2 * r + 1) & WORD
         first, second = threefry(high, low, 0, i32(field(job, POSITION), r) & WORD)
         for number in range(ROUNDS):
@@ -165,7 +163,7 @@ def kernel(name: str) -> Kernel:
             padded = (count + LANES - 1) // LANES * LANES
             values = malloc(3 * padded * 4)
             weights, sums = values + padded * 4, values + 2 * padded * 4
-            weigh(logits, count, temperature, values, weights)
+            weigh(logits, count, f32(logits, token), temperature, values, weights)
             if k > 0 and k < count:
                 floor = kth_largest(values, count, k)
                 for i in range(count):

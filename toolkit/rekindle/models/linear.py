@@ -17,9 +17,9 @@ their bits, `array.view(numpy.uint16)`: XLA:CPU would widen the whole stack to f
 but not a stack of integers. `Precision.value_dtype` tells what such a leaf's values are.
 
 A product of few rows is bound by reading its matrix. On CPU `rekindle_kernels.native` does that at the speed of memory
-where it is installed; XLA:CPU takes half again as long, and 20 times as long for a single row: callers pad to two. It
-also has the instructions for four int8 at a time, which XLA:CPU has not: products of many rows take less than half as
-long.
+where it is installed; XLA:CPU takes half again as long, and 20 times as long for a single row: there callers pad to
+two. It also has the instructions for four int8 at a time, which XLA:CPU has not: products of many rows take less than
+half as long.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+from rekindle.config import Sampling
 from rekindle.errors import InvalidRequest
 from rekindle.text.tokenizer import Tokenizer
 
@@ -225,3 +226,8 @@ class _WindowStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def real_detokenizer(tokenizer: Any) -> Callable[[Sampling], Detokenizer]:
+    """How a request's text is made unless a test says otherwise."""
+    return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
