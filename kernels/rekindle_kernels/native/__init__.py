@@ -2,12 +2,15 @@
 
 from rekindle_kernels.native.attention import split, splits
 from rekindle_kernels.native.build import called_by, ensure, reason_against
+from rekindle_kernels.native.chain import chained, chains
 from rekindle_kernels.native.choosing import chooses, draw, largest_index
 from rekindle_kernels.native.gradients import differentiable
 from rekindle_kernels.native.products import gates, multiplies, multiply, norms, rms_norm
 
 __all__ = [
     "called_by",
+    "chained",
+    "chains",
     "chooses",
     "differentiable",
     "draw",

@@ -23,12 +23,14 @@ from typing import Any
 import jax
 
 from rekindle_kernels.native import zeros
+from rekindle_kernels.native.plan import ENTRIES, SLOTS, slot
 
-ENTRY = "rekindle_entry"
+ENTRY, PREFIX = "rekindle_entry", "rekindle_"
 log = logging.getLogger("rekindle.native")
 _lock = threading.Lock()
 _failed: set[str] = set()
 _engines: dict[str, Any] = {}  # by kernel: an engine owns the code that XLA calls
+_entries = (ctypes.c_int64 * SLOTS)()  # where that code begins, for the kernel of chains
 
 
 def reason_against() -> str | None:
@@ -60,11 +62,13 @@ def folder() -> Path:
 
 def ensure(name: str) -> str:
     """Register kernel `name` with XLA, building it if need be; the name of its target."""
-    target = f"rekindle_{name}"
+    target = f"{PREFIX}{name}"
     with _lock:
         if name not in _engines:
             engine, address = (None, zeros.address()) if name == zeros.NAME else _made(name)
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
+            assert not _entries[slot(name)], f"two kernels have the entry of {name}: rename one"
+            _entries[slot(name)] = address
             _engines[name] = engine
     return target
 
@@ -72,7 +76,7 @@ def ensure(name: str) -> str:
 def called_by(executable: bytes) -> list[str]:
     """The kernels of this process that a serialised executable names; one that begins like another may be too many."""
     with _lock:
-        return [name for name in _engines if f"rekindle_{name}".encode() in executable]
+        return [name for name in _engines if f"{PREFIX}{name}".encode() in executable]
 
 
 def builds(name: str) -> bool:
@@ -109,6 +113,7 @@ def _compile(name: str) -> bytes:
 
     from rekindle_kernels.native.kernels import make
 
+    _initialised()
     kernel = make(name)
     task, make_handler = kernel.functions()
     llvm.add_symbol(kernel.symbol, task.address)
@@ -162,6 +167,7 @@ def _initialised() -> None:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    llvm.add_symbol(ENTRIES, ctypes.addressof(_entries))
 
 
 def _machine(llvm: Any) -> Any:

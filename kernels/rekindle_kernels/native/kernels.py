@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rekindle_kernels.native import (
+    chaining,
     decode,
     drawing,
     largest,
@@ -23,10 +24,12 @@ _READ = {"float32": memory.f32, "bfloat16": memory.bf16, "float16": memory.f16, 
 _LOAD = {"float32": vector.load_f32, "bfloat16": vector.load_bf16, "float16": vector.load_f16, "int8": vector.load_i8}
 
 
-def make(name: str) -> Kernel:
-    """`split`, `norm`, `largest`, `draw`, `panels_DTYPE`, `matvec_DTYPE`, `write_DTYPE`,
+def make(name: str) -> Kernel | chaining.Chain:
+    """`chain`, `split`, `norm`, `largest`, `draw`, `panels_DTYPE`, `matvec_DTYPE`, `write_DTYPE`,
     `decode_DTYPE_HEADSIZE`, `prefill_DTYPE_HEADSIZE`."""
     kind, dtype, *rest = f"{name}_float32".split("_")
+    if kind == "chain":
+        return chaining.Chain(name)
     if kind == "split":
         return placing.split(name)
     if kind == "norm":

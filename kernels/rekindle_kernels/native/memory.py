@@ -89,6 +89,17 @@ def acquire(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def publish(typing_context: Any, address: Any, value: Any) -> Any:
+    """Write the word at `address`; who acquires it sees everything written before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], WORD.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
 def call(typing_context: Any, function: Any, argument: Any) -> Any:
     """`function(argument)` of two addresses."""
 
@@ -113,6 +124,7 @@ def _external(name: str) -> Any:
 
 
 malloc, free = _external("malloc"), _external("free")
+give_way, this_thread = _external("sched_yield"), _external("pthread_self")  # their argument says nothing
 
 
 def address_of(name: str) -> Any:

@@ -61,6 +61,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_features(),
         "threads": usable_cpus(),  # XLA:CPU splits work at compile time
         "native": native.reason_against() is None,
+        "chains": native.chains(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "libtpu_flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "options": {name: str(getattr(jax.config, name, None)) for name in JAX_OPTIONS},

@@ -28,7 +28,7 @@ from rekindle.engine.step import make_step
 from rekindle.errors import CompileError, StoreError
 from rekindle.models.base import Graph
 from rekindle.models.config import ModelConfig
-from rekindle_kernels import zeros
+from rekindle_kernels import native, zeros
 
 MOVED_PAGES = 4  # per gather or scatter between tiers; of each page and layer a scatter compiles one operation
 
@@ -144,7 +144,8 @@ class Programs:
                 self.traces += 1
             return function(*args)
 
-        return jax.jit(counted, donate_argnums=donated).lower(*arguments)
+        whole = native.chained(counted) if self.graph.precision.native else counted
+        return jax.jit(whole, donate_argnums=donated).lower(*arguments)
 
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""

@@ -1,0 +1,232 @@
+"""Runs of native calls as one call of XLA: a chain.
+
+A step of a model of 30 layers is 270 native calls with nothing between them but reshapes. To XLA each is an instruction
+to load and to schedule, and threads to wake. `chained` looks through a function's jaxpr for such runs and replaces each
+by a single call, whose kernel (chaining.py) makes the calls of the run; what flows between them lies in scratch memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from rekindle_kernels.native import plan, zeros
+from rekindle_kernels.native.build import PREFIX, builds, ensure
+from rekindle_kernels.native.plan import OPERAND, RESULT, Buffer, Step
+
+NAME = "chain"
+
+
+def chains() -> bool:
+    """REKINDLE_CHAIN=0 leaves native calls alone, for looking at them in a profile."""
+    return os.environ.get("REKINDLE_CHAIN", "1") != "0"
+
+
+def chained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, to be compiled, with its runs of native calls as one call each."""
+    if not chains() or not builds(NAME):
+        return function
+
+    @functools.wraps(function)
+    def one(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        flat = lambda *leaves: function(*jax.tree.unflatten(tree, leaves))  # noqa: E731
+        closed, shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        inputs = [_described(leaf) for leaf in leaves]
+        constants = [_described(constant, constant) for constant in closed.consts]
+        operations, outputs = _flattened(closed.jaxpr, [*constants, *inputs])
+        values = dict(zip(inputs, leaves, strict=True))
+        for operation in _grouped(operations, outputs):
+            results = operation.bind([_read(values, value) for value in operation.inputs])
+            values.update(zip(operation.outputs, results, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(shape), [_read(values, value) for value in outputs])
+
+    return one
+
+
+@dataclass(eq=False)
+class Value:
+    """What an operation takes or gives."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    constant: Any = None
+
+
+@dataclass(eq=False)
+class Operation:
+    """One equation of a jaxpr."""
+
+    jaxpr: Jaxpr
+    equation: JaxprEqn
+    inputs: list[Value]
+    outputs: list[Value]
+
+    def bind(self, values: list[Any]) -> list[Any]:
+        equation = self.equation
+        known = {
+            variable: value
+            for variable, value in zip(equation.invars, values, strict=True)
+            if not isinstance(variable, Literal)
+        }
+        alone = self.jaxpr.replace(
+            constvars=[],
+            invars=list(known),
+            outvars=equation.outvars,
+            eqns=[equation],
+            effects=equation.effects,
+            debug_info=self.jaxpr.debug_info.with_unknown_names(),
+        )
+        return jax.core.eval_jaxpr(alone, (), *known.values())
+
+    @property
+    def kernel(self) -> str | None:
+        """Of a native call."""
+        target = self.equation.params["target_name"] if self.equation.primitive.name == "ffi_call" else ""
+        return target.removeprefix(PREFIX) if target.startswith(PREFIX) else None
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Of a native call: outputs that are written into the memory of inputs."""
+        return {result: operand for operand, result in self.equation.params["input_output_aliases"]}
+
+
+@dataclass(eq=False)
+class Chain:
+    """A run of native calls."""
+
+    steps: list[Step]
+    inputs: list[Value]
+    outputs: list[Value]
+    aliases: dict[int, int]  # results that are written into the memory of operands, by operand
+    scratch: int  # bytes
+
+    def bind(self, values: list[Any]) -> list[Any]:
+        results = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self.outputs]
+        scratch = jax.ShapeDtypeStruct((self.scratch,), jnp.uint8)
+        call = jax.ffi.ffi_call(ensure(NAME), (*results, scratch), input_output_aliases=self.aliases)
+        names = " ".join(sorted({PREFIX + step.kernel for step in self.steps}))  # for `build.called_by`
+        return list(call(plan.written(self.steps, len(results)), *values, kernels=names))[:-1]
+
+
+def _read(values: dict[Value, Any], value: Value) -> Any:
+    return values[value] if value.constant is None else value.constant
+
+
+def _flattened(jaxpr: Jaxpr, inputs: Sequence[Value]) -> tuple[list[Operation], list[Value]]:
+    """Operations and outputs, with what `differentiable` wraps taken out of its wrapping."""
+    names: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    operations: list[Operation] = []
+
+    def value(atom: Any) -> Value:
+        return _described(atom.aval, atom.val) if isinstance(atom, Literal) else names[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [value(atom) for atom in equation.invars]
+        results = [_described(variable.aval) for variable in equation.outvars]
+        if equation.primitive.name == "custom_jvp_call":
+            inner = equation.params["call_jaxpr"]
+            inside, results = _flattened(inner.jaxpr, [*map(_described, inner.consts, inner.consts), *operands])
+            operations += inside
+        elif equation.primitive.name == "broadcast_in_dim" and _small(operands[0], results[0]):
+            results[0].constant = np.full(results[0].shape, operands[0].constant, results[0].dtype)
+        else:
+            operations.append(Operation(jaxpr, equation, operands, results))
+        names.update(zip(equation.outvars, results, strict=True))
+    return operations, [value(atom) for atom in jaxpr.outvars]
+
+
+def _described(kind: Any, constant: Any = None) -> Value:
+    return Value(kind.shape, kind.dtype, constant)
+
+
+def _small(operand: Value, result: Value) -> bool:
+    """Whether a broadcast of it may as well be a constant."""
+    return operand.constant is not None and operand.shape == () and prod(result.shape) <= 16
+
+
+def _grouped(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation | Chain]:
+    """What to do in which order: a run goes on past operations that need nothing of it, which come before it."""
+    last = {value: index for index, operation in enumerate(operations) for value in operation.inputs}
+    last.update(dict.fromkeys(outputs, len(operations)))
+    order: list[Operation | Chain] = []
+    run: list[Operation] = []
+    made: set[Value] = set()
+
+    def close(end: int) -> None:
+        order.extend(_made_one(run, {value for value in made if last.get(value, 0) >= end}))
+        run.clear()
+        made.clear()
+
+    for index, operation in enumerate(operations):
+        chains = operation.kernel not in (None, NAME, zeros.NAME) and all(
+            last[operation.inputs[operand]] == index for operand in operation.aliases.values()
+        )
+        views = operation.equation.primitive.name == "reshape" and operation.inputs[0] in made
+        if chains or views:
+            run.append(operation)
+            made.update(operation.outputs)
+            continue
+        if any(value in made for value in operation.inputs):
+            close(index)
+        order.append(operation)
+    close(len(operations))
+    return order
+
+
+def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation | Chain]:
+    """A run's calls as one, then the reshapes of what leaves it."""
+    if sum(operation.kernel is not None for operation in run) < 2:
+        return list(run)
+    buffers: dict[Value, Buffer] = {}
+    steps: list[Step] = []
+    inputs: dict[Any, Value] = {}
+    for number, operation in enumerate(run):
+        for value in operation.inputs:
+            if value not in buffers:
+                known = inputs.setdefault(_identity(value), value)
+                buffers[value] = buffers.get(known) or Buffer(0, 0, 0, OPERAND, len(inputs))
+            buffers[value].last = number
+        for index, value in enumerate(operation.outputs):
+            if operation.kernel is None:
+                buffers[value] = buffers[operation.inputs[0]]
+            elif index in operation.aliases:
+                buffers[value] = buffers[operation.inputs[operation.aliases[index]]]
+            else:
+                buffers[value] = Buffer(prod(value.shape) * value.dtype.itemsize, number, number)
+        if operation.kernel is not None:
+            sides = (
+                [(buffers[value], value.shape) for value in side] for side in (operation.inputs, operation.outputs)
+            )
+            steps.append(Step(operation.kernel, *sides))
+    views: list[Operation | Chain] = []
+    for operation in reversed(run):
+        if operation.kernel is None and operation.outputs[0] in leaving:
+            views.insert(0, operation)
+            leaving = leaving - {operation.outputs[0]} | {operation.inputs[0]}
+    outputs = [value for operation in run for value in operation.outputs if value in leaving]
+    aliases = {}
+    for index, value in enumerate(outputs):
+        if buffers[value].where == OPERAND:
+            aliases[buffers[value].number] = index
+        else:
+            buffers[value].where, buffers[value].number = RESULT, index
+    scratch = plan.place({buffer for buffer in buffers.values() if buffer.where == plan.SCRATCH})
+    return [Chain(steps, list(inputs.values()), outputs, aliases, scratch), *views]
+
+
+def _identity(value: Value) -> Any:
+    """The same for equal constants."""
+    if value.constant is None or isinstance(value.constant, jax.core.Tracer):
+        return value
+    array = np.asarray(value.constant, value.dtype)
+    return array.shape, array.dtype, array.tobytes()

@@ -1,0 +1,81 @@
+"""What a chain does, as numbers: where its buffers lie and which kernel takes which, in one int32 array.
+
+    header      how many dimensions, buffers and calls follow, and the place of the scratch memory among the results
+    dimensions  of all buffers, one shape after another
+    buffers     three numbers each: where it lies, which one or how far in, where its shape begins
+    calls       the kernel's entry, how many operands and results it takes, and the numbers of their buffers
+
+The kernel in chaining.py reads it. Entries are places in a table of this process, which a name determines: a program
+that was stored finds its kernels again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ENTRIES = "rekindle_entries"  # the table's symbol
+SLOTS = 4096
+DIMS, RECORDS, CALLS, SCRATCH_RESULT, HEADER = 0, 1, 2, 3, 4
+OPERAND, RESULT, SCRATCH = 0, 1, 2  # where a buffer lies
+STEP = 64  # bytes: what scratch memory is counted in
+
+
+def slot(name: str) -> int:
+    """A kernel's place in the table of entries."""
+    return zlib.crc32(name.encode()) % SLOTS
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory that one or several values have one after another, from the first call that has it to the last."""
+
+    size: int  # bytes
+    first: int
+    last: int
+    where: int = SCRATCH
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: a kernel, and the buffers that it takes in which shapes."""
+
+    kernel: str
+    operands: Sequence[tuple[Buffer, tuple[int, ...]]]
+    results: Sequence[tuple[Buffer, tuple[int, ...]]]
+
+
+def place(buffers: Collection[Buffer]) -> int:
+    """Give scratch memory to those that want it, each below whatever is in use at the same time; how much it takes."""
+    placed: list[Buffer] = []
+    for buffer in sorted(buffers, key=lambda buffer: (-buffer.size, buffer.first)):
+        start, steps = 0, -(-buffer.size // STEP)
+        beside = [other for other in placed if other.first <= buffer.last and buffer.first <= other.last]
+        for other in sorted(beside, key=lambda other: other.number):
+            if other.number >= start + steps:
+                break
+            start = max(start, other.number - (-other.size // STEP))
+        buffer.number = start
+        placed.append(buffer)
+    return STEP * max((buffer.number - (-buffer.size // STEP) for buffer in placed), default=0)
+
+
+def written(steps: Sequence[Step], scratch: int) -> np.ndarray:
+    """The array; `scratch` is the place of the scratch memory among the results."""
+    dims: list[int] = []
+    shapes: dict[tuple[int, ...], int] = {}
+    records: dict[tuple[Buffer, tuple[int, ...]], int] = {}
+    calls: list[int] = []
+    for step in steps:
+        calls += [slot(step.kernel), len(step.operands), len(step.results)]
+        for buffer, shape in (*step.operands, *step.results):
+            if shape not in shapes:
+                shapes[shape] = len(dims)
+                dims += shape
+            calls.append(records.setdefault((buffer, shape), len(records)))
+    places = [number for buffer, shape in records for number in (buffer.where, buffer.number, shapes[shape])]
+    return np.array([len(dims), len(records), len(steps), scratch, *dims, *places, *calls], np.int32)

@@ -1,0 +1,218 @@
+"""Chains: what becomes one call, what stays apart, and that the results are those of the single calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rekindle_kernels import init_pages, native
+from rekindle_kernels.native import attention, plan
+from rekindle_kernels.native.plan import Buffer
+
+needs_numba = pytest.mark.skipif(native.reason_against() is not None, reason="numba is not installed")
+E = 64
+RANDOM = np.random.default_rng(0)
+
+
+def rows(count: int = 3) -> jax.Array:
+    return jnp.asarray(RANDOM.standard_normal((count, E), np.float32))
+
+
+def matrix(height: int = E) -> jax.Array:
+    return jnp.asarray(RANDOM.standard_normal((height, E), np.float32) / 8)
+
+
+def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return native.differentiable(partial(native.rms_norm, eps=1e-5), lambda x, weight: x * weight)(x, weight)
+
+
+def calls(function: Callable[..., Any], *args: Any) -> list[str]:
+    """The native calls of a function's program, in their order."""
+    equations = jax.make_jaxpr(function)(*args).jaxpr.eqns
+    return [
+        eqn.params["target_name"].removeprefix("rekindle_") for eqn in equations if eqn.primitive.name == "ffi_call"
+    ]
+
+
+def same(function: Callable[..., Any], *args: Any) -> None:
+    alone, together = jax.jit(function)(*args), jax.jit(native.chained(function))(*args)
+    assert jax.tree.structure(alone) == jax.tree.structure(together)
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def layers(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+    for weight in weights:
+        x = native.multiply(norm(x, weight[0]), weight, residual=x)
+    return x
+
+
+@needs_numba
+def test_a_run_becomes_one_call() -> None:
+    weights = [matrix() for _ in range(5)]
+    assert calls(native.chained(layers), rows(), weights) == ["chain"]
+    same(layers, rows(), weights)
+
+
+@needs_numba
+def test_other_operations_end_a_run_only_if_they_need_its_results() -> None:
+    def function(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
+        a = native.multiply(norm(x, weight[0]), weight)
+        beside = jnp.tanh(x)  # needs nothing of the run, and the run goes on
+        b = native.multiply(a, weight, residual=beside)
+        c = jnp.tanh(b)
+        d = native.multiply(norm(c, weight[1]), weight)
+        return jnp.sin(d) + a, b
+
+    assert calls(native.chained(function), rows(), matrix()) == ["chain", "chain"]
+    same(function, rows(), matrix())
+
+
+@needs_numba
+def test_a_single_call_stays_one() -> None:
+    assert calls(native.chained(native.multiply), rows(), matrix()) == ["matvec_float32"]
+
+
+@needs_numba
+def test_other_shapes_of_the_same_memory_go_in_and_come_out() -> None:
+    def function(x: jax.Array, weight: jax.Array, cos: jax.Array) -> tuple[jax.Array, ...]:
+        qkv = native.multiply(x, weight).reshape(-1, 6, 32)
+        q, k, v = native.split(qkv, qkv, cos, cos, 2)
+        again = native.multiply(q.reshape(-1, E), weight)
+        return again.reshape(-1, 2, 3, 32), k, k.reshape(-1, E).reshape(-1), v
+
+    x, weight, cos = rows(), matrix(3 * E), jnp.asarray(RANDOM.random((3, 16), np.float32))
+    assert calls(native.chained(function), x, weight, cos) == ["chain"]
+    same(function, x, weight, cos)
+
+
+@needs_numba
+def test_pages_are_written_in_place() -> None:
+    kv = init_pages(64, 2, 16, 32, "float32")
+
+    def function(pages: jax.Array, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
+        layer, ids = type(kv)(pages), jnp.arange(3, dtype=jnp.int32)
+        for _ in range(2):
+            k = native.multiply(x, weight).reshape(-1, 2, 32)
+            layer = attention.write(layer, k, k, ids, ids)
+            ids, x = ids + 1, x * 2
+        return layer.pages, x
+
+    args = kv.pages, rows(), matrix()
+    assert calls(native.chained(function), *args) == ["chain"]
+    same(function, *args)
+    compiled = jax.jit(native.chained(function), donate_argnums=0).lower(*args).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= kv.pages.nbytes
+    assert "copy(" not in "".join(line for line in compiled.as_text().splitlines() if "f32[64,2,2,16,32]" in line)
+
+
+@needs_numba
+def test_memory_that_is_read_again_is_not_written_in_place() -> None:
+    kv = init_pages(8, 2, 16, 32, "float32")
+
+    def function(pages: jax.Array, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
+        k = native.multiply(norm(x, weight[0]), weight).reshape(-1, 2, 32)
+        ids = jnp.arange(3, dtype=jnp.int32)
+        return attention.write(type(kv)(pages), k, k, ids, ids).pages, pages
+
+    same(function, kv.pages, rows(), matrix())
+
+
+@needs_numba
+def test_equal_constants_are_one_operand() -> None:
+    weights = [matrix() for _ in range(5)]
+    equations = jax.make_jaxpr(native.chained(layers))(rows(), weights).jaxpr.eqns
+    chain = next(eqn for eqn in equations if eqn.primitive.name == "ffi_call")
+    # The plan, x, five matrices, their five rows that norm, and the constants: scale, epsilon.
+    assert len(chain.invars) <= 1 + 1 + 10 + 2
+
+
+@needs_numba
+def test_branches_and_their_native_calls_are_left_alone() -> None:
+    def function(x: jax.Array, weight: jax.Array, flag: jax.Array) -> jax.Array:
+        x = native.multiply(norm(x, weight[0]), weight)
+        return jax.lax.cond(flag, lambda: native.multiply(x, weight), lambda: x)
+
+    for flag in (True, False):
+        same(function, rows(), matrix(), jnp.asarray(flag))
+
+
+@needs_numba
+@pytest.mark.parametrize("count", [1, 2, 16, 70])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_many_chains_at_once_give_what_one_gives(dtype: str, count: int) -> None:
+    weights = [matrix(256), matrix(256)]
+    scales = None if dtype != "int8" else jnp.ones((256,), jnp.float32) / 100
+    weights = [(weight * (1 if scales is None else 100)).astype(dtype) for weight in weights]
+    if not native.multiplies(count, weights[0], quantize_rows=True):
+        pytest.skip("XLA's")
+
+    table = jnp.ones((count, 16))
+
+    def function(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        for _ in range(6):
+            y = native.multiply(x, first, scales, quantize_rows=True).reshape(-1, 4, E)
+            q, _, _ = native.split(y, y, table, table, 2)
+            x = native.multiply(q.reshape(-1, 2 * E)[:, :E], second, scales, quantize_rows=True)[:, :E]
+        return x
+
+    x = rows(count)
+    same(function, x, *weights)
+    compiled = jax.jit(native.chained(function)).lower(x, *weights).compile()
+    expected = np.asarray(compiled(x, *weights))
+    with ThreadPoolExecutor(4) as threads:
+        for got in threads.map(lambda _: np.asarray(compiled(x, *weights)), range(60)):
+            np.testing.assert_array_equal(got, expected)
+
+
+@needs_numba
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REKINDLE_CHAIN", "0")
+    assert native.chained(layers) is layers
+
+
+@needs_numba
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system can't bind processes to a core")
+def test_one_thread_is_enough() -> None:
+    bound = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    code = f"{bound}; import test_chain; test_chain.test_a_run_becomes_one_call()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+SPANS = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 6)), max_size=40)
+
+
+@given(SPANS)
+def test_what_is_in_use_at_the_same_time_lies_apart(spans: list[tuple[int, int, int]]) -> None:
+    buffers = [Buffer(size, first, first + length) for size, first, length in spans]
+    total = plan.place(buffers)
+    used: Counter[tuple[int, int]] = Counter()
+    for buffer in buffers:
+        end = plan.STEP * buffer.number + buffer.size
+        assert end <= total
+        used.update(
+            (time, step)
+            for time in range(buffer.first, buffer.last + 1)
+            for step in range(buffer.number, -(-end // plan.STEP))
+        )
+    assert not used or max(used.values()) == 1
+
+
+def test_memory_is_used_again() -> None:
+    buffers = [Buffer(1000, time, time + 1) for time in range(100)]
+    assert plan.place(buffers) == 2 * 1024
