@@ -194,6 +194,33 @@ def test_one_thread_is_enough() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
 
 
+@needs_numba
+@pytest.mark.parametrize("lengths", [(1,), (5,), (3, 20), (30,)])
+def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) -> None:
+    others, tokens, size = 2, 30, 16
+    kv = init_pages(8, 2, size, 16, "float32")
+    ends = np.zeros(4, np.int32)
+    ends[1:] = np.pad(np.cumsum(lengths), (0, 3 - len(lengths)), mode="edge")
+    lens = jnp.asarray([1, 1, *lengths, *[0] * (3 - len(lengths))], jnp.int32)
+    table = jnp.arange(5, dtype=jnp.int32)[:, None] + jnp.zeros((1, 2), jnp.int32)
+
+    def function(x: jax.Array, weight: jax.Array, ends: jax.Array, count: jax.Array) -> jax.Array:
+        q = native.multiply(norm(x, weight[0]), weight).reshape(-1, 4, 16)
+        y = attention.paged_attention(q, kv, table, lens, ends, count, decode_rows=others, scale=1.0)
+        return native.multiply(y.reshape(-1, E), weight, residual=x)
+
+    weight = matrix().astype(jnp.bfloat16)
+    if not native.multiplies(others + tokens, weight):
+        pytest.skip("XLA multiplies so many rows")
+    args = rows(others + tokens), weight, jnp.asarray(ends), jnp.asarray(len(lengths), jnp.int32)
+    assert calls(native.chained(function), *args) == ["chain"]
+    constants = jax.make_jaxpr(native.chained(function))(*args).consts
+    assert any((np.asarray(constant) == plan.ROWS).any() for constant in constants), "every row is computed"
+    used = others + sum(lengths)
+    alone, together = jax.jit(function)(*args), jax.jit(native.chained(function))(*args)
+    np.testing.assert_array_equal(np.asarray(alone)[:used], np.asarray(together)[:used])
+
+
 SPANS = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 6)), max_size=40)
 
 

@@ -55,7 +55,7 @@ def paged_attention(
         queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
         name, aliases = ensure(f"prefill_{kv.dtype.name}_{D}"), {10: 0} if R else {}
         out = jax.ffi.ffi_call(name, whole, input_output_aliases=aliases)(
-            *operands, cu_q_lens, num_prefills[None], jnp.array([*rules, queries], jnp.int32), out
+            *operands, cu_q_lens, num_prefills, jnp.array([*rules, queries], jnp.int32), out
         )
     return out.astype(q.dtype)
 

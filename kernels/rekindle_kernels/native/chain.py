@@ -3,13 +3,16 @@
 A step of a model of 30 layers is 270 native calls with nothing between them but reshapes. To XLA each is an instruction
 to load and to schedule, and threads to wake. `chained` looks through a function's jaxpr for such runs and replaces each
 by a single call, whose kernel (chaining.py) makes the calls of the run; what flows between them lies in scratch memory.
+
+A program has a fixed number of tokens, and a prompt seldom has as many. In a run with prefill attention, whose operands
+say how many there are, no kernel computes the rows behind them: they are left undefined.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,6 +27,18 @@ from rekindle_kernels.native.build import PREFIX, builds, ensure
 from rekindle_kernels.native.plan import OPERAND, RESULT, Buffer, Step
 
 NAME = "chain"
+# Operands and results of each kind of kernel that have one row per token.
+PER_TOKEN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "norm": ((0,), (0,)),
+    "matvec": ((2, 3), (0,)),
+    "panels": ((2, 3), (0,)),
+    "split": ((0, 1, 2, 3), (0, 1, 2)),
+    "write": ((1, 2, 3, 4), ()),
+    "prefill": ((0, 10), (0,)),
+}
+# Operands of "prefill": queries, ends of the prompts, how many there are, and numbers of which the first is the rows
+# that are not its own.
+QUERIES, ENDS, PROMPTS, RULES = 0, 7, 8, 9
 
 
 def chains() -> bool:
@@ -109,13 +124,14 @@ class Chain:
     outputs: list[Value]
     aliases: dict[int, int]  # results that are written into the memory of operands, by operand
     scratch: int  # bytes
+    rows: plan.Rows | None
 
     def bind(self, values: list[Any]) -> list[Any]:
         results = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self.outputs]
         scratch = jax.ShapeDtypeStruct((self.scratch,), jnp.uint8)
         call = jax.ffi.ffi_call(ensure(NAME), (*results, scratch), input_output_aliases=self.aliases)
         names = " ".join(sorted({PREFIX + step.kernel for step in self.steps}))  # for `build.called_by`
-        return list(call(plan.written(self.steps, len(results)), *values, kernels=names))[:-1]
+        return list(call(plan.written(self.steps, len(results), self.rows), *values, kernels=names))[:-1]
 
 
 def _read(values: dict[Value, Any], value: Value) -> Any:
@@ -189,6 +205,7 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
         return list(run)
     buffers: dict[Value, Buffer] = {}
     steps: list[Step] = []
+    prefill = _prefill(run)
     inputs: dict[Any, Value] = {}
     for number, operation in enumerate(run):
         for value in operation.inputs:
@@ -204,10 +221,10 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
             else:
                 buffers[value] = Buffer(prod(value.shape) * value.dtype.itemsize, number, number)
         if operation.kernel is not None:
-            sides = (
-                [(buffers[value], value.shape) for value in side] for side in (operation.inputs, operation.outputs)
-            )
-            steps.append(Step(operation.kernel, *sides))
+            shapes = _shapes(operation, None if prefill is None else prefill.inputs[QUERIES].shape[0])
+            operands = [(buffers[value], next(shapes)) for value in operation.inputs]
+            results = [(buffers[value], next(shapes)) for value in operation.outputs]
+            steps.append(Step(operation.kernel, operands, results))
     views: list[Operation | Chain] = []
     for operation in reversed(run):
         if operation.kernel is None and operation.outputs[0] in leaving:
@@ -221,7 +238,27 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
         else:
             buffers[value].where, buffers[value].number = RESULT, index
     scratch = plan.place({buffer for buffer in buffers.values() if buffer.where == plan.SCRATCH})
-    return [Chain(steps, list(inputs.values()), outputs, aliases, scratch), *views]
+    rows = None
+    if prefill is not None:
+        others = int(prefill.inputs[RULES].constant[0])
+        rows = plan.Rows(others, *(buffers[prefill.inputs[index]].number for index in (ENDS, PROMPTS)))
+    return [Chain(steps, list(inputs.values()), outputs, aliases, scratch, rows), *views]
+
+
+def _prefill(run: Sequence[Operation]) -> Operation | None:
+    """The run's first prefill attention, if all of them are over the same prompts."""
+    found = [operation for operation in run if (operation.kernel or "").startswith("prefill_")]
+    told = {tuple(_identity(operation.inputs[index]) for index in (ENDS, PROMPTS, RULES)) for operation in found}
+    return found[0] if len(told) == 1 else None
+
+
+def _shapes(operation: Operation, tokens: int | None) -> Iterator[tuple[int, ...]]:
+    """Of a call's operands, then of its results; ROWS where it has one row for each of so many tokens."""
+    kind = (operation.kernel or "").split("_")[0]
+    for values, per_token in zip((operation.inputs, operation.outputs), PER_TOKEN.get(kind, ((), ())), strict=True):
+        for index, value in enumerate(values):
+            is_row = index in per_token and value.shape[0] == tokens
+            yield (plan.ROWS, *value.shape[1:]) if is_row else value.shape
 
 
 def _identity(value: Value) -> Any:

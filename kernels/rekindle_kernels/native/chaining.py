@@ -15,7 +15,20 @@ from numba import cfunc, types
 
 from rekindle_kernels.native import memory
 from rekindle_kernels.native.memory import acquire, call, give_way, i32, malloc, publish, set_word, this_thread, word
-from rekindle_kernels.native.plan import CALLS, DIMS, ENTRIES, HEADER, OPERAND, RECORDS, RESULT, SCRATCH_RESULT, STEP
+from rekindle_kernels.native.plan import (
+    CALLS,
+    DIMS,
+    ENDS,
+    ENTRIES,
+    HEADER,
+    OPERAND,
+    OTHERS,
+    PROMPTS,
+    RECORDS,
+    RESULT,
+    SCRATCH_RESULT,
+    STEP,
+)
 from rekindle_kernels.native.target import (
     API,
     ARENA,
@@ -49,9 +62,13 @@ POINTERS = 64  # operands and results of one call
 @inline
 def lay_out(plan: int, frame: int, dims: int, records: int) -> None:
     """Fill the plan's dimensions and buffers in."""
-    count, at = i32(plan, DIMS), HEADER
+    count, at, rows = i32(plan, DIMS), HEADER, 0
+    if i32(plan, ENDS) > 0:
+        prompts = i32(operand(frame, i32(plan, PROMPTS)), 0)
+        rows = i32(plan, OTHERS) + i32(operand(frame, i32(plan, ENDS)), prompts)
     for index in range(count):
-        set_word(dims, index, i32(plan, at + index))
+        size = i32(plan, at + index)
+        set_word(dims, index, size if size >= 0 else rows)
     at += count
     scratch = result(frame, i32(plan, SCRATCH_RESULT))
     for index in range(i32(plan, RECORDS)):

@@ -1,12 +1,16 @@
 """What a chain does, as numbers: where its buffers lie and which kernel takes which, in one int32 array.
 
-    header      how many dimensions, buffers and calls follow, and the place of the scratch memory among the results
-    dimensions  of all buffers, one shape after another
+    header      how many dimensions, buffers and calls follow, the place of the scratch memory among the results, and
+                where the number of rows is found
+    dimensions  of all buffers, one shape after another; ROWS stands for the number of rows
     buffers     three numbers each: where it lies, which one or how far in, where its shape begins
     calls       the kernel's entry, how many operands and results it takes, and the numbers of their buffers
 
-The kernel in chaining.py reads it. Entries are places in a table of this process, which a name determines: a program
-that was stored finds its kernels again.
+The number of rows is known when the chain runs: those before the prompts' and all tokens of the prompts. What is behind
+them is padding, and no kernel computes it.
+
+The kernel in chaining.py reads all this. Entries are places in a table of this process, which a name determines: a
+program that was stored finds its kernels again.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ import numpy as np
 
 ENTRIES = "rekindle_entries"  # the table's symbol
 SLOTS = 4096
-DIMS, RECORDS, CALLS, SCRATCH_RESULT, HEADER = 0, 1, 2, 3, 4
+DIMS, RECORDS, CALLS, SCRATCH_RESULT, OTHERS, ENDS, PROMPTS, HEADER = range(8)
+ROWS = -1
 OPERAND, RESULT, SCRATCH = 0, 1, 2  # where a buffer lies
 STEP = 64  # bytes: what scratch memory is counted in
 
@@ -64,7 +69,16 @@ def place(buffers: Collection[Buffer]) -> int:
     return STEP * max((buffer.number - (-buffer.size // STEP) for buffer in placed), default=0)
 
 
-def written(steps: Sequence[Step], scratch: int) -> np.ndarray:
+@dataclass(frozen=True)
+class Rows:
+    """Where the number of rows is found: `others` and, of operand `ends`, the number that operand `prompts` says."""
+
+    others: int
+    ends: int
+    prompts: int
+
+
+def written(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray:
     """The array; `scratch` is the place of the scratch memory among the results."""
     dims: list[int] = []
     shapes: dict[tuple[int, ...], int] = {}
@@ -78,4 +92,5 @@ def written(steps: Sequence[Step], scratch: int) -> np.ndarray:
                 dims += shape
             calls.append(records.setdefault((buffer, shape), len(records)))
     places = [number for buffer, shape in records for number in (buffer.where, buffer.number, shapes[shape])]
-    return np.array([len(dims), len(records), len(steps), scratch, *dims, *places, *calls], np.int32)
+    where = (0, 0, 0) if rows is None else (rows.others, rows.ends, rows.prompts)
+    return np.array([len(dims), len(records), len(steps), scratch, *where, *dims, *places, *calls], np.int32)
