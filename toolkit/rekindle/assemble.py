@@ -97,7 +97,8 @@ def _engine(
     tiers = _tiers(loaded, config, str(order.model) if owned else model.model_type)
     runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready)
     assert config.device_pages is not None, "resolved"
-    limits = Limits.of(config, max_prefill_rows=prefill_rows(config.max_tokens_per_step, config.max_requests))
+    most = prefill_rows(config.max_tokens_per_step, config.max_requests)
+    limits = Limits.of(config, max_prefill_rows=most, padded=not (loaded.graph.precision.native and native.chains()))
     # The session's gate bounds the queue; a burst may be queued whole before the first of it runs.
     limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
     assert config.page_size is not None, "resolved"

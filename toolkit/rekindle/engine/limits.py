@@ -19,12 +19,13 @@ class Limits:
     max_model_len: int
     page_size: int
     max_prefill_rows: int = 1 << 30  # sequences that prefill in one step
+    max_beside_decode: int = 1 << 30  # prompt tokens of a step with decode rows: they wait as long as these take
     max_queue: int = 1024
     prompt_lookup: int = 0  # guessed tokens of one request in a step
 
     @classmethod
-    def of(cls, config: EngineConfig, *, max_prefill_rows: int) -> Limits:
-        """From a resolved config."""
+    def of(cls, config: EngineConfig, *, max_prefill_rows: int, padded: bool) -> Limits:
+        """From a resolved config; `padded`: a step takes as long as its program has tokens, however few are used."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         return cls(
@@ -33,6 +34,7 @@ class Limits:
             max_model_len=config.max_model_len,
             page_size=config.page_size,
             max_prefill_rows=max_prefill_rows,
+            max_beside_decode=config.max_tokens_per_step if padded else -(-config.max_tokens_per_step // 2),
             max_queue=config.max_queue,
             prompt_lookup=config.prompt_lookup,
         )

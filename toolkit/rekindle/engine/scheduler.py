@@ -114,6 +114,8 @@ class Scheduler:
                 decode.append(sequence)
         decode_rows = [sequence.row(1) for sequence in decode]
         budget -= len(decode)
+        if decode:
+            budget = min(budget, self.limits.max_beside_decode)
         prefill: list[Sequence] = []
         prefill_rows: list[Row] = []
         for sequence in self._residents.running:
