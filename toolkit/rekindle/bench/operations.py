@@ -72,7 +72,8 @@ def _part(line: str, body: Sequence[str]) -> str:
     kernel = re.search(r'custom_call_target="rekindle_([a-z]+)', line)
     scopes = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', "\n".join(reversed(body)))
     inside = [SCOPES[scope] for scope in (scopes[1].split("/") if scopes else ()) if scope in SCOPES]
-    if kernel and kernel[1] in KERNELS and (KERNELS[kernel[1]] != "products" or "logits" not in inside):
+    assert kernel is None or kernel[1] in KERNELS, f"KERNELS does not say what rekindle_{kernel and kernel[1]} computes"
+    if kernel and (KERNELS[kernel[1]] != "products" or "logits" not in inside):
         return KERNELS[kernel[1]]
     if inside:
         return inside[-1]
