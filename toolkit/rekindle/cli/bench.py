@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rekindle.models.base import LoadedModel
 
 FRESH = ("W5", "W8")  # in processes of their own
+BROKEN_DOWN = ("W1", "W2", "W3")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,11 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
         if name not in (*workloads.WORKLOADS, *FRESH):
             known = ", ".join(sorted((*workloads.WORKLOADS, *FRESH)))
             raise ConfigError("--workloads", name, "is not known", f"Use some of {known}")
+    if arguments.breakdown and (arguments.growth or not set(names) & set(BROKEN_DOWN)):
+        raise ConfigError("--breakdown", True, f"is of {', '.join(BROKEN_DOWN)} alone", "Name one in --workloads")
     if arguments.growth:
         report = grow(arguments.model, engine_options(arguments), arguments.scale, arguments.plots)
         print(json.dumps(report, indent=1)) if arguments.json else show_growth(report)
         return 0
-    report = measure(arguments.model, names, arguments.repeat, engine_options(arguments))
+    options = engine_options(arguments)
+    found = {"breakdown": break_down(arguments.model, names, options)} if arguments.breakdown else {}
+    report = measure(arguments.model, names, arguments.repeat, options) | found
     print(json.dumps(report, indent=1)) if arguments.json else show(report)
     return 0
 
@@ -129,6 +134,19 @@ def grow(model: str, options: dict[str, Any], scale: float, plots: Path | None) 
     return {"model": model, **options, "points": [dataclasses.asdict(point) for point in points]}
 
 
+def break_down(model: str, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """What a step of each workload is made of; None where `options` are such that there is none."""
+    from rekindle.bench import breakdown
+
+    loaded, found = _loaded(model, options), {}
+    for name in (name for name in names if name in BROKEN_DOWN):
+        _say(f"breakdown of {name} …")
+        sizes = {**needed(loaded, name, options), **options}
+        one = anyio.run(breakdown.measure, loaded, name, vocab_size(loaded), sizes)
+        found[name] = None if one is None else dataclasses.asdict(one)
+    return found
+
+
 def _loaded(model: str, options: dict[str, Any]) -> LoadedModel | str:
     if not _is_shape(model):
         return model
@@ -177,6 +195,33 @@ def show(report: dict[str, Any]) -> None:
     for name, figures in report.items():
         if name.startswith("W"):
             print(f"{name}  " + "  ".join(f"{figure} {_number(figure, value)}" for figure, value in figures.items()))
+
+    if "breakdown" in report:
+        show_breakdown(report["breakdown"])
+
+
+def show_breakdown(found: dict[str, dict[str, Any] | None]) -> None:
+    """A column per workload, a line per part: milliseconds and the share of the step."""
+    from rekindle.bench.operations import PARTS
+
+    columns = {name: one for name, one in found.items() if one is not None}
+    for name, one in found.items():
+        if one is None:
+            print(f"{name}: with these options no such step runs")
+    if not columns:
+        return
+
+    def line(title: str, cells: Iterable[str], note: str = "") -> None:
+        print(f"{title:10}" + "".join(f"{cell:>20}" for cell in cells) + (f"   {note}" if note else ""))
+
+    print()
+    line("", (f"{name} {one['program']}" for name, one in columns.items()))
+    line("", (f"{one['rows']:.0f} + {one['tokens']:.0f} tokens" for one in columns.values()), "decoded + prefilled")
+    for part, note in PARTS.items():
+        times = ((one["parts_ms"][part], one["step_ms"]) for one in columns.values())
+        line(part, (f"{ms:.3f} ms {ms / step:6.1%}" for ms, step in times), note)
+    line("step", (f"{one['step_ms']:.3f} ms       " for one in columns.values()), "recorded by the profiler")
+    line("", (f"{one['untraced_ms']:.3f} ms       " for one in columns.values()), "otherwise")
 
 
 def _number(figure: str, value: float) -> str:

@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     _model_options(bench)
     bench.add_argument("--workloads", default="W1,W2,W3,W4", help="comma-separated names (default W1,W2,W3,W4)")
     bench.add_argument("--repeat", type=int, default=3, help="runs of each workload; the median is shown")
+    bench.add_argument("--breakdown", action="store_true", help="also: what the steps of W1, W2 and W3 are made of")
     bench.add_argument("--growth", action="store_true", help="instead: step time against rows, context, pages, queue")
     bench.add_argument("--scale", type=float, default=1.0, help="with --growth: a share of each sweep's largest value")
     bench.add_argument("--plots", type=Path, help="with --growth: a folder for pictures; needs matplotlib")

@@ -1,0 +1,120 @@
+"""The profiler's events of a program on XLA:CPU, each attributed to the part of a step that it computes.
+
+XLA records an operation under its instruction's name; the program's text says what that is: the native kernel it calls,
+and the `jax.named_scope`s it was written in. A moment belongs to the operation that began last of those that run then:
+a loop and its body, or operations side by side in several threads, count once. Without native kernels norms are
+ordinary XLA operations and show among "small".
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+PARTS = {
+    "products": "of the layers' matrices",
+    "attention": "",
+    "pages": "writing keys and values",
+    "norms": "",
+    "rope": "",
+    "logits": "the head's product",
+    "sampling": "log-probabilities included",
+    "small": "every other operation",
+    "between": "from one operation to the next: XLA's dispatch",
+    "idle": "before the step: the host, and starting the program",
+}
+KERNELS = {
+    "matvec": "products", "panels": "products", "decode": "attention", "prefill": "attention", "write": "pages",
+    "norm": "norms", "split": "rope", "largest": "sampling", "draw": "sampling",
+}  # fmt: skip
+SCOPES = {
+    "attend": "attention", "write_kv": "pages", "rope": "rope", "logits": "logits", "sample": "sampling",
+    "draw": "sampling", "logprobs": "sampling", "prompt_logprobs": "sampling",
+}  # fmt: skip
+
+
+class Interval(NamedTuple):
+    """An operation, in the profiler's nanoseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
+# -- which part an operation belongs to
+
+
+def parts_of(program: str) -> dict[str, str]:
+    """The part of each instruction of a compiled program's text; control flow stands under what its body is."""
+    bodies: dict[str, list[str]] = defaultdict(list)
+    body = ""
+    for line in program.splitlines():
+        if line.endswith("{") and (opened := re.match(r"(?:ENTRY )?%?([\w.-]+) ", line)):
+            body = opened[1]
+        elif " = " in line:
+            bodies[body].append(line)
+    found = {}
+    for line in itertools.chain.from_iterable(bodies.values()):
+        if named := re.match(r"\s*(?:ROOT )?%?([\w.-]+) = ", line):
+            called = re.search(r"(?:calls|to_apply|body)=%?([\w.-]+)", line)
+            found[named[1]] = _part(line, bodies.get(called[1], []) if called else [])
+    return found
+
+
+def _part(line: str, body: Sequence[str]) -> str:
+    kernel = re.search(r'custom_call_target="rekindle_([a-z]+)', line)
+    scopes = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', "\n".join(reversed(body)))
+    inside = [SCOPES[scope] for scope in (scopes[1].split("/") if scopes else ()) if scope in SCOPES]
+    assert kernel is None or kernel[1] in KERNELS, f"KERNELS does not say what rekindle_{kernel and kernel[1]} computes"
+    if kernel and (KERNELS[kernel[1]] != "products" or "logits" not in inside):
+        return KERNELS[kernel[1]]
+    if inside:
+        return inside[-1]
+    return "products" if any(re.search(r"dot_general| (ragged-)?dot\(", each) for each in (line, *body)) else "small"
+
+
+# -- the profiler's events
+
+
+def executions(trace: Path) -> list[list[Interval]]:
+    """The operations of each program that ran, in the order in which they ran."""
+    (file,) = trace.glob("**/*.xplane.pb")
+    runs: dict[tuple[int, int], list[Interval]] = defaultdict(list)
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        if plane.name != "/host:CPU":
+            continue
+        started: list[tuple[tuple[int, int], int, Any]] = []
+        ends: dict[int, float] = {}  # of operations that end after their call has returned
+        for event in itertools.chain.from_iterable(line.events for line in plane.lines):
+            stats = dict(event.stats)
+            if "hlo_op" in stats:
+                started.append(((stats["program_id"], stats["run_id"]), stats.get("_p", -1), event))
+            elif event.name.startswith("end: ") and "_c" in stats:
+                ends[stats["_c"]] = event.start_ns
+        for run, link, event in started:
+            end = max(event.start_ns + event.duration_ns, ends.get(link, 0.0))
+            runs[run].append(Interval(event.start_ns, end, event.name))
+    return sorted((sorted(run) for run in runs.values()), key=lambda run: run[0].start)
+
+
+def own_times(run: Sequence[Interval], parts: Mapping[str, str]) -> dict[str, float]:
+    """Nanoseconds from the first operation's start to the last one's end, each moment in one part."""
+    times: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    waiting = sorted(run, key=lambda interval: interval.start, reverse=True)
+    running: list[tuple[float, float, str]] = []  # the one that began last comes first
+    edges = sorted({edge for interval in run for edge in interval[:2]})
+    for left, right in itertools.pairwise(edges):
+        while waiting and waiting[-1].start <= left:
+            start, end, name = waiting.pop()
+            heapq.heappush(running, (-start, end, name))
+        while running and running[0][1] <= left:
+            heapq.heappop(running)
+        times[parts.get(running[0][2], "small") if running else "between"] += right - left
+    return times
