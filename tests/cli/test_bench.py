@@ -112,6 +112,23 @@ def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert parser().parse_args(["bench"]).growth is False
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(("context", "length"), [(1024, 1023), (2048, 1024)])
+async def test_a_prompt_is_no_longer_than_the_context_allows(context: int, length: int) -> None:
+    asked: list[int] = []
+
+    async def generate(prompt: list[int], **options: Any) -> Any:
+        asked.append(len(prompt))
+        return SimpleNamespace(timings=SimpleNamespace(first_token=0.5))
+
+    async def flush_cache() -> None: ...
+
+    config = SimpleNamespace(max_model_len=context)
+    session: Any = SimpleNamespace(config=config, generate=generate, flush_cache=flush_cache)
+    figures = await workloads.prefill(session, workloads.Prompts(100))
+    assert asked == [length] and figures == {"prefill_tok_s": 2 * length}
+
+
 @pytest.mark.slow
 def test_fresh_processes_start_and_restart(tmp_path: Path) -> None:
     folder = str(write_checkpoint("micro", tmp_path / "micro"))

@@ -39,6 +39,7 @@ from rekindle.tasks.messages import Engine
 from rekindle.text.chat import ChatTemplate
 from rekindle.text.detokenizer import real_detokenizer
 from rekindle.text.tokenizer import Tokenizer
+from rekindle_kernels import native
 
 log = logging.getLogger("rekindle.session")
 TINY = Path(__file__).parent / "tiny" / "model"

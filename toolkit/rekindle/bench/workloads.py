@@ -73,8 +73,9 @@ async def single_stream(session: Session, prompts: Prompts) -> Figures:
 async def prefill(session: Session, prompts: Prompts) -> Figures:
     """W2."""
     await session.flush_cache()
-    done = await session.generate(prompts(1024), max_tokens=1, ignore_eos=True)
-    return {"prefill_tok_s": 1024 / done.timings.first_token}
+    length = _beside(session, 1, SHARED)
+    done = await session.generate(prompts(length), max_tokens=1, ignore_eos=True)
+    return {"prefill_tok_s": length / done.timings.first_token}
 
 
 async def batch(session: Session, prompts: Prompts) -> Figures:
@@ -87,7 +88,7 @@ async def batch(session: Session, prompts: Prompts) -> Figures:
 
 async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
     """W4: all at once on a cold cache, then again with the prefix sent first, which is counted."""
-    prefix = prompts(SHARED)
+    prefix = prompts(_beside(session, 32 + 32, SHARED))
     await session.flush_cache()
     cold = await together(session, [prefix + prompts(32) for _ in range(16)], [32] * 16)
     await session.flush_cache()
@@ -100,6 +101,11 @@ async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
         "cold_ttft_p50_ms": cold["ttft_p50_ms"],
         "primed_ttft_p50_ms": primed["ttft_p50_ms"],
     }
+
+
+def _beside(session: Session, others: int, wanted: int) -> int:
+    """How many of the wanted tokens fit into a context beside others: the tiny model's is no longer than a prompt."""
+    return min(wanted, (session.config.max_model_len or wanted + others) - others)
 
 
 async def long_context(session: Session, prompts: Prompts) -> Figures:

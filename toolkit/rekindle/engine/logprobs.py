@@ -44,12 +44,16 @@ def row_logprobs(wanted: Array, logits: Array, tokens: Array) -> Array:
 
 
 def prompt_logprobs(wanted: Array, hidden: Array, targets: Array, to_logits: Callable[[Array], Array]) -> Array:
-    """Packed [T, WIDTH]: how likely each target was after its position; a target below 0 was not asked for.
+    """Packed [T, WIDTH]: how likely each target was after its position; a target below 0 was not asked for. The hidden
+    states of the T tokens are the last ones: taken out of all beforehand, they would be copied in every step.
 
     The token at position p is predicted by the hidden state at p - 1, so the first token of a chunk is the target of
     the chunk before: the host passes targets that look one token past the chunk.
     """
     T = targets.shape[0]
+    if not T:
+        return jnp.zeros((0, WIDTH), jnp.int32)
+    others = hidden.shape[0] - T
     size = min(CHUNK, T)
     chunks = -(-T // size)
 
@@ -58,7 +62,7 @@ def prompt_logprobs(wanted: Array, hidden: Array, targets: Array, to_logits: Cal
         tokens = lax.dynamic_slice_in_dim(targets, start, size)
 
         def compute() -> Array:
-            logits = to_logits(lax.dynamic_slice_in_dim(hidden, start, size))
+            logits = to_logits(lax.dynamic_slice_in_dim(hidden, others + start, size))
             return lax.dynamic_update_slice_in_dim(packed, logprobs_of(logits, jnp.maximum(tokens, 0)), start, 0)
 
         return lax.cond(jnp.any(tokens >= 0), compute, lambda: packed)

@@ -18,13 +18,13 @@ from jax import Array, lax
 
 from rekindle.engine import kv as paged
 from rekindle.engine.flags import PROCESSORS, SHAPES, Flag
-from rekindle.engine.logprobs import WIDTH, prompt_logprobs, row_logprobs
+from rekindle.engine.logprobs import prompt_logprobs, row_logprobs
 from rekindle.engine.packing import Layout, StepInputs, unpack
 from rekindle.engine.processors import LogitsContext, LogitsProcessor, process
 from rekindle.engine.sampling import choose, greedy
 from rekindle.engine.shaping import shape
 from rekindle.engine.state import RequestState, record
-from rekindle.models.base import Graph, Model, merge
+from rekindle.models.base import Graph, merge
 
 Leaves = Sequence[Array]
 
@@ -67,7 +67,8 @@ def make_step(
         logprobs = row_logprobs(inputs.wanted, logits, tokens)
         slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
         output = StepOutput(
-            jnp.concatenate([tokens[:, None], logprobs], axis=1), _prompt(model, hidden[layout.rows :], inputs)
+            jnp.concatenate([tokens[:, None], logprobs], axis=1),
+            prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits),
         )
         return tuple(attend.kv), record(state, slots, tokens), output
 
@@ -108,9 +109,3 @@ def _context(inputs: StepInputs, state: RequestState) -> LogitsContext:
         in_prompt=(history & 1) == 1,
         generated=history >> 1,
     )
-
-
-def _prompt(model: Model, hidden: Array, inputs: StepInputs) -> Array:
-    if not hidden.shape[0]:
-        return jnp.zeros((0, WIDTH), jnp.int32)
-    return prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits)
