@@ -1,7 +1,7 @@
 """Machine code of the native kernels: compiled by numba once per machine, kept as an object file, loaded without numba.
 
-Importing numba takes half a second and compiling a kernel up to one and a half; loading an object takes milliseconds and llvmlite
-alone. The file's name is a digest of what the code depends on: the sources, the versions, the CPU.
+Importing numba takes half a second and compiling a kernel up to one and a half; loading an object takes milliseconds
+and llvmlite alone. The file's name is a digest of what the code depends on: the sources, the versions, the CPU.
 """
 
 from __future__ import annotations
