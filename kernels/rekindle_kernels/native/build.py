@@ -1,7 +1,7 @@
 """Machine code of the native kernels: compiled by numba once per machine, kept as an object file, loaded without numba.
 
-Importing numba takes half a second and compiling a kernel one to two; loading an object takes milliseconds and llvmlite
-alone. The file's name is a digest of what the code depends on: the sources, the versions, the CPU.
+Importing numba takes half a second and compiling a kernel up to one and a half; loading an object takes milliseconds
+and llvmlite alone. The file's name is a digest of what the code depends on: the sources, the versions, the CPU.
 """
 
 from __future__ import annotations
@@ -111,33 +111,9 @@ def _compile(name: str) -> bytes:
     """Object code of one kernel; the only function that needs numba."""
     import llvmlite.binding as llvm
 
-    from rekindle_kernels.native.kernels import make
+    from rekindle_kernels.native import compiling
 
-    _initialised()
-    kernel = make(name)
-    task, make_handler = kernel.functions()
-    llvm.add_symbol(kernel.symbol, task.address)
-    handler = make_handler()
-    texts = (
-        _renamed(task, kernel.symbol),
-        _renamed(handler, ENTRY),
-    )
-    module = llvm.parse_assembly(texts[1])
-    module.link_in(llvm.parse_assembly(texts[0]))
-    for function in module.functions:
-        # Nothing is thrown through it, and its tables for unwinding led C++ exceptions of other code astray.
-        if not function.is_declaration:
-            function.add_function_attribute("nounwind")
-    code: bytes = _machine(llvm).emit_object(module)
-    return code
-
-
-def _renamed(function: Any, symbol: str) -> str:
-    """The function's code with a name that does not depend on where it was compiled."""
-    text: str = function.inspect_llvm()
-    found = re.search(r"@\"?(cfunc\.[^\"(]*)\"?\(", text)
-    assert found is not None, f"numba named {symbol} otherwise"
-    return text.replace(found.group(1), symbol)
+    return compiling.object_code(name, ENTRY, _machine(llvm))
 
 
 def _load(code: bytes) -> tuple[Any, int]:
