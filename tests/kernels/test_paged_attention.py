@@ -29,9 +29,7 @@ SLOW = {("native", "mixed_head_dim_256")}
 
 def implementations() -> list[object]:
     return [
-        pytest.param(
-            name, case, id=f"{name}-{case.name}", marks=pytest.mark.slow if (name, case.name) in SLOW else ()
-        )
+        pytest.param(name, case, id=f"{name}-{case.name}", marks=pytest.mark.slow if (name, case.name) in SLOW else ())
         for name in IMPLEMENTATIONS
         for case in CASES
     ]
