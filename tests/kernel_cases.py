@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -157,7 +158,7 @@ def filled_pages(
     page_ids = jnp.asarray([table[row, at // case.page_size] for row, at in where], jnp.int32)
     offsets = jnp.asarray([at % case.page_size for _, at in where], jnp.int32)
     values = random.standard_normal((2, len(where), case.kv_heads, case.head_dim)).astype(np.float32)
-    return write_kv(kv, jnp.asarray(values[0]), jnp.asarray(values[1]), page_ids, offsets)
+    return jax.jit(write_kv)(kv, jnp.asarray(values[0]), jnp.asarray(values[1]), page_ids, offsets)
 
 
 def in_float32(case: Case) -> Case:

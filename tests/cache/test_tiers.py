@@ -114,7 +114,7 @@ def test_closing_ends_the_threads_whatever_waits(tiers: Tiers) -> None:
     for start in range(3):
         tiers.fetch([page.digest for page, _ in chain(start, 3)], 0)
     tiers.read_ahead(page.digest for page, _ in chain(0, 6))
-    assert set(threading.enumerate()) > before
+    assert set(threading.enumerate()) - before
     tiers.close()
     until(lambda: set(threading.enumerate()) <= before)
 

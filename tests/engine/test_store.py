@@ -163,7 +163,7 @@ serialize_executable.serialize = serialize
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
 from small import opening, prompt
-with opening(max_requests=1, precompile="lazy").result_sync() as session:
+with opening(max_requests=1, precompile="lazy", cache_dir=sys.argv[1]).result_sync() as session:
     tokens = session.generate_sync(prompt(1, 5), max_tokens=3, ignore_eos=True).token_ids
     print(len(hits), *{program.why for program in session.programs()}, sep="|")
     print(tokens)
@@ -171,11 +171,15 @@ with opening(max_requests=1, precompile="lazy").result_sync() as session:
 
 
 def test_a_backend_that_can_not_serialise_leaves_its_programs_to_the_cache_of_jax(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "REKINDLE_CACHE": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     runs = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", UNSERIALISABLE], env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", UNSERIALISABLE, str(tmp_path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("can't be serialised") == 1, "it is said once"

@@ -8,7 +8,7 @@ import pytest
 
 from rekindle_kernels import bench
 
-SIZES = {"rows": 2, "context": 64, "chunk": 16, "heads": 4, "kv-heads": 2, "head-dim": 16, "page-size": 16, "layers": 2}
+SIZES = {"rows": 2, "context": 64, "chunk": 16, "heads": 4, "kv-heads": 2, "head-dim": 64, "page-size": 16, "layers": 2}
 TOY = [*(f"--{name}={size}" for name, size in SIZES.items()), "--repeats=1"]
 
 

@@ -31,7 +31,7 @@ def killed(folder: Path, times: int) -> None:
             assert process.stdout is not None and process.stderr is not None
             lines: list[str] = []
             if not early:
-                lines.append(process.stdout.readline())
+                lines += (process.stdout.readline() for _ in range(1 + (turn == 1)))  # this one has saved by then
             time.sleep(draw.uniform(0.0, 1.5))
             process.kill()
             lines += process.stdout.readlines()
