@@ -43,11 +43,19 @@ class Loop:
         reserve: Reserve | None = None,
         fail: Callable[[StepPlan], BaseException | None] | None = None,
         prompt_lookup: int = 0,
+        max_beside_decode: int = 1 << 30,
     ) -> None:
         self.model = model if model is not None else FakeModel()
         self.overlap = overlap
         limits = Limits(
-            max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue, prompt_lookup
+            max_requests,
+            max_tokens_per_step,
+            max_model_len,
+            page_size,
+            max_prefill_rows,
+            max_queue,
+            prompt_lookup,
+            max_beside_decode,
         )
         self.pool = PagePool(pages + 1)
         self.pool_page_size = page_size

@@ -38,7 +38,8 @@ class Engine:
         assert config.page_size is not None
         self.pool = PagePool(config.device_pages)
         self.cache = PrefixCache(self.pool, config.page_size, root_digest("exact"), host_tier=tier)
-        limits = Limits.of(config, max_prefill_rows=prefill_rows(config.max_tokens_per_step, config.max_requests))
+        most = prefill_rows(config.max_tokens_per_step, config.max_requests)
+        limits = Limits.of(config, max_prefill_rows=most, padded=False)
         self.scheduler = Scheduler(limits, self.pool, cache=self.cache, reserve=NoReserve())
         self.runner = Runner(MODEL, config, programs=programs, host_tier=tier)
         self.flights: list[InFlight] = []

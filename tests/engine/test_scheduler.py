@@ -45,6 +45,21 @@ def test_decode_rows_come_before_prefill_chunks_within_the_budget() -> None:
     assert shape[4] == (2, 0)
 
 
+def test_beside_decode_rows_prompts_get_less_of_a_step() -> None:
+    loop = Loop(max_tokens_per_step=16, max_beside_decode=4, overlap=False)
+    short, long, last = make_request("ab", max_tokens=4), make_request("x" * 20, max_tokens=2), make_request("y" * 16)
+    submit(loop, short)
+    loop.step()
+    submit(loop, long)
+    loop.run()
+    submit(loop, last)
+    loop.run()
+    exact(loop, short, long, last)
+    shape = [(len(plan.decode), plan.prefill_tokens) for plan in loop.runner.plans]
+    assert shape[:5] == [(0, 2), (1, 4), (1, 4), (1, 4), (0, 8)]
+    assert (0, 16) in shape, "nobody waits: the whole step"
+
+
 def test_at_most_max_prefill_rows_sequences_prefill_in_one_step() -> None:
     loop = Loop(max_prefill_rows=2, max_requests=4)
     submit(loop, *(make_request(f"{index}!", max_tokens=1) for index in range(4)))

@@ -19,12 +19,12 @@ class Limits:
     max_model_len: int
     page_size: int
     max_prefill_rows: int = 1 << 30  # sequences that prefill in one step
-    max_beside_decode: int = 1 << 30  # prompt tokens of a step with decode rows: they wait as long as these take
     max_queue: int = 1024
     prompt_lookup: int = 0  # guessed tokens of one request in a step
+    max_beside_decode: int = 1 << 30  # prompt tokens of a step with decode rows: they wait as long as these take
 
     @classmethod
-    def of(cls, config: EngineConfig, *, max_prefill_rows: int, padded: bool) -> Limits:
+    def of(cls, config: EngineConfig, *, max_prefill_rows: int, padded: bool = True) -> Limits:
         """From a resolved config; `padded`: a step takes as long as its program has tokens, however few are used."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
