@@ -91,7 +91,7 @@ def test_a_single_call_stays_one() -> None:
 def test_other_shapes_of_the_same_memory_go_in_and_come_out() -> None:
     def function(x: jax.Array, weight: jax.Array, cos: jax.Array) -> tuple[jax.Array, ...]:
         qkv = native.multiply(x, weight).reshape(-1, 6, 32)
-        q, k, v = native.split(qkv, qkv, cos, cos, 2)
+        q, k, v = native.split(qkv, qkv, cos, cos, heads=2)
         again = native.multiply(q.reshape(-1, E), weight)
         return again.reshape(-1, 2, 3, 32), k, k.reshape(-1, E).reshape(-1), v
 
@@ -166,7 +166,7 @@ def test_many_chains_at_once_give_what_one_gives(dtype: str, count: int) -> None
     def function(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         for _ in range(6):
             y = native.multiply(x, first, scales, quantize_rows=True).reshape(-1, 4, E)
-            q, _, _ = native.split(y, y, table, table, 2)
+            q, _, _ = native.split(y, y, table, table, heads=2)
             x = native.multiply(q.reshape(-1, 2 * E)[:, :E], second, scales, quantize_rows=True)[:, :E]
         return x
 

@@ -103,11 +103,18 @@ def test_queries_and_keys_are_rotated_and_values_split_off(tokens: int, head_dim
     cos, sin = RANDOM.standard_normal((2, tokens, 1, frequencies), np.float32)
     assert native.splits(jnp.asarray(qkv), jnp.asarray(cos[:, 0]))
     for source in (qkv, normed):
-        q, k, v = jax.jit(lambda qk: native.split(qk, qkv, cos[:, 0], sin[:, 0], 4))(source)
+        q, k, v = jax.jit(lambda qk: native.split(qk, qkv, cos[:, 0], sin[:, 0], heads=4))(source)
         first, second, rest = np.split(source[:, :6], (frequencies, 2 * frequencies), axis=-1)
         want = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
         np.testing.assert_allclose(np.concatenate([q, k], axis=1), want, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(v, qkv[:, 6:])
+    weights = RANDOM.standard_normal((6, head_dim), np.float32)
+    got = jax.jit(partial(native.split, heads=4, eps=1e-2))(qkv, qkv, cos[:, 0], sin[:, 0], weights)
+    square = np.square(qkv[:, :6]).mean(axis=-1, keepdims=True)
+    before = qkv[:, :6] / np.sqrt(square + np.float32(1e-2)) * weights
+    want = native.split(before, qkv, cos[:, 0], sin[:, 0], heads=4)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
     assert not native.splits(jnp.zeros((2, 8, 40)), jnp.zeros((2, 20))), "no multiple of a vector"
 
 

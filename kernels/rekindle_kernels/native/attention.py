@@ -77,12 +77,23 @@ def splits(qk: jax.Array, cos: jax.Array) -> bool:
     return usable and builds("split")
 
 
-def split(qk: jax.Array, qkv: jax.Array, cos: jax.Array, sin: jax.Array, heads: int) -> tuple[jax.Array, ...]:
-    """q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv."""
+def split(
+    qk: jax.Array,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    norm: jax.Array | None = None,
+    *,
+    heads: int,
+    eps: float = 0.0,
+) -> tuple[jax.Array, ...]:
+    """q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv. With
+    `norm` [H + K, D] q and k are divided by the root of their mean square and multiplied by it before."""
     T, A, D = qkv.shape
     counts = (heads, (A - heads) // 2, (A - heads) // 2)
     results = tuple(jax.ShapeDtypeStruct((T, count, D), jnp.float32) for count in counts)
-    q, k, v = jax.ffi.ffi_call(ensure("split"), results)(qk, qkv, cos, sin)
+    weights = jnp.ones((1, 1), jnp.float32) if norm is None else norm
+    q, k, v = jax.ffi.ffi_call(ensure("split"), results)(qk, qkv, cos, sin, weights, jnp.array([eps], jnp.float32))
     return q, k, v
 
 

@@ -8,9 +8,12 @@ Axes: T tokens, A heads that are there, D head size, F frequencies, K kv heads, 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from rekindle_kernels.native.memory import i32
+import numpy as np
+
+from rekindle_kernels.native.memory import f32, i32
 from rekindle_kernels.native.target import (
     Kernel,
     dim,
@@ -23,20 +26,23 @@ from rekindle_kernels.native.target import (
     result_dim,
     set_field,
 )
-from rekindle_kernels.native.vector import LANES, load_f32, multiply, multiply_add, store, subtract
+from rekindle_kernels.native.vector import LANES, load_f32, multiply, multiply_add, splat, store, subtract, total
 
 TOKENS = 16  # of a block
+ZERO, ONE = np.float32(0), np.float32(1)
 
 
 def split(name: str) -> Kernel:
-    """`(qk [T, A, D], qkv [T, H + 2K, D], cos [T, F], sin [T, F]) -> q [T, H, D], k [T, K, D], v [T, K, D]`: q and k
-    rotated as by `rope.rotate`. qk may be qkv itself."""
-    QK, QKV, COS, SIN, OUT, T, A, D, F, H, K = 0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 12
+    """`(qk [T, A, D], qkv [T, H + 2K, D], cos [T, F], sin [T, F], weights [H + K, D], eps [1]) -> q [T, H, D],
+    k [T, K, D], v [T, K, D]`: q and k divided by their rms and multiplied by the weights, then rotated as by
+    `rope.rotate`. qk may be qkv itself; weights [1, 1] are none."""
+    QK, QKV, COS, SIN, WEIGHTS, EPS, OUT, T, A, D, F, H, K, NORMED = 0, 1, 2, 3, 4, 5, 6, 9, 10, 11, 12, 13, 14, 15
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
-        for index in range(4):
+        for index in range(6):
             set_field(job, QK + index, operand(frame, index))
+        set_field(job, NORMED, 1 if dim(frame, 4, 1) == dim(frame, 0, 2) else 0)
         for index in range(3):
             set_field(job, OUT + index, result(frame, index))
             set_field(job, T + index, dim(frame, 0, index))
@@ -46,12 +52,26 @@ def split(name: str) -> Kernel:
         return (dim(frame, 0, 0) + TOKENS - 1) // TOKENS
 
     @inline
+    def normed(job: int, x: int, weight: int, out: int) -> None:
+        """One head of one token."""
+        width, squares = field(job, D), splat(ZERO)
+        for i in range(0, width, LANES):
+            squares = multiply_add(load_f32(x, i), load_f32(x, i), squares)
+        mean = total(squares) / np.float32(width)
+        factor = splat(ONE / np.float32(math.sqrt(mean + f32(field(job, EPS), 0))))
+        for i in range(0, width, LANES):
+            store(out, i, multiply(multiply(load_f32(x, i), factor), load_f32(weight, i)))
+
+    @inline
     def rotated(job: int, t: int, first: int, count: int, out: int) -> None:
         """The heads [first, first + count) of one token."""
         width, half = field(job, D), field(job, F)
         cos, sin = field(job, COS) + t * half * 4, field(job, SIN) + t * half * 4
         for head in range(count):
             x = field(job, QK) + (t * field(job, A) + first + head) * width * 4
+            if field(job, NORMED) == 1:
+                normed(job, x, field(job, WEIGHTS) + (first + head) * width * 4, out + head * width * 4)
+                x = out + head * width * 4
             for i in range(0, half, LANES):
                 a, b, c, s = load_f32(x, i), load_f32(x, half + i), load_f32(cos, i), load_f32(sin, i)
                 store(out, head * width + i, subtract(multiply(a, c), multiply(b, s)))

@@ -69,22 +69,32 @@ class RopeTables:
             self.tables = {spec: rope.tables(spec, positions, lengths) for spec in config.ropes}
 
     def split(
-        self, qk: jax.Array, qkv: jax.Array, heads: int, spec: rope.RopeSpec | None, *, use_native: bool
+        self,
+        qk: jax.Array,
+        qkv: jax.Array,
+        heads: int,
+        spec: rope.RopeSpec | None,
+        norm: RMSNorm | None,
+        *,
+        use_native: bool,
     ) -> tuple[jax.Array, ...]:
-        """q [T, H, D] and k [T, K, D], rotated, of qk [T, ≥ H + K, D]; v [T, K, D] of qkv."""
+        """q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D]; v [T, K, D] of qkv."""
         both = (qkv.shape[-2] + heads) // 2
 
         def plain(qk: jax.Array, qkv: jax.Array, *tables: jax.Array) -> tuple[jax.Array, ...]:
+            qk = qk if norm is None else norm.plain(qk[..., :both, :], tables[-1])
             q, k = qk[..., :heads, :], qk[..., heads:both, :]
-            turned = (rope.rotate(x, *tables) if tables else x for x in (q, k))
+            turned = (rope.rotate(x, *tables[:2]) if spec is not None else x for x in (q, k))
             return *turned, qkv[..., both:, :]
 
+        weights = () if norm is None else (norm.weight[...],)
         if spec is None:
-            return plain(qk, qkv)
+            return plain(qk, qkv, *weights)
         cos, sin = self.tables[spec]
         if use_native and native.splits(qk, cos):
-            return native.differentiable(partial(native.split, heads=heads), plain)(qk, qkv, cos, sin)
-        return plain(qk, qkv, cos, sin)
+            call = partial(native.split, heads=heads, eps=0.0 if norm is None else norm.eps)
+            return native.differentiable(call, plain)(qk, qkv, cos, sin, *weights)
+        return plain(qk, qkv, cos, sin, *weights)
 
 
 class Attention(nnx.Module):
@@ -104,14 +114,14 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
-        q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, use_native=self.native)
+        q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, self.qk_norm, use_native=self.native)
         with jax.named_scope("attend"):
             y = attend(self.layer, q, k, v)
         return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype), residual=residual)
 
     def normed(self, qkv: jax.Array) -> jax.Array:
-        """q and k [..., H + K, D] before rope; what may follow them is ignored."""
-        return qkv if self.qk_norm is None else self.qk_norm(qkv[..., : self.heads + self.kv_heads, :])
+        """q and k [..., H + K, D] before `qk_norm` and rope; what may follow them is ignored."""
+        return qkv
 
 
 class GatedMlp(nnx.Module):
