@@ -133,6 +133,19 @@ def test_memory_that_is_read_again_is_not_written_in_place() -> None:
 
 
 @needs_numba
+def test_neither_is_memory_that_is_read_again_under_another_shape() -> None:
+    kv = init_pages(1, 1, 16, 16, "float32")
+
+    def function(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
+        flat = native.multiply(norm(x, weight[0]), weight)  # as large as the page
+        ids, k = jnp.zeros(3, jnp.int32), x[:3, :16].reshape(3, 1, 16)
+        page = attention.write(type(kv)(flat.reshape(kv.pages.shape)), k, k, ids, ids + 5).pages
+        return page, native.multiply(norm(flat, weight[1]), weight)
+
+    same(function, rows(8), matrix())
+
+
+@needs_numba
 def test_equal_constants_are_one_operand() -> None:
     weights = [matrix() for _ in range(5)]
     equations = jax.make_jaxpr(native.chained(layers))(rows(), weights).jaxpr.eqns

@@ -174,6 +174,7 @@ def _grouped(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[
     """What to do in which order: a run goes on past operations that need nothing of it, which come before it."""
     last = {value: index for index, operation in enumerate(operations) for value in operation.inputs}
     last.update(dict.fromkeys(outputs, len(operations)))
+    free = _last_of_memory(operations, last)
     order: list[Operation | Chain] = []
     run: list[Operation] = []
     made: set[Value] = set()
@@ -185,7 +186,7 @@ def _grouped(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[
 
     for index, operation in enumerate(operations):
         chains = operation.kernel not in (None, NAME, zeros.NAME) and all(
-            last[operation.inputs[operand]] == index for operand in operation.aliases.values()
+            free[operation.inputs[operand]] == index for operand in operation.aliases.values()
         )
         views = operation.equation.primitive.name == "reshape" and operation.inputs[0] in made
         if chains or views:
@@ -197,6 +198,19 @@ def _grouped(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[
         order.append(operation)
     close(len(operations))
     return order
+
+
+def _last_of_memory(operations: Sequence[Operation], last: dict[Value, int]) -> dict[Value, int]:
+    """When a value's memory is read last, under whatever shape."""
+    base: dict[Value, Value] = {}
+    for operation in operations:
+        if operation.equation.primitive.name == "reshape":
+            base[operation.outputs[0]] = base.get(operation.inputs[0], operation.inputs[0])
+    latest: dict[Value, int] = {}
+    for value, index in last.items():
+        owner = base.get(value, value)
+        latest[owner] = max(latest.get(owner, index), index)
+    return {value: latest[base.get(value, value)] for value in last}
 
 
 def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation | Chain]:
@@ -249,7 +263,7 @@ def _prefill(run: Sequence[Operation]) -> Operation | None:
     """The run's first prefill attention, if all of them are over the same prompts."""
     found = [operation for operation in run if (operation.kernel or "").startswith("prefill_")]
     told = {tuple(_identity(operation.inputs[index]) for index in (ENDS, PROMPTS, RULES)) for operation in found}
-    return found[0] if len(told) == 1 else None
+    return found[0] if len(told) == 1 and found[0].inputs[RULES].constant is not None else None
 
 
 def _shapes(operation: Operation, tokens: int | None) -> Iterator[tuple[int, ...]]:

@@ -21,6 +21,7 @@ from rekindle_kernels.native.plan import (
     ENDS,
     ENTRIES,
     HEADER,
+    MOST,
     OPERAND,
     OTHERS,
     PROMPTS,
@@ -56,7 +57,6 @@ from rekindle_kernels.native.target import (
 
 OVER = -1  # instead of a job
 SPINS = 2000  # before another program may have the core
-POINTERS = 64  # operands and results of one call
 
 
 @inline
@@ -136,11 +136,11 @@ class Chain:
                 plan, pool = operand(frame, 0), threads(frame)
                 members = pool - 1
                 calls, sizes, buffers = i32(plan, CALLS), i32(plan, DIMS), i32(plan, RECORDS)
-                size = TEAM_WORDS + FRAME_WORDS + POINTERS + 5 * pool + sizes
+                size = TEAM_WORDS + FRAME_WORDS + MOST + 5 * pool + sizes
                 team = malloc(8 * (size + RECORD_WORDS * buffers + JOB_WORDS * calls))
                 own = team + 8 * TEAM_WORDS
                 pointers = own + 8 * FRAME_WORDS
-                requests = pointers + 8 * POINTERS
+                requests = pointers + 8 * MOST
                 dims = requests + 8 * 5 * pool
                 records = dims + 8 * sizes
                 set_word(team, JOB, 0)

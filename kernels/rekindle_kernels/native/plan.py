@@ -27,6 +27,7 @@ DIMS, RECORDS, CALLS, SCRATCH_RESULT, OTHERS, ENDS, PROMPTS, HEADER = range(8)
 ROWS = -1
 OPERAND, RESULT, SCRATCH = 0, 1, 2  # where a buffer lies
 STEP = 64  # bytes: what scratch memory is counted in
+MOST = 64  # operands and results of one call
 
 
 def slot(name: str) -> int:
@@ -85,6 +86,7 @@ def written(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarra
     records: dict[tuple[Buffer, tuple[int, ...]], int] = {}
     calls: list[int] = []
     for step in steps:
+        assert len(step.operands) + len(step.results) <= MOST, f"{step.kernel} takes too much for a chain"
         calls += [slot(step.kernel), len(step.operands), len(step.results)]
         for buffer, shape in (*step.operands, *step.results):
             if shape not in shapes:
