@@ -38,16 +38,18 @@ def test_gradients_go_through_the_plain_form(rows: int) -> None:
         precision = dataclasses.replace(Precision.of("float32", platform="cpu"), native=use_native)
 
         def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
-            norm, project, down = (
+            norm, head_norm, project, down = (
                 RMSNorm(64, 1e-5, precision),
+                RMSNorm((3, 64), 1e-5, precision),
                 Linear(256, 64, precision),
                 Linear(64, 128, precision),
             )
             norm.weight, project.weight = nnx.Param(jnp.ones(64)), nnx.Param(weight)
+            head_norm.weight = nnx.Param(weight[:3] + 1)
             down.weight = nnx.Param(weight[:128].T)
             wide = project(norm(x))
             heads = RopeTables(config, jnp.arange(rows)).split(
-                *[wide.reshape(rows, 4, 64)] * 2, 2, config.attention[0].rope, use_native=use_native
+                *[wide.reshape(rows, 4, 64)] * 2, 2, config.attention[0].rope, head_norm, use_native=use_native
             )
             out = down(wide, gate="silu", residual=x)
             return (out * out[::-1]).sum() + sum((part * part[::-1]).sum() for part in heads)
