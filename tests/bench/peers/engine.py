@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 ENGINES = ("rekindle", "llama_cpp", "openvino", "transformers")
 CONVERTED = ("llama_cpp", "openvino")  # that read weights in a format of their own
 Prompt = list[int]
+Moments = Sequence[float]  # in seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +50,10 @@ class Answer:
 class Engine(Protocol):
     notes: str  # settings that matter, for the report
 
-    def generate(self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False) -> Answer:
-        """All prompts at once, `outputs[i]` tokens for prompt i, whatever they are.
+    def generate(
+        self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False, at: Moments | None = None
+    ) -> Answer:
+        """`outputs[i]` tokens for prompt i, whatever they are; all prompts at once, or prompt i after `at[i]` seconds.
 
         With `keep`, what was computed for the prompts stays for the next batch to reuse, if the engine can.
         """
@@ -59,6 +64,32 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Arrivals:
+    """The requests of a batch as they come, for a loop that owns the engine; the batch's clock begins here."""
+
+    def __init__(self, count: int, at: Moments | None) -> None:
+        self._at = at or [0.0] * count
+        self._coming = deque(sorted(range(count), key=self._at.__getitem__))
+        self._start = time.perf_counter()
+
+    def __bool__(self) -> bool:
+        """Whether some are still to come."""
+        return bool(self._coming)
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def due(self, *, idle: bool) -> list[int]:
+        """Those that have come since the last call. Who has nothing else to do sleeps until there is one."""
+        while idle and self._coming and (wait := self._at[self._coming[0]] - self.now()) > 0:
+            time.sleep(wait)
+        now = self.now()
+        found = []
+        while self._coming and self._at[self._coming[0]] <= now:
+            found.append(self._coming.popleft())
+        return found
 
 
 def module(name: str) -> Any:

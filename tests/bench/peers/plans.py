@@ -3,7 +3,7 @@
 W1 one stream, 128 prompt and 128 new tokens        W4 16 requests that share a prefix of 1,024 tokens, all at once
 W2 a prompt of 1,024 tokens                            on a cold cache; then with the prefix sent first, counted
 W3 32 requests at once, prompts 32–256              W5 a fresh process, to its first token
-                                                    W8 W4 again, in a fresh process that restores its caches
+W7 requests that come one by one: `arriving`        W8 W4 again, in a fresh process that restores its caches
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from engine import Answer, Prompt
 
 Figures = dict[str, float]
 SHARED = 1024
+SHARES = (50, 80, 95)  # per cent of capacity at which W7's requests come
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Batch:
     prompts: list[Prompt]
     outputs: list[int]
     keep: bool = False
+    at: list[float] | None = None  # seconds until each comes; all at once if None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Draw:
 
     def lengths(self, low: int, high: int, count: int) -> list[int]:
         return self._random.integers(low, high + 1, count).tolist()
+
+    def moments(self, count: int, span: float) -> list[float]:
+        """When `count` arrivals come, given that a Poisson process had so many of them in `span` seconds."""
+        return sorted(self._random.uniform(0, span, count).tolist())
 
 
 def single_stream(draw: Draw) -> Plan:
@@ -114,7 +120,9 @@ PLANS: dict[str, Callable[[Draw], Plan]] = {
     "W4": shared,
     "W4 primed": primed,
 }
+ARRIVING = "W7"  # whose plan needs to know what the engines can do
 PROCESSES = ("W5", "W8")  # each measurement is a process of its own
+WORKLOADS = (*PLANS, ARRIVING, *PROCESSES)
 
 # What a row of the table compares: higher is better for rates, lower for times.
 COMPARED = {
@@ -123,6 +131,7 @@ COMPARED = {
     "W3": ("generated_tok_s", "wall_s", "ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms"),
     "W4": ("wall_s", "ttft_p50_ms"),
     "W4 primed": ("wall_s",),
+    "W7": tuple(f"{figure}_at_{share}" for share in SHARES for figure in ("ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms")),
     "W5": ("cold_s", "warm_s", "cold_peak_mb", "warm_peak_mb"),
     "W8": ("cold_prefill_s", "restored_prefill_s", "restored_share"),
 }

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from plans import PLANS, Draw, Figures
+import arriving
+from plans import ARRIVING, PLANS, WORKLOADS, Draw, Figures, Plan
 from process import EngineFailed, Load, Process, settle
 
 from engine import Answer, Setting
@@ -34,6 +35,7 @@ class Race:
     failures: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)  # [engine][workload]
     notes: dict[str, str] = dataclasses.field(default_factory=dict)
     agreement: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # share of equal first tokens
+    capacity: dict[str, float] = dataclasses.field(default_factory=dict)  # requests a second, from round 0 of W7
     disturbed: list[float] = dataclasses.field(default_factory=list)  # cores that others used during a measurement
 
     def run(self, workloads: list[str], rounds: int) -> None:
@@ -78,7 +80,7 @@ class Race:
             return self._first_token(name, number)
         if workload == "W8":
             return self.restart(self.settings[name]) if number else {}
-        plan = PLANS[workload](Draw(self.vocab_size, 100 * number + list(PLANS).index(workload)))
+        plan = self._plan(workload, number)
         self._engines[name].ask(do="forget")
         answers = []
         for batch in plan.batches:
@@ -90,7 +92,16 @@ class Race:
             self.disturbed.append(load.of_others())
         if workload == CHECKED:
             self._firsts[name] = [ids[0] for ids in answers[-1].ids]
-        return plan.figures(plan.batches, answers)
+        figures = plan.figures(plan.batches, answers)
+        if workload == ARRIVING and not number:
+            self.capacity[name] = figures["capacity_req_s"]
+        return figures
+
+    def _plan(self, workload: str, number: int) -> Plan:
+        draw = Draw(self.vocab_size, 100 * number + WORKLOADS.index(workload))
+        if workload == ARRIVING:
+            return arriving.arrivals(draw, self.capacity) if number else arriving.capacity(draw)
+        return PLANS[workload](draw)
 
     def _first_token(self, name: str, number: int) -> Figures:
         """Two processes: the first finds nothing that an earlier one compiled, the second does."""

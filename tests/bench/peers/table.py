@@ -25,6 +25,7 @@ def summary(race: Race, **about: Any) -> dict[str, Any]:
         "ratios": {f"{workload} {figure}": best_peer(race, workload, figure) for workload, figure in compared(middle)},
         "notes": race.notes,
         "failures": race.failures,
+        "capacity_req_s": race.capacity,
         "same_first_token": {name: statistics.mean(shares) for name, shares in race.agreement.items()},
         "cores_used_by_others": statistics.median(race.disturbed) if race.disturbed else 0.0,
         "rounds": race.figures,
@@ -70,6 +71,9 @@ def text(race: dict[str, Any]) -> str:
         lines.append(f"| {workload} {figure} | {' | '.join(map(number, values))} | {against} |")
     lines += [f"\n{name}: {note}" for name, note in race["notes"].items()]
     lines += [f"{name}: same first token in {share:.0%}" for name, share in race["same_first_token"].items()]
+    if race["capacity_req_s"]:
+        found = ", ".join(f"{name} {value:.2f}" for name, value in race["capacity_req_s"].items())
+        lines.append(f"W7 at shares of the slowest engine's capacity in requests a second: {found}")
     lines += [f"{name}: {what}: {why}" for name, found in race["failures"].items() for what, why in found.items()]
     return "\n".join(lines)
 

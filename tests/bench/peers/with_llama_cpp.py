@@ -2,20 +2,20 @@
 
 Each sequence has a buffer of its own, its prompt is one call, and then all decode together: in trials never slower than
 one buffer for all of them, or calls that mix prompts and decoding. Only a kept prefix needs the one buffer, where
-sequences share it without a copy.
+sequences share it without a copy. Requests that come one by one are mixed, as llama-server does: else those that decode
+would wait while prompts keep coming.
 """
 
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import llama_cpp as api
 import numpy as np
 
-from engine import Answer, Prompt, Setting, shared_length
+from engine import Answer, Arrivals, Moments, Prompt, Setting, shared_length
 
 BATCH = 2048  # llama.cpp's defaults: tokens of one call, of which so many are computed at once
 CHUNK = 512
@@ -68,7 +68,9 @@ class LlamaCpp:
         self._kept: Prompt = []
         self.notes = f"batch {BATCH}, chunk {CHUNK}, f16 KV, flash attention auto"
 
-    def generate(self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False) -> Answer:
+    def generate(
+        self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False, at: Moments | None = None
+    ) -> Answer:
         count = len(prompts)
         sharing = keep or bool(self._kept)
         if sharing:
@@ -79,24 +81,26 @@ class LlamaCpp:
         memory = api.llama_get_memory(context)
         if not self._kept:
             api.llama_memory_clear(memory, False)
-        start = time.perf_counter()
         times: list[list[float]] = [[] for _ in prompts]
         ids: list[list[int]] = [[] for _ in prompts]
-        waiting = []
-        for index, (prompt, new) in enumerate(zip(prompts, outputs, strict=True)):
-            done = min(shared_length([prompt, self._kept]), len(prompt) - 1) if self._kept else 0
-            if done:
-                api.llama_memory_seq_cp(memory, 32, index, 0, done)
-            waiting.append(Running(index, prompt, new, done))
-        while waiting:
+        waiting: list[Running] = []
+        arrivals = Arrivals(count, at)
+        while arrivals or waiting:
+            for index in arrivals.due(idle=not waiting):
+                prompt = prompts[index]
+                done = min(shared_length([prompt, self._kept]), len(prompt) - 1) if self._kept else 0
+                if done:
+                    api.llama_memory_seq_cp(memory, 32, index, 0, done)
+                waiting.append(Running(index, prompt, outputs[index], done))
             starting = [running for running in waiting if len(running.todo) > 1]
-            rows = self._fill(waiting if sharing or not starting else starting[:1])
+            mixed = sharing or at is not None or not starting
+            rows = self._fill(waiting if mixed else starting[:1])
             assert api.llama_decode(context, self._batch) == 0, "llama_decode failed"
             if not rows:
                 continue
             logits = np.ctypeslib.as_array(api.llama_get_logits(context), (len(rows), self._vocab_size))
             chosen = logits.argmax(1).tolist()
-            now = time.perf_counter() - start
+            now = arrivals.now()
             for running, token in zip(rows, chosen, strict=True):
                 times[running.index].append(now)
                 ids[running.index].append(token)
@@ -105,7 +109,7 @@ class LlamaCpp:
                     waiting.remove(running)
                     if not keep:
                         api.llama_memory_seq_rm(memory, running.index, -1, -1)
-        wall = time.perf_counter() - start
+        wall = arrivals.now()
         if keep:
             assert count == 1, "only one prompt can be kept"
             api.llama_memory_seq_cp(memory, 0, 32, 0, len(prompts[0]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from engine import Answer, Prompt, Setting
+from engine import Answer, Arrivals, Moments, Prompt, Setting
 
 CACHE_GB = 2  # of KV cache, the same for both precisions
 
@@ -57,28 +56,33 @@ class OpenVino:
             str(self._setting.weights), self._scheduler, "CPU", self._options
         )
 
-    def generate(self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False) -> Answer:
+    def generate(
+        self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False, at: Moments | None = None
+    ) -> Answer:
         times: list[list[float]] = [[] for _ in prompts]
         ids: list[list[int]] = [[] for _ in prompts]
-        start = time.perf_counter()
-        handles = []
-        for prompt, new in zip(prompts, outputs, strict=True):
-            config = openvino_genai.GenerationConfig()
-            config.max_new_tokens = new
-            config.ignore_eos = True
-            config.do_sample = False
-            tokens = openvino.Tensor(np.asarray([prompt], np.int64))
-            handles.append(self._pipeline.add_request(self._next, tokens, config))
-            self._next += 1
-        while self._pipeline.has_non_finished_requests():
+        handles: dict[int, Any] = {}
+        arrivals = Arrivals(len(prompts), at)
+        while arrivals or self._pipeline.has_non_finished_requests():
+            for index in arrivals.due(idle=not self._pipeline.has_non_finished_requests()):
+                handles[index] = self._add(prompts[index], outputs[index])
             self._pipeline.step()
-            now = time.perf_counter() - start
-            for index, handle in enumerate(handles):
+            now = arrivals.now()
+            for index, handle in handles.items():
                 while handle.can_read():
                     for output in handle.read().values():
                         ids[index] += output.generated_ids
                         times[index] += [now] * len(output.generated_ids)
-        return Answer(time.perf_counter() - start, times, ids)
+        return Answer(arrivals.now(), times, ids)
+
+    def _add(self, prompt: Prompt, new: int) -> Any:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = new
+        config.ignore_eos = True
+        config.do_sample = False
+        tokens = openvino.Tensor(np.asarray([prompt], np.int64))
+        self._next += 1
+        return self._pipeline.add_request(self._next, tokens, config)
 
     def forget(self) -> None:
         """Prompts are never repeated, so that nothing of an earlier batch is found; there is no call to drop it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import anyio
 
 import rekindle
-from engine import Answer, Prompt, Setting
+from engine import Answer, Moments, Prompt, Setting
 
 # What a session is opened with for all workloads; the rest are defaults.
 OPTIONS = {"max_requests": 32, "max_model_len": 2048, "precompile": "all"}
@@ -32,14 +32,18 @@ class Rekindle:
         config = self._session.config
         self.notes = f"dtype bfloat16, quantize {config.quantize}, kv {config.kv_dtype}, pages of {config.page_size}"
 
-    def generate(self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False) -> Answer:
-        return anyio.run(self._generate, prompts, outputs)
+    def generate(
+        self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False, at: Moments | None = None
+    ) -> Answer:
+        return anyio.run(self._generate, prompts, outputs, at)
 
-    async def _generate(self, prompts: Sequence[Prompt], outputs: Sequence[int]) -> Answer:
+    async def _generate(self, prompts: Sequence[Prompt], outputs: Sequence[int], at: Moments | None) -> Answer:
         times: list[list[float]] = [[] for _ in prompts]
         ids: list[list[int]] = [[] for _ in prompts]
 
         async def one(index: int) -> None:
+            if at is not None:
+                await anyio.sleep(max(0.0, at[index] - (time.perf_counter() - start)))
             async for delta in self._session.stream(prompts[index], max_tokens=outputs[index], ignore_eos=True):
                 times[index] += [time.perf_counter() - start] * len(delta.token_ids)
                 ids[index] += delta.token_ids

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from engine import Answer, Prompt, Setting
+from engine import Answer, Moments, Prompt, Setting
 
 
 def open(setting: Setting) -> Transformers:
@@ -44,8 +44,12 @@ class Transformers:
         self.notes = f"torch {torch.__version__}, transformers {transformers.__version__}, bfloat16"
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False) -> Answer:
+    def generate(
+        self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False, at: Moments | None = None
+    ) -> Answer:
         """Everybody waits for the longest output; what was generated beyond one's own is not counted."""
+        if at is not None:
+            raise NotImplementedError("generate takes nobody in amid a batch, and continuous batching is for GPUs")
         longest = max(map(len, prompts))
         start = time.perf_counter()
         inputs = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
