@@ -1,4 +1,4 @@
-"""W7: 24 requests of 128 + 64 tokens that come one by one, and a prompt of 1,536 tokens in the middle of them.
+"""W7: 32 requests of 128 + 64 tokens that come one by one, and a prompt of 1,536 tokens in the middle of them.
 
 Every engine gets the same arrivals, so that latencies are compared under one load. Its measure is the slowest engine's
 capacity, the requests a second that it finishes when all are there at once: at shares of it nobody's queue grows
@@ -14,7 +14,7 @@ from plans import SHARES, Batch, Draw, Figures, Plan, between
 
 from engine import Answer
 
-COUNT = 24
+COUNT = 32
 PROMPT, NEW = 128, 64
 FLOOD = 1536  # tokens of the prompt in the middle, which asks for one token
 

@@ -2,8 +2,8 @@
 
 Each sequence has a buffer of its own, its prompt is one call, and then all decode together: in trials never slower than
 one buffer for all of them, or calls that mix prompts and decoding. Only a kept prefix needs the one buffer, where
-sequences share it without a copy. Requests that come one by one are mixed, as llama-server does: else those that decode
-would wait while prompts keep coming.
+sequences share it without a copy. When requests come one by one, the oldest prompt, CHUNK tokens at a time, takes turns
+with everybody's next token, so that those that decode don't wait until no prompt is left.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class LlamaCpp:
         times: list[list[float]] = [[] for _ in prompts]
         ids: list[list[int]] = [[] for _ in prompts]
         waiting: list[Running] = []
+        decoded = False  # in the last call
         arrivals = Arrivals(count, at)
         while arrivals or waiting:
             for index in arrivals.due(idle=not waiting):
@@ -93,8 +94,12 @@ class LlamaCpp:
                     api.llama_memory_seq_cp(memory, 32, index, 0, done)
                 waiting.append(Running(index, prompt, outputs[index], done))
             starting = [running for running in waiting if len(running.todo) > 1]
-            mixed = sharing or at is not None or not starting
-            rows = self._fill(waiting if mixed else starting[:1])
+            decoding = [running for running in waiting if len(running.todo) == 1]
+            if sharing:
+                rows = self._fill(waiting, BATCH)
+            else:
+                decoded = not starting or (at is not None and bool(decoding) and not decoded)
+                rows = self._fill(decoding if decoded else starting[:1], BATCH if at is None else CHUNK)
             assert api.llama_decode(context, self._batch) == 0, "llama_decode failed"
             if not rows:
                 continue
@@ -117,12 +122,12 @@ class LlamaCpp:
             self._kept = list(prompts[0])
         return Answer(wall, times, ids)
 
-    def _fill(self, waiting: Sequence[Running]) -> list[Running]:
+    def _fill(self, waiting: Sequence[Running], limit: int) -> list[Running]:
         """The next batch: whoever decodes first, prompts in what is left; returns those that get logits, in order."""
         rows = []
         size = 0
         for running in sorted(waiting, key=lambda running: len(running.todo) > 1):
-            part = running.todo[: BATCH - size]
+            part = running.todo[: limit - size]
             running.todo = running.todo[len(part) :]
             for token in part:
                 self._batch.token[size] = token
