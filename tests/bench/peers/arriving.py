@@ -53,7 +53,10 @@ def together(draw: Draw, at: list[float]) -> Batch:
 
 
 def latencies(batch: Batch, answer: Answer) -> Figures:
-    """Of the requests, from when each came; the long prompt's own is apart, since p99 would show nothing else."""
+    """Of the requests, from when each came; the long prompt's own is apart, since p99 would show nothing else.
+
+    Who computes that prompt in one piece stops everybody once: too few gaps for p99, so the longest is there as well.
+    """
     assert batch.at is not None
     *firsts, flood = [1e3 * (times[0] - at) for times, at in zip(answer.times, batch.at, strict=True)]
     gaps = [1e3 * gap for times in answer.times for gap in between(times)]

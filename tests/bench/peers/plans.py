@@ -131,7 +131,11 @@ COMPARED = {
     "W3": ("generated_tok_s", "wall_s", "ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms"),
     "W4": ("wall_s", "ttft_p50_ms"),
     "W4 primed": ("wall_s",),
-    "W7": tuple(f"{figure}_at_{share}" for share in SHARES for figure in ("ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms")),
+    "W7": tuple(
+        f"{figure}_at_{share}"
+        for share in SHARES
+        for figure in ("ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms", "gap_max_ms", "flood_ttft_ms")
+    ),
     "W5": ("cold_s", "warm_s", "cold_peak_mb", "warm_peak_mb"),
     "W8": ("cold_prefill_s", "restored_prefill_s", "restored_share"),
 }
