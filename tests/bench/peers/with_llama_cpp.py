@@ -3,8 +3,8 @@
 Each sequence has a buffer of its own, its prompt is one call, and then all decode together: in trials never slower than
 one buffer for all of them, or calls that mix prompts and decoding. Only a kept prefix needs the one buffer, where
 sequences share it without a copy. When requests come one by one, a prompt and everybody's next token take turns, so
-that those that decode wait for one prompt, not until none is left. Tried as well: prompts in parts of CHUNK tokens halve
-the longest gap and make the 99th percentile three times as long, and so do calls of CHUNK tokens that mix both.
+that those that decode wait for one prompt, not until none is left. Prompts in parts of CHUNK tokens halved the longest
+gap and made the 99th percentile three times as long, and so did calls of CHUNK tokens that mix both.
 """
 
 from __future__ import annotations
