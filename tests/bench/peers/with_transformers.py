@@ -49,7 +49,7 @@ class Transformers:
     ) -> Answer:
         """Everybody waits for the longest output; what was generated beyond one's own is not counted."""
         if at is not None:
-            raise NotImplementedError("generate takes nobody in amid a batch, and continuous batching is for GPUs")
+            raise NotImplementedError("generate takes nobody in amid a batch; continuous batching is meant for GPUs")
         longest = max(map(len, prompts))
         start = time.perf_counter()
         inputs = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
