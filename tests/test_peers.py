@@ -182,6 +182,7 @@ def test_a_race_sends_everybody_the_same_arrivals_and_pairs_the_rounds(monkeypat
         "openvino": 2,
     }
     assert len(one.figures["transformers"]["W1"]) == 2
+    assert all("cores_used_by_others" in figures for figures in one.figures["rekindle"]["W7"])
     table = load("table")
     summary = table.summary(one, shape="tiny", bits=16)
     ratio = summary["ratios"]["W7 ttft_p99_ms_at_95"]

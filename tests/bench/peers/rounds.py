@@ -88,14 +88,15 @@ class Race:
             short = [len(ids) for ids in answers[-1].ids]
             if short != batch.outputs:
                 raise EngineFailed(f"{workload}: {short} tokens instead of {batch.outputs}")
+        others = load.of_others()
         if number:
-            self.disturbed.append(load.of_others())
+            self.disturbed.append(others)
         if workload == CHECKED:
             self._firsts[name] = [ids[0] for ids in answers[-1].ids]
         figures = plan.figures(plan.batches, answers)
         if workload == ARRIVING and not number:
             self.capacity[name] = figures["capacity_req_s"]
-        return figures
+        return figures | {"cores_used_by_others": others}
 
     def _plan(self, workload: str, number: int) -> Plan:
         draw = Draw(self.vocab_size, 100 * number + WORKLOADS.index(workload))
