@@ -56,7 +56,7 @@ def test_a_mixed_step_is_read_back_and_padding_goes_to_scratch() -> None:
     assert step.targets.tolist() == [-1] * 32
     assert step.choice.position.tolist() == [18, 10, 0, 0, 9, 1, 0, 0]
     assert step.flag(Flag.SAMPLES).tolist() == [True, True, False, False, True, True, False, False]
-    assert int(step.wanted) == Flag.SAMPLES
+    assert int(step.wanted) == Flag.SAMPLES | Flag.CHOOSES
 
 
 def test_options_and_seeds_arrive_and_empty_rows_are_neutral() -> None:
@@ -73,7 +73,7 @@ def test_options_and_seeds_arrive_and_empty_rows_are_neutral() -> None:
     assert [bool(x[0]) for x in (shaping.biased, shaping.barred, step.flag(Flag.LOGPROBS))] == [True] * 3
     assert int(step.flags[0]) >> FIRST_PROCESSOR == 2
     assert int(step.wanted) == int(step.flags[0])
-    assert Flag(int(step.wanted) & 0xFFF) == Flag(0x3FF) ^ Flag.LARGE_K ^ Flag.PROMPT_LOGPROBS
+    assert Flag(int(step.wanted) & 0xFFF) == Flag(0x3FF) ^ Flag.CHOOSES ^ Flag.LARGE_K ^ Flag.PROMPT_LOGPROBS
     assert choice.temperature.tolist()[1:] == [0.0] * 7
     assert choice.top_p.tolist()[1:] == [1.0] * 7
     assert step.flags.tolist()[1:] == [0] * 7
@@ -97,6 +97,7 @@ def test_a_draft_chooses_as_its_request_does_but_is_no_writer_of_its_slot() -> N
     assert step.choice.temperature.tolist()[:2] == [0.5, 0.5]
     assert step.shaping.barred.tolist()[:2] == [True, False]
     assert step.flag(Flag.SAMPLES).tolist()[:2] == [True, False]
+    assert step.flag(Flag.CHOOSES).tolist()[:2] == [True, True]
     assert step.flag(Flag.DRAWS).tolist()[:2] == [True, True]
 
 

@@ -143,6 +143,7 @@ def _initialised() -> None:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()
     llvm.add_symbol(ENTRIES, ctypes.addressof(_entries))
 
 

@@ -1,4 +1,4 @@
-"""Rows laid out for `panels`, narrowed to what its instructions multiply: the first part of every such product.
+"""Rows narrowed to what the instructions of `panels` multiply, and laid out: the first part of every such product.
 
 A word of four bytes holds what one row has for two (bfloat16) or four (int8) columns, and 32 rows lie next to each
 other, so that one load fills a vector with 16 of them. Rows that are left over after the last vector, if they are few,
@@ -25,16 +25,18 @@ from rekindle_kernels.native.vector import (
     splat,
     store,
 )
-from rekindle_kernels.native.words import store_columns, store_rounded, store_u8
+from rekindle_kernels.native.words import store_rounded, store_u8, transpose
 
 PANEL = 2 * LANES  # rows that lie next to each other
 LEFT_OVER = 4  # rows behind the last vector that are not worth one
 PACKED_BYTES = 128 << 10  # of rows that one thread packs: to wake another takes as long
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
 
-# Fields of a job: rows X [R, WIDTH], which become R rows of K columns at PANELS, for int8 with SCALES [R].
+# Fields of a product's job: rows X [R, WIDTH], which become R rows of K columns at PANELS, for int8 with SCALES [R];
+# and what they are multiplied with.
 X, R, K, WIDTH, PANELS, SCALES, PER_PACK, PACKS = range(8)
-FIELDS = 8  # the others' begin here
+WEIGHT, FACTORS, RESIDUAL, ADDS, OUT, N = range(8, 14)
+FIELDS = 14  # the others' begin here
 
 
 @inline
@@ -58,12 +60,12 @@ def count_packs(job: int) -> int:
     return field(job, PACKS)
 
 
-def packer(size: int) -> Any:
-    """`pack(job, index)`, one block of it, for numbers of `size` bytes."""
+def narrower(size: int) -> Any:
+    """`narrow(job, r, out, scratch)`: row r as it will be multiplied, in numbers of `size` bytes; int8 with an offset
+    of 128."""
 
     @inline
     def narrow(job: int, r: int, out: int, scratch: int) -> None:
-        """One row as it will be multiplied; int8 with an offset of 128."""
         width, x = field(job, K), field(job, X) + r * field(job, WIDTH) * 4
         if field(job, WIDTH) > width:
             gate(x, width, scratch)
@@ -80,6 +82,13 @@ def packer(size: int) -> Any:
         factor = splat(ONE / scale)
         for k in range(0, width, LANES):
             store_u8(out, k, nearest(multiply(load_f32(x, k), factor)))
+
+    return narrow
+
+
+def packer(size: int) -> Any:
+    """`pack(job, index)`, one block of it, for numbers of `size` bytes."""
+    narrow = narrower(size)
 
     @inline
     def sixteen(job: int, first: int) -> None:
@@ -99,17 +108,8 @@ def packer(size: int) -> Any:
                 for j in range(0, words, LANES):
                     store(lines, lane * words + j, splat(ZERO))
         panel = field(job, PANELS) + (first // PANEL * PANEL * words + first % PANEL) * 4
-        for lane in range(0, LANES, 4):
-            line = lines + lane * words * 4
-            for j in range(0, words, LANES):
-                store_columns(
-                    panel + (j * PANEL + lane) * 4,
-                    PANEL,
-                    load_f32(line, j),
-                    load_f32(line, words + j),
-                    load_f32(line, 2 * words + j),
-                    load_f32(line, 3 * words + j),
-                )
+        for j in range(0, words, LANES):
+            transpose(lines + j * 4, words, panel + j * PANEL * 4, PANEL)
         free(lines)
 
     @jit

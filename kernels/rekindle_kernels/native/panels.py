@@ -3,7 +3,7 @@
 Rows are packed first (`packing`). The product takes a word of the matrix as it is stored, spreads it over a vector, and
 multiplies it with the words of 16 rows: the matrix is never repacked, and read once for 64 rows. XLA:CPU repacks it for
 every product, and has no instruction for four int8. Rows that are left over after the last vector of 16, if they are
-few, are multiplied along the columns instead.
+few, are multiplied along the columns instead. Where there are hundreds of rows, it is `strips` that multiplies them.
 
 GFLOP/s, 2 cores, best of 60:           XLA   this file
     bfloat16   512 x 3072 x 576         887         870
@@ -20,14 +20,20 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native import packing
+from rekindle_kernels.native import packing, strips
 from rekindle_kernels.native.memory import acquire, f32, free, i32, malloc, prefetch, set_f32, set_i32
 from rekindle_kernels.native.packing import (
+    ADDS,
+    FACTORS,
+    OUT,
     PACKS,
     PANEL,
     PANELS,
+    RESIDUAL,
     SCALES,
+    WEIGHT,
     K,
+    N,
     R,
     count_packs,
     left_over,
@@ -54,26 +60,41 @@ from rekindle_kernels.native.vector import (
     store_totals,
 )
 from rekindle_kernels.native.vector import add as plus
-from rekindle_kernels.native.words import from_ints, store_columns, total_of_ints
+from rekindle_kernels.native.words import from_ints, total_of_ints, transpose
 
 GROUP = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
-ZERO, ONE = np.float32(0), np.float32(1)
+ZERO = np.float32(0)
 ONES = 0x01010101
 
 # Fields of a job, behind those of `packing`.
-WEIGHT, FACTORS, RESIDUAL, ADDS, OUT, N, PER_BLOCK, PARTS = range(packing.FIELDS, packing.FIELDS + 8)
+PER_BLOCK, PARTS, STRIPED = range(packing.FIELDS, packing.FIELDS + 3)
 
 
 def kernel(name: str, size: int, add: Any) -> Kernel:
-    """`(weight [N, K], factors [N], x [R, K], residual [R, N]) -> [R, N]`; float32, but for the weight.
-    `add(a, x, w)` adds the products of the elements in a word of x and one of the weight. int8: times the factor and
-    a scale of the row. x may be [R, 2 · K], which is gated first; a residual of [1, 1] is none."""
+    """`(weight [N, K], factors [N], x [R, K], residual [R, N], count []) -> [R, N]` of the first `count` rows; float32,
+    but for the weight. `add(a, x, w)` adds the products of the elements in a word of x and one of the weight. int8:
+    times the factor and a scale of the row. x may be [R, 2 · K], which is gated first; a residual of [1, 1] is none."""
     pack = packer(size)
+    prepare_strips, pack_rows, multiply_strip = strips.functions(size)
+
+    @inline
+    def prepare_panels(job: int, threads: int) -> int:
+        height, rows = field(job, N), field(job, R)
+        groups = max(1, (rows - left_over(rows) + GROUP - 1) // GROUP)
+        parts = max(1, (4 * threads + groups - 1) // groups)
+        per_block = ((height + parts - 1) // parts + OUTPUTS - 1) // OUTPUTS * OUTPUTS
+        parts = (height + per_block - 1) // per_block
+        set_field(job, PER_BLOCK, per_block)
+        set_field(job, PARTS, parts)
+        words = field(job, K) * size // 4 * (panels_of(rows) * PANEL + left_over(rows))
+        set_field(job, PANELS, malloc((words + rows + LANES) * 4))
+        set_field(job, SCALES, field(job, PANELS) + words * 4)
+        return count_packs(job) + groups * parts
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
-        height, rows, width = dim(frame, 0, 0), dim(frame, 2, 0), dim(frame, 0, 1)
+        height = dim(frame, 0, 0)
         set_field(job, WEIGHT, operand(frame, 0))
         set_field(job, FACTORS, operand(frame, 1))
         set_field(job, packing.X, operand(frame, 2))
@@ -81,19 +102,11 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         set_field(job, RESIDUAL, operand(frame, 3))
         set_field(job, ADDS, 1 if dim(frame, 3, 1) == height else 0)
         set_field(job, OUT, result(frame, 0))
-        set_field(job, R, rows)
-        set_field(job, K, width)
+        set_field(job, R, min(dim(frame, 2, 0), i32(operand(frame, 4), 0)))
+        set_field(job, K, dim(frame, 0, 1))
         set_field(job, N, height)
-        groups = max(1, (rows - left_over(rows) + GROUP - 1) // GROUP)
-        parts = max(1, (4 * threads + groups - 1) // groups)
-        per_block = ((height + parts - 1) // parts + OUTPUTS - 1) // OUTPUTS * OUTPUTS
-        parts = (height + per_block - 1) // per_block
-        set_field(job, PER_BLOCK, per_block)
-        set_field(job, PARTS, parts)
-        words = width * size // 4 * (panels_of(rows) * PANEL + left_over(rows))
-        set_field(job, PANELS, malloc((words + rows + LANES) * 4))
-        set_field(job, SCALES, field(job, PANELS) + words * 4)
-        return count_packs(job) + groups * parts
+        set_field(job, STRIPED, 1 if field(job, R) >= strips.ENOUGH else 0)
+        return prepare_strips(job) if field(job, STRIPED) > 0 else prepare_panels(job, threads)
 
     @jit
     def finish(job: int) -> None:
@@ -181,37 +194,20 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         store(sums, 2 * PANEL, c)
         store(sums, 3 * PANEL, d)
 
-    @inline
-    def value(sums: int, output: int, offsets: int, factors: int, scales: Any) -> Any:
-        """The sums of one output for 16 rows as what they mean."""
-        a = load_f32(sums, output * PANEL)
-        if size == 2:
-            return a
-        return multiply(multiply(from_ints(a, i32(offsets, output)), splat(f32(factors, output))), scales)
-
     @jit
     def put(job: int, sums: int, offsets: int, n: int, r: int, turned: int) -> None:
-        """The results of 16 rows from r on for the outputs [n, n + OUTPUTS)."""
-        height, count = field(job, N), min(LANES, field(job, R) - r)
-        factors = field(job, FACTORS) + n * 4
-        scales = splat(ONE) if size == 2 else load_f32(field(job, SCALES), r)
-        for o in range(0, OUTPUTS, 4):
-            store_columns(
-                turned + o * 4,
-                OUTPUTS,
-                value(sums, o, offsets, factors, scales),
-                value(sums, o + 1, offsets, factors, scales),
-                value(sums, o + 2, offsets, factors, scales),
-                value(sums, o + 3, offsets, factors, scales),
-            )
-        # A whole line at a time: rows that lie a multiple of 4 KB apart share few lines of a cache.
-        out, residual = field(job, OUT) + (r * height + n) * 4, field(job, RESIDUAL) + (r * height + n) * 4
-        if field(job, ADDS) > 0:
-            for i in range(count):
-                store(out, i * height, plus(load_f32(turned, i * OUTPUTS), load_f32(residual, i * height)))
-        else:
-            for i in range(count):
-                store(out, i * height, load_f32(turned, i * OUTPUTS))
+        """The results of 16 rows from r on for the outputs [n, n + OUTPUTS), as rows of whole cache lines."""
+        height = field(job, N)
+        transpose(sums, PANEL, turned, OUTPUTS)
+        for i in range(min(LANES, field(job, R) - r)):
+            at = ((r + i) * height + n) * 4
+            y = load_f32(turned, i * OUTPUTS)
+            if size == 1:
+                scale = splat(f32(field(job, SCALES), r + i))
+                y = multiply(multiply(from_ints(y, load_f32(offsets, 0)), load_f32(field(job, FACTORS), n)), scale)
+            if field(job, ADDS) > 0:
+                y = plus(y, load_f32(field(job, RESIDUAL) + at, 0))
+            store(field(job, OUT) + at, 0, y)
 
     @jit
     def few(job: int, w: int, offsets: int, n: int) -> None:
@@ -232,22 +228,22 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
                     store_totals(out + o * 4, a, b, c, d)
                 else:
                     scale, factors = f32(field(job, SCALES), r), field(job, FACTORS) + (n + o) * 4
-                    set_f32(out, o, (total_of_ints(a) - i32(offsets, o)) * f32(factors, 0) * scale)
-                    set_f32(out, o + 1, (total_of_ints(b) - i32(offsets, o + 1)) * f32(factors, 1) * scale)
-                    set_f32(out, o + 2, (total_of_ints(c) - i32(offsets, o + 2)) * f32(factors, 2) * scale)
-                    set_f32(out, o + 3, (total_of_ints(d) - i32(offsets, o + 3)) * f32(factors, 3) * scale)
+                    set_f32(out, o, (total_of_ints(a) - 128 * i32(offsets, o)) * f32(factors, 0) * scale)
+                    set_f32(out, o + 1, (total_of_ints(b) - 128 * i32(offsets, o + 1)) * f32(factors, 1) * scale)
+                    set_f32(out, o + 2, (total_of_ints(c) - 128 * i32(offsets, o + 2)) * f32(factors, 2) * scale)
+                    set_f32(out, o + 3, (total_of_ints(d) - 128 * i32(offsets, o + 3)) * f32(factors, 3) * scale)
             if field(job, ADDS) > 0:
                 store(out, 0, plus(load_f32(out, 0), load_f32(field(job, RESIDUAL) + (r * height + n) * 4, 0)))
 
     @inline
     def set_offsets(w: int, words: int, offsets: int) -> None:
-        """What the 128 that was added to every element of x adds to a sum."""
+        """The sums of the weights of each output, of which 128 times are in its products: x has so much added."""
         ones = offsets + OUTPUTS * 4
         for o in range(OUTPUTS):
             a = splat(ZERO)
             for j in range(0, words, LANES):
                 a = add(a, load_f32(ones, 0), load_f32(w, o * words + j))
-            set_i32(offsets, o, total_of_ints(a) * 128)
+            set_i32(offsets, o, total_of_ints(a))
 
     @jit
     def multiply_block(job: int, index: int) -> None:
@@ -287,12 +283,18 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
 
     @jit
     def block(job: int, index: int) -> None:
-        packs = field(job, PACKS)
+        packs, striped = field(job, PACKS), field(job, STRIPED) > 0
         if index < packs:
-            pack(job, index)
+            if striped:
+                pack_rows(job, index)
+            else:
+                pack(job, index)
             return
         while acquire(job + 8 * DONE) < packs:  # by then every row is packed: no product is done before
             pass
-        multiply_block(job, index - packs)
+        if striped:
+            multiply_strip(job, index - packs)
+        else:
+            multiply_block(job, index - packs)
 
     return Kernel(name, prepare, block, finish)

@@ -45,7 +45,7 @@ from rekindle_kernels.native.words import (
 
 KEYS = 64  # of a tile: the four vectors of the micro-kernel
 LAST = KEYS - LANES
-ZERO, ONE, MASKED = np.float32(0), np.float32(1), np.float32(-1e30)
+ZERO, ONE, EIGHT, MASKED = np.float32(0), np.float32(1), np.float32(8), np.float32(-1e30)
 LN_2, LOG2_E = np.float32(0.6931471805599453), np.float32(1.4426950408889634)
 # 2^x on ±1/2, highest power first: ln(2)^n / n!
 E4, E3, E2 = np.float32(9.6181291e-3), np.float32(5.5504109e-2), np.float32(2.4022651e-1)
@@ -173,6 +173,9 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
     put = store_rounded if paired else store
     # Logits are kept in the unit of their exponential.
     exponential, unit = (power, LOG2_E) if paired else (exp, ONE)
+    # How far they may rise above what weights are relative to: rescaling what was summed costs more than the rest of a
+    # row, and a weight of 2^8 has as many bits as one of 1.
+    slack = EIGHT if paired else ZERO
 
     @inline
     def product(a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool) -> None:
@@ -224,9 +227,9 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
         store(c, 0, x)
 
     @inline
-    def softmax_row(job: int, logits: int, low: int, high: int, running: int, out: int) -> None:
+    def softmax_row(job: int, logits: int, low: int, high: int, top_at: int, sums: int, out: int) -> None:
         """Turn one row's logits into weights, keys [low, high) of the tile being seen; rescale what was summed."""
-        scale, cap, before = f32(field(job, NUMBERS), 0), f32(field(job, NUMBERS), 1), f32(running, 0)
+        scale, cap, before = f32(field(job, NUMBERS), 0), f32(field(job, NUMBERS), 1), f32(top_at, 0)
         a, b, c, d = load_f32(logits, 0), load_f32(logits, LANES), load_f32(logits, 2 * LANES), load_f32(logits, LAST)
         if cap > ZERO:
             factor, height = splat(scale / cap), splat(cap * unit)
@@ -238,7 +241,8 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
         if low > 0 or high < KEYS:
             a, b = between(a, low, high, MASKED), between(b, low - LANES, high - LANES, MASKED)
             c, d = between(c, low - 2 * LANES, high - 2 * LANES, MASKED), between(d, low - LAST, high - LAST, MASKED)
-        top = max(before, largest(larger(larger(a, b), larger(c, d))))
+        highest = largest(larger(larger(a, b), larger(c, d)))
+        top = highest if highest > before + slack else before
         a, b = exponential(subtract(a, splat(top))), exponential(subtract(b, splat(top)))
         c, d = exponential(subtract(c, splat(top))), exponential(subtract(d, splat(top)))
         put(logits, 0, a)
@@ -250,8 +254,8 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
             keep = exp_of_one((before - top) / unit)
             for column in range(0, D, LANES):
                 store(out, column, multiply(load_f32(out, column), splat(keep)))
-        set_f32(running, 0, top)
-        set_f32(running, 1, f32(running, 1) * keep + total(add(add(a, b), add(c, d))))
+        set_f32(top_at, 0, top)
+        store(sums, 0, multiply_add(load_f32(sums, 0), splat(keep), add(add(a, b), add(c, d))))
 
     @jit
     def block(job: int, index: int) -> None:
@@ -266,18 +270,19 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
         rows = count * G
         M = (rows + 3) // 4 * 4
         position = length - q_len + begin  # of the first query
-        scratch = malloc((M * (2 * D + KEYS + 2) + 2 * KEYS * D) * 4)
+        scratch = malloc((M * (2 * D + KEYS + LANES + 1) + 2 * KEYS * D) * 4)
         q, out = scratch, scratch + M * D * 4
-        logits, running = scratch + 2 * M * D * 4, scratch + M * (2 * D + KEYS) * 4
-        keys = scratch + M * (2 * D + KEYS + 2) * 4
+        logits, sums = scratch + 2 * M * D * 4, scratch + M * (2 * D + KEYS) * 4
+        tops = sums + M * LANES * 4
+        keys = tops + M * 4
         values = keys + KEYS * D * 4
         for m in range(M):
             source = field(job, Q) + ((start + begin + m // G) * H + k * G + m % G) * D * 4
             for d in range(0, D, LANES):
                 put(q, m * elements * words + d, load_f32(source, d) if m < rows else splat(ZERO))
                 store(out, m * D + d, splat(ZERO))
-            set_f32(running, 2 * m, MASKED)
-            set_f32(running, 2 * m + 1, ZERO)
+            store(sums, m * LANES, splat(ZERO))
+            set_f32(tops, m, MASKED)
         last = min(length, position + count)
         first = max(0, position - window + 1) if window > 0 else 0
         for key in range(first // KEYS * KEYS, last, KEYS):
@@ -290,7 +295,9 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
                     sees = position + min(i, rows - 1) // G
                     low = max(0, sees - window + 1 - key) if window > 0 else 0
                     high = max(low, min(KEYS, sees + 1 - key))
-                    softmax_row(job, logits + i * KEYS * 4, low, high, running + i * 8, out + i * D * 4)
+                    softmax_row(
+                        job, logits + i * KEYS * 4, low, high, tops + i * 4, sums + i * LANES * 4, out + i * D * 4
+                    )
                 if D % KEYS == 0:
                     for column in range(0, D, KEYS):
                         at = (m * D + column) * 4
@@ -303,7 +310,7 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
         for m in range(rows):
             h = k * G + m % G
             target = field(job, OUT) + ((start + begin + m // G) * H + h) * D * 4
-            top, weights = f32(running, 2 * m), f32(running, 2 * m + 1)
+            top, weights = f32(tops, m), total(load_f32(sums, m * LANES))
             keep = ONE
             if field(job, SINKED) > 0:
                 sink = f32(field(job, SINKS), h) * unit

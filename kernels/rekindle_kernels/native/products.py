@@ -44,12 +44,13 @@ def multiply(
     weight: jax.Array,
     scale: jax.Array | None = None,
     residual: jax.Array | None = None,
+    count: jax.Array | None = None,
     *,
     quantize_rows: bool = False,
 ) -> jax.Array:
     """x [R, K] · weight [N, K] · scale [N] + residual [R, N] -> float32 [R, N]. x may be [R, 2 · K], gates first, and
     stands for silu(gate) · up. Many rows are rounded to bfloat16 where the weight is; where it is int8 and
-    `quantize_rows`, they become int8 with a scale of their own."""
+    `quantize_rows`, they become int8 with a scale of their own. Results behind the first `count` rows are undefined."""
     R, N = x.shape[0], weight.shape[0]
     name = _kernel(R, weight, quantize_rows)
     assert name is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
@@ -58,6 +59,7 @@ def multiply(
         jnp.ones((1,), jnp.float32) if scale is None else scale,
         x.astype(jnp.float32),
         jnp.zeros((1, 1), jnp.float32) if residual is None else residual,
+        jnp.array(R, jnp.int32) if count is None else count,
     )
     return product
 

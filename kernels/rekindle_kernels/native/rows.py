@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native.gating import gate
-from rekindle_kernels.native.memory import f32, free, malloc, prefetch, set_f32
+from rekindle_kernels.native.memory import f32, free, i32, malloc, prefetch, set_f32
 from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, operand, result, set_field
 from rekindle_kernels.native.vector import LANES, add, load_f32, multiply_add, splat, total
 
@@ -37,24 +37,25 @@ WEIGHT, SCALE, X, RESIDUAL, OUT, ROWS, WIDTH, HEIGHT, PER_BLOCK, GATED, ADDS = r
 
 
 def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
-    """`(weight [N, K], scale [N], x [R, K] float32, residual [R, N]) -> [R, N] float32` for weights that `read` widens
-    one by one and `load` sixteen at a time. x may be [R, 2 · K], which is gated first; a residual of [1, 1] is none."""
+    """`(weight [N, K], scale [N], x [R, K], residual [R, N], count []) -> [R, N]` of the first `count` rows, all of
+    them float32 but for weights that `read` widens one by one and `load` sixteen at a time. x may be [R, 2 · K], which
+    is gated first; a residual of [1, 1] is none."""
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
-        N, K = dim(frame, 0, 0), dim(frame, 0, 1)
+        N, K, R = dim(frame, 0, 0), dim(frame, 0, 1), min(dim(frame, 2, 0), i32(operand(frame, 4), 0))
         set_field(job, WEIGHT, operand(frame, 0))
         set_field(job, SCALE, operand(frame, 1))
         set_field(job, X, operand(frame, 2))
         set_field(job, GATED, 1 if dim(frame, 2, 1) > K else 0)
         if field(job, GATED) > 0:
-            set_field(job, X, malloc(dim(frame, 2, 0) * K * 4))
-            for r in range(dim(frame, 2, 0)):
+            set_field(job, X, malloc(R * K * 4))
+            for r in range(R):
                 gate(operand(frame, 2) + r * 2 * K * 4, K, field(job, X) + r * K * 4)
         set_field(job, RESIDUAL, operand(frame, 3))
         set_field(job, ADDS, 1 if dim(frame, 3, 0) == dim(frame, 2, 0) and dim(frame, 3, 1) == N else 0)
         set_field(job, OUT, result(frame, 0))
-        set_field(job, ROWS, dim(frame, 2, 0))
+        set_field(job, ROWS, R)
         set_field(job, WIDTH, K)
         set_field(job, HEIGHT, N)
         rounds = (N * K * size + threads * BLOCK_BYTES - 1) // (threads * BLOCK_BYTES)

@@ -81,19 +81,6 @@ def times_power_of_two(typing_context: Any, a: Any, exponent: Any) -> Any:
 
 
 @intrinsic
-def from_ints(typing_context: Any, a: Any, less: Any) -> Any:
-    """The integers in the lanes of a, less one number, as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number = builder.trunc(args[1], ir.IntType(32))
-        one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
-        everywhere = builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
-        return builder.sitofp(builder.sub(builder.bitcast(args[0], _INTS), everywhere), FLOATS)
-
-    return VECTOR(VECTOR, types.int64), codegen
-
-
-@intrinsic
 def load_interleaved(typing_context: Any, a: Any, b: Any, index: Any) -> Any:
     """Sixteen elements of two bytes of each of two rows: those of a in the low halves of the words."""
 
@@ -164,3 +151,58 @@ def store_columns(typing_context: Any, address: Any, stride: Any, a: Any, b: Any
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, VECTOR, VECTOR, VECTOR, VECTOR), codegen
+
+
+@intrinsic
+def add_ints(typing_context: Any, a: Any, b: Any) -> Any:
+    """a plus the four int8 in each lane of b, as int32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        ones = ir.Constant(_INTS, [0x01010101] * LANES)
+        kind = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
+        function = get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+        result = builder.call(function, [builder.bitcast(args[0], _INTS), ones, builder.bitcast(args[1], _INTS)])
+        return builder.bitcast(result, FLOATS)
+
+    return VECTOR(VECTOR, VECTOR), codegen
+
+
+@intrinsic
+def from_ints(typing_context: Any, a: Any, b: Any) -> Any:
+    """The integers in a less 128 times those in b, as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        offset = builder.mul(builder.bitcast(args[1], _INTS), ir.Constant(_INTS, [128] * LANES))
+        return builder.sitofp(builder.sub(builder.bitcast(args[0], _INTS), offset), FLOATS)
+
+    return VECTOR(VECTOR, VECTOR), codegen
+
+
+@intrinsic
+def transpose(typing_context: Any, source: Any, width: Any, target: Any, height: Any) -> Any:
+    """Sixteen by sixteen words: rows `width` words apart become columns of rows `height` words apart."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def at(start: Any, stride: Any, row: int) -> Any:
+            first = builder.inttoptr(start, ir.FloatType().as_pointer())
+            pointer = builder.gep(first, [builder.mul(stride, ir.Constant(ir.IntType(64), row))])
+            return builder.bitcast(pointer, FLOATS.as_pointer())
+
+        def pick(x: Any, y: Any, lanes: list[int]) -> Any:
+            return builder.shuffle_vector(x, y, ir.Constant(_INTS, lanes))
+
+        rows = [builder.load(at(args[0], args[1], row), align=4) for row in range(LANES)]
+        step = 1
+        while step < LANES:  # the places of bit `step` in a row's number and a lane's number are exchanged
+            low = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
+            high = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
+            for row in range(LANES):
+                if not row & step:
+                    x, y = rows[row], rows[row + step]
+                    rows[row], rows[row + step] = pick(x, y, low), pick(x, y, high)
+            step *= 2
+        for row in range(LANES):
+            builder.store(rows[row], at(args[2], args[3], row), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen

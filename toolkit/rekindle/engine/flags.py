@@ -25,6 +25,7 @@ class Flag(enum.IntFlag):
     LOGPROBS = 256
     PROMPT_LOGPROBS = 512
     KEPT = 1024  # its keys and values are in a shared page already and are not written again
+    CHOOSES = 2048  # SAMPLES, or a draft's: its logits are needed
 
 
 SHAPES = Flag.BIASED | Flag.PENALISED | Flag.BARRED

@@ -26,8 +26,9 @@ from rekindle.records import IntArray, Row, StepPlan
 
 _VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
 # As plain integers: operations on an enum.IntFlag take a microsecond each.
-_PROMPT, _SAMPLES, _SAMPLES_BARRED = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.SAMPLES | Flag.BARRED)
-_KEPT = int(Flag.KEPT)
+_PROMPT, _SAMPLES, _KEPT = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.KEPT)
+_CHOOSES = int(Flag.SAMPLES | Flag.CHOOSES)
+_CHOOSES_BARRED = int(Flag.SAMPLES | Flag.CHOOSES | Flag.BARRED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,9 +148,9 @@ class Upload:
         if not row.samples:
             flags &= _PROMPT  # nothing is chosen, so no option needs to be computed
         elif row.generated < row.request.sampling.min_tokens:
-            flags |= _SAMPLES_BARRED
+            flags |= _CHOOSES_BARRED
         else:
-            flags |= _SAMPLES
+            flags |= _CHOOSES
         if row.kept:
             flags |= _KEPT
         if row.draft:

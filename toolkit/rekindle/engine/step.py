@@ -61,7 +61,9 @@ def make_step(
             attend,
             lengths=jnp.maximum(inputs.prompt_lengths, inputs.positions + 1),
         )
-        logits = model.logits(hidden[inputs.last])
+        numbers = lax.iota(jnp.int32, layout.sequences) + 1
+        needed = jnp.max(numbers, initial=0, where=inputs.flag(Flag.CHOOSES))  # none while a prompt has not ended
+        logits = model.logits(hidden[inputs.last], needed)
         with jax.named_scope("sample"):
             tokens = _sample(logits, inputs, state, processors, use_native=graph.precision.native)
         logprobs = row_logprobs(inputs.wanted, logits, tokens)

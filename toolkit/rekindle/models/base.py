@@ -32,8 +32,8 @@ class Model(Protocol):
         """tokens, positions [T] → hidden [T, E] after the final norm."""
         ...
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [N, E] → float32 [N, V], final soft cap included."""
+    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        """hidden [N, E] → float32 [N, V], final soft cap included; of `count` rows, where it is given."""
         ...
 
 

@@ -85,9 +85,9 @@ class Gpt2(nnx.Module):
             x = layer(x, tables, attend)
         return self.norm(x)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
         with jax.named_scope("logits"):
-            return linear(hidden, self.embed if self.head is None else self.head, jnp.float32)
+            return linear(hidden, self.embed if self.head is None else self.head, jnp.float32, count=count)
 
 
 def manifest(config: ModelConfig) -> Manifest:

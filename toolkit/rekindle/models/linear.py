@@ -131,9 +131,10 @@ def linear(
     *,
     gate: str | None = None,
     residual: jax.Array | None = None,
+    count: jax.Array | None = None,
 ) -> jax.Array:
     """x [..., in] · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own. With `gate`, the name of
-    an activation, x is [..., 2·in] and stands for `gated(x, gate)`."""
+    an activation, x is [..., 2·in] and stands for `gated(x, gate)`. Behind the first `count` rows may be anything."""
     scale = None if matrix.scale is None else matrix.scale[...]
     rows, weight = x.size // x.shape[-1], matrix.weight[...]
     rounds = matrix.quantize == "int8"
@@ -144,14 +145,14 @@ def linear(
         y = multiply(x, weight, scale, matrix.quantize, jnp.dtype(dtype or x.dtype))
         return y if residual is None else residual + y
 
-    def plain(x: jax.Array, weight: jax.Array, scale: Any, residual: Any) -> jax.Array:
+    def plain(x: jax.Array, weight: jax.Array, scale: Any, residual: Any, count: Any) -> jax.Array:
         x = x if gate is None else gated(x, gate)
         y = multiply(x, weight, scale, matrix.quantize, jnp.float32)
         return y if residual is None else residual + y
 
     call = native.differentiable(partial(native.multiply, quantize_rows=rounds), plain)
     flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
-    return call(x.reshape(rows, -1), weight, scale, flat).reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
+    return call(x.reshape(rows, -1), weight, scale, flat, count).reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 
 
 def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:

@@ -75,11 +75,11 @@ class Llama(nnx.Module):
             x = layer(x, tables, attend)
         return self.norm(x)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [N, E] → float32 [N, V]."""
+    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        """hidden [N, E] → float32 [N, V]; what is behind the first `count` rows may be anything."""
         with jax.named_scope("logits"):
             head = self.embed if self.head is None else self.head
-            return soft_cap(linear(hidden, head, jnp.float32), self.config.final_soft_cap)
+            return soft_cap(linear(hidden, head, jnp.float32, count=count), self.config.final_soft_cap)
 
 
 def manifest(config: ModelConfig) -> Manifest:

@@ -1,0 +1,116 @@
+"""Hundreds of rows times a 16-bit or 8-bit matrix: strips of the matrix are turned, and every row passes over them.
+
+A strip is 32 outputs, laid out so that a load fills a vector with the words of 16 of them. A word of a row, spread over
+a vector, multiplies two such vectors, and 12 rows times 32 outputs stay in registers until they are done: they come out
+as they are stored. In `panels` it is the rows that are turned, in memory, and so are the results. To turn a strip costs
+what 8 to 16 rows do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rekindle_kernels.native.memory import f32, free, malloc, prefetch
+from rekindle_kernels.native.packing import (
+    ADDS,
+    FACTORS,
+    OUT,
+    PACKS,
+    PANELS,
+    PER_PACK,
+    RESIDUAL,
+    SCALES,
+    WEIGHT,
+    WIDTH,
+    K,
+    N,
+    R,
+    narrower,
+)
+from rekindle_kernels.native.target import field, inline, jit, set_field
+from rekindle_kernels.native.tile import multiply_tile
+from rekindle_kernels.native.vector import LANES, add, load_f32, multiply, splat, store
+from rekindle_kernels.native.words import add_ints, from_ints, transpose
+
+ENOUGH = 192  # rows
+ROWS, VECTORS = 12, 2  # of a tile: 24 sums, two vectors of the strip and a word of the row are 27 of 32 registers
+OUTPUTS = VECTORS * LANES
+PACKED_BYTES = 64 << 10  # of rows that one thread narrows: to wake another takes as long
+ALIGNED = 64  # bytes
+ZERO = np.float32(0)
+
+
+def functions(size: int) -> Any:
+    """`prepare(job) -> blocks`, `pack(job, index)` and `multiply(job, index)` of `panels.kernel`."""
+    narrow = narrower(size)
+    tile = multiply_tile(ROWS, VECTORS, size)
+
+    @inline
+    def prepare(job: int) -> int:
+        rows, width = field(job, R), field(job, K)
+        whole = (rows + ROWS - 1) // ROWS * ROWS
+        set_field(job, PANELS, malloc(whole * width * size + (rows + LANES) * 4))
+        set_field(job, SCALES, field(job, PANELS) + whole * width * size)
+        set_field(job, PER_PACK, max(1, PACKED_BYTES // (field(job, WIDTH) * 4)))
+        set_field(job, PACKS, (rows + field(job, PER_PACK) - 1) // field(job, PER_PACK))
+        return field(job, PACKS) + (field(job, N) + OUTPUTS - 1) // OUTPUTS
+
+    @jit
+    def pack(job: int, index: int) -> None:
+        width = field(job, K)
+        scratch, first = malloc(width * 4), index * field(job, PER_PACK)
+        for r in range(first, min(field(job, R), first + field(job, PER_PACK))):
+            narrow(job, r, field(job, PANELS) + r * width * size, scratch)
+        free(scratch)
+
+    @jit
+    def turn(w: int, words: int, strip: int, offsets: int) -> None:
+        """16 outputs of a strip; for int8 what the 128 that was added to every element of x adds to their sums."""
+        sums = splat(ZERO)
+        for j in range(0, words, LANES):
+            transpose(w + j * 4, words, strip + j * OUTPUTS * 4, OUTPUTS)
+            if size == 1:
+                for i in range(LANES):
+                    sums = add_ints(sums, load_f32(strip, (j + i) * OUTPUTS))
+        store(offsets, 0, sums)
+
+    @jit
+    def put(job: int, sums: int, offsets: int, n: int, r: int, vectors: int) -> None:
+        """The results of a tile."""
+        height = field(job, N)
+        for i in range(min(ROWS, field(job, R) - r)):
+            at = ((r + i) * height + n) * 4
+            for v in range(vectors):
+                y = load_f32(sums, i * OUTPUTS + v * LANES)
+                if size == 1:
+                    scale = splat(f32(field(job, SCALES), r + i))
+                    y = from_ints(y, load_f32(offsets, v * LANES))
+                    y = multiply(multiply(y, load_f32(field(job, FACTORS), n + v * LANES)), scale)
+                if field(job, ADDS) > 0:
+                    y = add(y, load_f32(field(job, RESIDUAL) + at, v * LANES))
+                store(field(job, OUT) + at, v * LANES, y)
+
+    @jit
+    def multiply_strip(job: int, index: int) -> None:
+        n, words = index * OUTPUTS, field(job, K) * size // 4
+        vectors = min(VECTORS, (field(job, N) - n) // LANES)
+        scratch = malloc((words * OUTPUTS + ROWS * OUTPUTS + OUTPUTS) * 4 + ALIGNED)
+        strip = (scratch + ALIGNED - 1) // ALIGNED * ALIGNED
+        sums = strip + words * OUTPUTS * 4
+        offsets = sums + ROWS * OUTPUTS * 4
+        for v in range(vectors):
+            w = field(job, WEIGHT) + (n + v * LANES) * words * 4
+            turn(w, words, strip + v * LANES * 4, offsets + v * LANES * 4)
+        ahead = field(job, WEIGHT) + (n + OUTPUTS) * words * 4
+        lines = OUTPUTS * words * ROWS // field(job, R) // LANES + 1
+        for r in range(0, field(job, R), ROWS):
+            tile(strip, field(job, PANELS) + r * words * 4, words, sums)
+            put(job, sums, offsets, n, r, vectors)
+            for _ in range(lines):
+                prefetch(ahead)
+                ahead += 64
+        free(scratch)
+
+    return prepare, pack, multiply_strip
