@@ -24,14 +24,31 @@ from rekindle_kernels.native import compiling, drawing
 
 @pytest.fixture(scope="module")
 def code() -> bytes:
-    return compiling.object_code("draw", build.ENTRY, build._machine(llvm))
+    return compiling.object_code("draw", build.entry("another"), build._machine(llvm))
 
 
-def test_only_what_is_called_from_outside_is_named_by_us(code: bytes) -> None:
-    assert {b"rekindle_entry", b"rekindle_draw_task"} <= set(code.split(b"\0"))
-    engine, address = build._load(code)
-    assert address
-    assert engine.get_function_address("rekindle_draw_task")
+def test_names_tell_which_kernel_they_are_of(code: bytes) -> None:
+    """One engine has the code of all kernels, and numba counts its functions anew in every process."""
+    assert build._load("another", code)
+    names = [name for name in code.split(b"\0") if b"draw" in name or b"task" in name]
+    assert names
+    assert all(name.startswith(build.entry("another").encode()) for name in names)
+
+
+KINDS = (
+    "chain", "split", "norm", "largest", "draw", "write_bfloat16", "matvec_float32", "matvec_int8", "panels_bfloat16",
+    "panels_int8", "prefill_float32_64", "prefill_bfloat16_64", "decode_float32_64",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_kernel_can_fail_or_needs_python(name: str) -> None:
+    if name.startswith("panels") and not build.has_feature("avx512bf16" if "bfloat" in name else "avx512vnni"):
+        pytest.skip("this processor has no instruction for it")
+    build.ensure(name)
+    code = build._stored(name)
+    assert code is not None
+    assert not [word for word in (b"numba_", b"NRT_", b"PyErr", b"NumbaEnv") if word in code]
 
 
 def test_others_compile_as_ever_afterwards(code: bytes) -> None:
@@ -59,7 +76,7 @@ def test_a_kernel_that_does_not_compile_leaves_numba_as_it_was(monkeypatch: pyte
     monkeypatch.setattr(compiling, "make", broken)
     plain = cpu_target.target_context.codegen()
     with pytest.raises(numba.TypingError):
-        compiling.object_code("norm", build.ENTRY, build._machine(llvm))
+        compiling.object_code("norm", build.entry("norm"), build._machine(llvm))
     assert cpu_target.target_context.codegen() is plain
     assert gc.isenabled()
 
@@ -72,6 +89,6 @@ def test_another_thread_compiles_before_or_after_but_not_meanwhile() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    compiling.object_code("norm", build.ENTRY, build._machine(llvm))
+    compiling.object_code("norm", build.entry("norm"), build._machine(llvm))
     thread.join()
     assert results == [10, 11, 12]

@@ -25,11 +25,11 @@ import jax
 from rekindle_kernels.native import zeros
 from rekindle_kernels.native.plan import ENTRIES, SLOTS, slot
 
-ENTRY, PREFIX = "rekindle_entry", "rekindle_"
+PREFIX = "rekindle_"
 log = logging.getLogger("rekindle.native")
 _lock = threading.Lock()
 _failed: set[str] = set()
-_engines: dict[str, Any] = {}  # by kernel: an engine owns the code that XLA calls
+_ready: set[str] = set()  # kernels
 _entries = (ctypes.c_int64 * SLOTS)()  # where that code begins, for the kernel of chains
 
 
@@ -64,19 +64,19 @@ def ensure(name: str) -> str:
     """Register kernel `name` with XLA, building it if need be; the name of its target."""
     target = f"{PREFIX}{name}"
     with _lock:
-        if name not in _engines:
-            engine, address = (None, zeros.address()) if name == zeros.NAME else _made(name)
+        if name not in _ready:
+            address = zeros.address() if name == zeros.NAME else _made(name)
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
             assert not _entries[slot(name)], f"two kernels have the entry of {name}: rename one"
             _entries[slot(name)] = address
-            _engines[name] = engine
+            _ready.add(name)
     return target
 
 
 def called_by(executable: bytes) -> list[str]:
     """The kernels of this process that a serialised executable names; one that begins like another may be too many."""
     with _lock:
-        return [name for name in _engines if f"{PREFIX}{name}".encode() in executable]
+        return [name for name in _ready if f"{PREFIX}{name}".encode() in executable]
 
 
 def builds(name: str) -> bool:
@@ -98,13 +98,18 @@ def builds(name: str) -> bool:
     return True
 
 
-def _made(name: str) -> tuple[Any, int]:
-    """An engine that holds the kernel's code, and the code's address."""
+def entry(name: str) -> str:
+    """The symbol of kernel `name` in its object code."""
+    return f"{PREFIX}{name}_entry"
+
+
+def _made(name: str) -> int:
+    """The address of the kernel's code."""
     code = _stored(name)
     if code is None:
         code = _compile(name)
         _store(name, code)
-    return _load(code)
+    return _load(name, code)
 
 
 def _compile(name: str) -> bytes:
@@ -113,24 +118,33 @@ def _compile(name: str) -> bytes:
 
     from rekindle_kernels.native import compiling
 
-    return compiling.object_code(name, ENTRY, _machine(llvm))
+    return compiling.object_code(name, entry(name), _machine(llvm))
 
 
-def _load(code: bytes) -> tuple[Any, int]:
+def _load(name: str, code: bytes) -> int:
     import llvmlite.binding as llvm
 
-    machine = _machine(llvm)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    objects = llvm.ObjectFileRef.from_data(code)
+    engine = _engine()
     _settle_symbols(llvm, code)
-    engine.add_object_file(objects)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return engine, engine.get_function_address(ENTRY)
+    address: int = engine.get_function_address(entry(name))
+    return address
+
+
+@cache
+def _engine() -> Any:
+    """It owns the code that XLA calls; one for each kernel would take five times as long to load."""
+    import llvmlite.binding as llvm
+
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))
 
 
 def _settle_symbols(llvm: Any, code: bytes) -> None:
-    """Numba's wrapper names functions of its runtime for errors that can't happen here; unresolved, they would end the
-    process when the code is loaded."""
+    """Unresolved names would end the process when the code is loaded. What is compiled here has none of numba's, unless
+    its optimiser misses that a function can't fail; then they are what it never calls."""
+    if b"numba_" not in code and b"NRT_" not in code:
+        return
     stop = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
     for symbol in set(re.findall(rb"(?<![\w.])(?:numba_|NRT_)\w+", code)):
         if llvm.address_of_symbol(symbol.decode()) is None:
@@ -151,7 +165,7 @@ def _machine(llvm: Any) -> Any:
     _initialised()
     features = llvm.get_host_cpu_features().flatten()
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=3, reloc="pic", codemodel="jitdefault"
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3, reloc="static", codemodel="jitdefault"
     )
 
 

@@ -7,7 +7,6 @@ once, and optimised once. The kernels of a bfloat16 llama: 7 s, of which LLVM ta
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,18 +18,23 @@ from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
+from rekindle_kernels.garbage import no_search
 from rekindle_kernels.native.kernels import make
 
 
 def object_code(name: str, entry: str, machine: Any) -> bytes:
     """Of kernel `name` for a target machine of LLVM's; XLA calls the function `entry`."""
-    with _gathering(), _no_garbage_collection():
+    with _gathering(), no_search():
         kernel = make(name)
         task, make_handler = kernel.functions()
         handler = make_handler()
     for function, symbol in ((task, kernel.symbol), (handler, entry)):
         _expose(function, symbol)
     module = _linked([handler._library, task._library])
+    for value in (*module.functions, *module.global_variables):
+        if not value.is_declaration and value.name != entry:
+            value.linkage = "internal"  # seen as a whole no function fails, and what would tell Python so goes
+            value.name = f"{entry}.{value.name}"
     for function in module.functions:
         # Nothing is thrown through it, and its tables for unwinding led C++ exceptions of other code astray.
         if not function.is_declaration:
@@ -115,18 +119,6 @@ class _Codegen(JITCPUCodegen):
 @cache
 def _codegen() -> _Codegen:
     return _Codegen("rekindle")
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Looking for it takes a seventh of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

@@ -76,9 +76,10 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
             if length <= 0:
                 for at in range(r * H * D, (r + 1) * H * D):
                     set_f32(result(frame, 0), at, ZERO)
-            for begin in range(first_key(job, length), length, keys):
+            first = first_key(job, length)
+            for piece in range((length - first + keys - 1) // keys):
                 set_i32(work, 2 * pieces, r)
-                set_i32(work, 2 * pieces + 1, begin)
+                set_i32(work, 2 * pieces + 1, first + piece * keys)
                 pieces += 1
         set_field(job, PIECES, pieces)
         return pieces * K

@@ -112,9 +112,9 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
         set_field(job, WORK, work)
         tiles = 0
         for s in range(count):
-            for begin in range(0, i32(cu, s + 1) - i32(cu, s), queries):
+            for number in range((i32(cu, s + 1) - i32(cu, s) + queries - 1) // queries):
                 set_i32(work, 2 * tiles, s)
-                set_i32(work, 2 * tiles + 1, begin)
+                set_i32(work, 2 * tiles + 1, number * queries)
                 tiles += 1
         set_field(job, TILES, tiles)
         return tiles * K

@@ -29,6 +29,7 @@ from rekindle.errors import CompileError, StoreError
 from rekindle.models.base import Graph
 from rekindle.models.config import ModelConfig
 from rekindle_kernels import native, zeros
+from rekindle_kernels.garbage import no_search
 
 MOVED_PAGES = 4  # per gather or scatter between tiers; of each page and layer a scatter compiles one operation
 
@@ -150,7 +151,8 @@ class Programs:
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""
         try:
-            compiled = self.build(key).compile()
+            with no_search():
+                compiled = self.build(key).compile()
         except Exception as error:
             raise CompileError(
                 f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"

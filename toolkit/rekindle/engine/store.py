@@ -28,6 +28,7 @@ from rekindle.engine import identity
 from rekindle.errors import StoreError
 from rekindle.saving import ITEM, PARTIAL, write_checkpoint
 from rekindle_kernels import native
+from rekindle_kernels.garbage import no_search
 
 log = logging.getLogger("rekindle.store")
 FORMAT = 2
@@ -192,9 +193,11 @@ def _loaded(path: Path) -> Any:
     payload = (path / PROGRAM).read_bytes()
     if _checksum(payload) != meta["checksum"]:
         raise StoreError("its checksum does not match")
-    for name in meta["native"]:
-        native.ensure(name)
-    return serialize_executable.deserialize_and_load(payload[meta["trees"] :], *pickle.loads(payload[: meta["trees"]]))
+    with no_search():
+        for name in meta["native"]:
+            native.ensure(name)
+        trees = pickle.loads(payload[: meta["trees"]])
+        return serialize_executable.deserialize_and_load(payload[meta["trees"] :], *trees)
 
 
 def _checksum(payload: bytes) -> str:
