@@ -1,4 +1,4 @@
-"""Python's search for cyclic garbage, kept off while much is made that stays: it would look through all of it each time."""
+"""Python's search for cyclic garbage, kept off while much is made that stays: each time it would look through all."""
 
 from __future__ import annotations
 
