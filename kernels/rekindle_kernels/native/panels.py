@@ -214,6 +214,7 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         """The rows that are left over, for the outputs [n, n + OUTPUTS)."""
         rows, height, words = field(job, R), field(job, N), field(job, K) * size // 4
         first = rows - left_over(rows)
+        alone = first == 0  # else another's product has just asked for these weights
         for r in range(first, rows):
             x = field(job, PANELS) + (panels_of(rows) * PANEL + r - first) * words * 4
             out = field(job, OUT) + (r * height + n) * 4
@@ -221,6 +222,9 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
                 a = b = c = d = splat(ZERO)
                 v = w + o * words * 4
                 for j in range(0, words, LANES):
+                    if alone and r == first:
+                        for i in range(4, 8):
+                            prefetch(v + (i * words + j) * 4)
                     y = load_f32(x, j)
                     a, b = add(a, y, load_f32(v, j)), add(b, y, load_f32(v, words + j))
                     c, d = add(c, y, load_f32(v, 2 * words + j)), add(d, y, load_f32(v, 3 * words + j))

@@ -34,7 +34,7 @@ from rekindle_kernels.native.tile import multiply_tile
 from rekindle_kernels.native.vector import LANES, add, load_f32, multiply, splat, store
 from rekindle_kernels.native.words import add_ints, from_ints, transpose
 
-ENOUGH = 192  # rows
+ENOUGH = 160  # rows
 ROWS, VECTORS = 12, 2  # of a tile: 24 sums, two vectors of the strip and a word of the row are 27 of 32 registers
 OUTPUTS = VECTORS * LANES
 PACKED_BYTES = 64 << 10  # of rows that one thread narrows: to wake another takes as long
