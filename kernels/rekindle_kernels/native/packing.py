@@ -36,7 +36,8 @@ ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float
 # and what they are multiplied with.
 X, R, K, WIDTH, PANELS, SCALES, PER_PACK, PACKS = range(8)
 WEIGHT, FACTORS, RESIDUAL, ADDS, OUT, N = range(8, 14)
-FIELDS = 14  # the others' begin here
+GROUP = 14  # rows that a block multiplies
+FIELDS = 15  # the others' begin here
 
 
 @inline

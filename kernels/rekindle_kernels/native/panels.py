@@ -62,7 +62,7 @@ from rekindle_kernels.native.vector import (
 from rekindle_kernels.native.vector import add as plus
 from rekindle_kernels.native.words import from_ints, total_of_ints, transpose
 
-GROUP = 2 * PANEL  # rows for which a piece of the matrix is read once
+TOGETHER = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
 ZERO = np.float32(0)
 ONES = 0x01010101
@@ -81,7 +81,7 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
     @inline
     def prepare_panels(job: int, threads: int) -> int:
         height, rows = field(job, N), field(job, R)
-        groups = max(1, (rows - left_over(rows) + GROUP - 1) // GROUP)
+        groups = max(1, (rows - left_over(rows) + TOGETHER - 1) // TOGETHER)
         parts = max(1, (4 * threads + groups - 1) // groups)
         per_block = ((height + parts - 1) // parts + OUTPUTS - 1) // OUTPUTS * OUTPUTS
         parts = (height + per_block - 1) // per_block
@@ -106,7 +106,7 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         set_field(job, K, dim(frame, 0, 1))
         set_field(job, N, height)
         set_field(job, STRIPED, 1 if field(job, R) >= strips.ENOUGH else 0)
-        return prepare_strips(job) if field(job, STRIPED) > 0 else prepare_panels(job, threads)
+        return prepare_strips(job, threads) if field(job, STRIPED) > 0 else prepare_panels(job, threads)
 
     @jit
     def finish(job: int) -> None:
@@ -260,7 +260,7 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         for i in range(OUTPUTS):
             set_i32(offsets, OUTPUTS + i, ONES)
         whole = rows - left_over(rows)
-        first, end = group * GROUP, min(whole, group * GROUP + GROUP)
+        first, end = group * TOGETHER, min(whole, group * TOGETHER + TOGETHER)
         tile = OUTPUTS * words * 4
         for n in range(part * per_block, min(field(job, N), (part + 1) * per_block), OUTPUTS):
             w = field(job, WEIGHT) + n * words * 4

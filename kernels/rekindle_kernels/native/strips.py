@@ -16,6 +16,7 @@ from rekindle_kernels.native.memory import f32, free, malloc, prefetch
 from rekindle_kernels.native.packing import (
     ADDS,
     FACTORS,
+    GROUP,
     OUT,
     PACKS,
     PANELS,
@@ -35,6 +36,7 @@ from rekindle_kernels.native.vector import LANES, add, load_f32, multiply, splat
 from rekindle_kernels.native.words import add_ints, from_ints, transpose
 
 ENOUGH = 160  # rows
+FEWEST = 96  # of a group: many threads share a strip, and each turns it for itself
 ROWS, VECTORS = 12, 2  # of a tile: 24 sums, two vectors of the strip and a word of the row are 27 of 32 registers
 OUTPUTS = VECTORS * LANES
 PACKED_BYTES = 64 << 10  # of rows that one thread narrows: to wake another takes as long
@@ -42,20 +44,27 @@ ALIGNED = 64  # bytes
 ZERO = np.float32(0)
 
 
+@inline
+def count_strips(job: int) -> int:
+    return (field(job, N) + OUTPUTS - 1) // OUTPUTS
+
+
 def functions(size: int) -> Any:
-    """`prepare(job) -> blocks`, `pack(job, index)` and `multiply(job, index)` of `panels.kernel`."""
+    """`prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)` of `panels.kernel`."""
     narrow = narrower(size)
     tile = multiply_tile(ROWS, VECTORS, size)
 
     @inline
-    def prepare(job: int) -> int:
-        rows, width = field(job, R), field(job, K)
+    def prepare(job: int, threads: int) -> int:
+        rows, width, strips = field(job, R), field(job, K), count_strips(job)
+        groups = max(1, min((4 * threads + strips - 1) // strips, rows // FEWEST))
+        set_field(job, GROUP, (rows + groups * ROWS - 1) // (groups * ROWS) * ROWS)
         whole = (rows + ROWS - 1) // ROWS * ROWS
         set_field(job, PANELS, malloc(whole * width * size + (rows + LANES) * 4))
         set_field(job, SCALES, field(job, PANELS) + whole * width * size)
         set_field(job, PER_PACK, max(1, PACKED_BYTES // (field(job, WIDTH) * 4)))
         set_field(job, PACKS, (rows + field(job, PER_PACK) - 1) // field(job, PER_PACK))
-        return field(job, PACKS) + (field(job, N) + OUTPUTS - 1) // OUTPUTS
+        return field(job, PACKS) + strips * ((rows + field(job, GROUP) - 1) // field(job, GROUP))
 
     @jit
     def pack(job: int, index: int) -> None:
@@ -94,7 +103,9 @@ def functions(size: int) -> Any:
 
     @jit
     def multiply_strip(job: int, index: int) -> None:
-        n, words = index * OUTPUTS, field(job, K) * size // 4
+        strips, rows = count_strips(job), field(job, GROUP)
+        n, words = index % strips * OUTPUTS, field(job, K) * size // 4
+        begin = index // strips * rows
         vectors = min(VECTORS, (field(job, N) - n) // LANES)
         scratch = malloc((words * OUTPUTS + ROWS * OUTPUTS + OUTPUTS) * 4 + ALIGNED)
         strip = (scratch + ALIGNED - 1) // ALIGNED * ALIGNED
@@ -103,9 +114,9 @@ def functions(size: int) -> Any:
         for v in range(vectors):
             w = field(job, WEIGHT) + (n + v * LANES) * words * 4
             turn(w, words, strip + v * LANES * 4, offsets + v * LANES * 4)
-        ahead = field(job, WEIGHT) + (n + OUTPUTS) * words * 4
-        lines = OUTPUTS * words * ROWS // field(job, R) // LANES + 1
-        for r in range(0, field(job, R), ROWS):
+        ahead = field(job, WEIGHT) + (n + OUTPUTS) * words * 4  # the next strip's weights, little by little
+        lines = OUTPUTS * words // LANES // (rows // ROWS) + 1
+        for r in range(begin, min(field(job, R), begin + rows), ROWS):
             tile(strip, field(job, PANELS) + r * words * 4, words, sums)
             put(job, sums, offsets, n, r, vectors)
             for _ in range(lines):
