@@ -66,6 +66,16 @@ def test_many_rows_in_panels(dtype: str, rows: int) -> None:
     np.testing.assert_allclose(got, x @ meaning.T, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize(("version", "works"), [("0.44.0", False), ("0.47.1", False), ("0.48.0", True), ("1.0", True)])
+def test_an_llvm_that_would_end_the_process_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, version: str, works: bool
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    reason = native.reason_against()
+    assert (reason is None) == works
+    assert works or "pip install --upgrade" in str(reason)
+
+
 def test_what_it_does_not_multiply() -> None:
     assert not native.multiplies(2, jnp.zeros((4, 4), jnp.float8_e4m3fn))
     assert not native.multiplies(2, jnp.zeros((2, 4, 4), jnp.float32)), "stacks of experts"

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from rekindle_kernels.native import zeros
 from rekindle_kernels.native.plan import ENTRIES, SLOTS, slot
 
 PREFIX = "rekindle_"
+OLDEST = (0, 48)  # version of llvmlite
 log = logging.getLogger("rekindle.native")
 _lock = threading.Lock()
 _failed: set[str] = set()
@@ -40,7 +42,18 @@ def reason_against() -> str | None:
     if os.environ.get("REKINDLE_NATIVE", "1") == "0":
         return "REKINDLE_NATIVE=0 turns them off"
     missing = [name for name in ("numba", "llvmlite") if importlib.util.find_spec(name) is None]
-    return f"{' and '.join(missing)} not installed: pip install 'rekindle[cpu]'" if missing else None
+    if missing:
+        return f"{' and '.join(missing)} not installed: pip install 'rekindle[cpu]'"
+    if not _knows_enough(importlib.metadata.version("llvmlite")):
+        return "llvmlite is too old for them: pip install --upgrade 'rekindle[cpu]'"
+    return None
+
+
+@cache
+def _knows_enough(version: str) -> bool:
+    """LLVM 20, in llvmlite 0.45 to 0.47, ends the process over some kernels; the one before has no bfloat16."""
+    numbers = re.findall(r"\d+", version)
+    return tuple(map(int, numbers[:2])) >= OLDEST
 
 
 @cache
@@ -164,8 +177,10 @@ def _initialised() -> None:
 def _machine(llvm: Any) -> Any:
     _initialised()
     features = llvm.get_host_cpu_features().flatten()
+    # Absolute addresses: through a table of offsets the second object of an engine found the first one's constants.
+    reloc = "static" if platform.machine() in ("x86_64", "AMD64") else "default"
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=3, reloc="static", codemodel="jitdefault"
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3, reloc=reloc, codemodel="jitdefault"
     )
 
 
