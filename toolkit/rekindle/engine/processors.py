@@ -35,7 +35,8 @@ class LogitsContext(NamedTuple):
 class LogitsProcessor(html.Record):
     """`function(logits float32 [N, V], context) -> float32 [N, V]`, each row on its own; traced once per program.
 
-    Give it another `version` when something changes that its own code does not show, such as code that it imports.
+    Rows that choose no token in a step may hold anything. Give it another `version` when something changes that its own
+    code does not show, such as code that it imports.
     """
 
     function: Callable[[Array, LogitsContext], Array]
