@@ -27,7 +27,7 @@ from rekindle_kernels.native import zeros
 from rekindle_kernels.native.plan import ENTRIES, SLOTS, slot
 
 PREFIX = "rekindle_"
-OLDEST = (0, 48)  # version of llvmlite
+OLDEST = (0, 48)  # llvmlite: 0.45 to 0.47 end the process over some kernels, those before have no bfloat16
 log = logging.getLogger("rekindle.native")
 _lock = threading.Lock()
 _failed: set[str] = set()
@@ -44,16 +44,10 @@ def reason_against() -> str | None:
     missing = [name for name in ("numba", "llvmlite") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed: pip install 'rekindle[cpu]'"
-    if not _knows_enough(importlib.metadata.version("llvmlite")):
-        return "llvmlite is too old for them: pip install --upgrade 'rekindle[cpu]'"
+    version = importlib.metadata.version("llvmlite")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        return f"llvmlite {version} is older than {OLDEST[0]}.{OLDEST[1]}: pip install --upgrade 'rekindle[cpu]'"
     return None
-
-
-@cache
-def _knows_enough(version: str) -> bool:
-    """LLVM 20, in llvmlite 0.45 to 0.47, ends the process over some kernels; the one before has no bfloat16."""
-    numbers = re.findall(r"\d+", version)
-    return tuple(map(int, numbers[:2])) >= OLDEST
 
 
 @cache
@@ -138,7 +132,6 @@ def _load(name: str, code: bytes) -> int:
     import llvmlite.binding as llvm
 
     engine = _engine()
-    _settle_symbols(llvm, code)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     address: int = engine.get_function_address(entry(name))
@@ -151,17 +144,6 @@ def _engine() -> Any:
     import llvmlite.binding as llvm
 
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))
-
-
-def _settle_symbols(llvm: Any, code: bytes) -> None:
-    """Unresolved names would end the process when the code is loaded. What is compiled here has none of numba's, unless
-    its optimiser misses that a function can't fail; then they are what it never calls."""
-    if b"numba_" not in code and b"NRT_" not in code:
-        return
-    stop = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
-    for symbol in set(re.findall(rb"(?<![\w.])(?:numba_|NRT_)\w+", code)):
-        if llvm.address_of_symbol(symbol.decode()) is None:
-            llvm.add_symbol(symbol.decode(), stop)
 
 
 @cache

@@ -40,6 +40,9 @@ def object_code(name: str, entry: str, machine: Any) -> bytes:
         if not function.is_declaration:
             function.add_function_attribute("nounwind")
     _optimise(module, machine)
+    numbas = [f.name for f in module.functions if f.is_declaration and f.name.startswith(("numba_", "NRT_"))]
+    if numbas:
+        raise RuntimeError(f"{name} still names {', '.join(numbas)}: loading it would end the process")
     code: bytes = machine.emit_object(module)
     return code
 

@@ -1,4 +1,4 @@
-"""Rows narrowed to what the instructions of `panels` multiply, and laid out: the first part of every such product.
+"""The first part of every product of `panels`, rows narrowed to what its instructions multiply, and the last.
 
 A word of four bytes holds what one row has for two (bfloat16) or four (int8) columns, and 32 rows lie next to each
 other, so that one load fills a vector with 16 of them. Rows that are left over after the last vector, if they are few,
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native.gating import gate
-from rekindle_kernels.native.memory import free, malloc, set_f32
+from rekindle_kernels.native.memory import f32, free, malloc, set_f32
 from rekindle_kernels.native.target import field, inline, jit, set_field
 from rekindle_kernels.native.vector import (
     LANES,
+    add,
     larger,
     largest,
     load_f32,
@@ -25,7 +26,7 @@ from rekindle_kernels.native.vector import (
     splat,
     store,
 )
-from rekindle_kernels.native.words import store_rounded, store_u8, transpose
+from rekindle_kernels.native.words import from_ints, store_rounded, store_u8, transpose
 
 PANEL = 2 * LANES  # rows that lie next to each other
 LEFT_OVER = 4  # rows behind the last vector that are not worth one
@@ -85,6 +86,23 @@ def narrower(size: int) -> Any:
             store_u8(out, k, nearest(multiply(load_f32(x, k), factor)))
 
     return narrow
+
+
+def finisher(size: int) -> Any:
+    """`finish(job, sums, weights, r, n)`: the results of row r for 16 outputs from n on, from the sums of their
+    products; for int8 with the sums of their weights, each of which was multiplied with 128 too much."""
+
+    @inline
+    def finish(job: int, sums: Any, weights: Any, r: int, n: int) -> None:
+        at = (r * field(job, N) + n) * 4
+        if size == 1:
+            scale, factors = splat(f32(field(job, SCALES), r)), load_f32(field(job, FACTORS), n)
+            sums = multiply(multiply(from_ints(sums, weights), factors), scale)
+        if field(job, ADDS) > 0:
+            sums = add(sums, load_f32(field(job, RESIDUAL) + at, 0))
+        store(field(job, OUT) + at, 0, sums)
+
+    return finish
 
 
 def packer(size: int) -> Any:

@@ -5,13 +5,17 @@ multiplies it with the words of 16 rows: the matrix is never repacked, and read 
 every product, and has no instruction for four int8. Rows that are left over after the last vector of 16, if they are
 few, are multiplied along the columns instead. Where there are hundreds of rows, it is `strips` that multiplies them.
 
-GFLOP/s, 2 cores, best of 60:           XLA   this file
-    bfloat16   512 x 3072 x 576         887         870
-               512 x 576 x 1536         811         950
-                64 x 3072 x 576         654         837
-    int8       512 x 3072 x 576         626        1567
-               512 x 576 x 1536         557        1747
-                64 x 3072 x 576         509        1349
+GFLOP/s, 2 cores, best of 60, rows of float32 that are narrowed here and were narrowed before for XLA:
+
+                                        XLA   here
+    bfloat16   512 x 3072 x 576         855    818   (strips)
+               512 x 576 x 1536         802    843   (strips)
+                64 x 3072 x 576         713    891
+    int8       512 x 3072 x 576         704   1645   (strips)
+               512 x 576 x 1536         640   1613   (strips)
+                64 x 3072 x 576         664   1468
+
+Each alone and into memory of its own, whose first touch counts.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from rekindle_kernels.native.packing import (
     N,
     R,
     count_packs,
+    finisher,
     left_over,
     packer,
     panels_of,
@@ -54,18 +59,16 @@ from rekindle_kernels.native.target import (
 from rekindle_kernels.native.vector import (
     LANES,
     load_f32,
-    multiply,
     splat,
     store,
     store_totals,
 )
 from rekindle_kernels.native.vector import add as plus
-from rekindle_kernels.native.words import from_ints, total_of_ints, transpose
+from rekindle_kernels.native.words import add_ints, total_of_ints, transpose
 
 TOGETHER = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
 ZERO = np.float32(0)
-ONES = 0x01010101
 
 # Fields of a job, behind those of `packing`.
 PER_BLOCK, PARTS, STRIPED = range(packing.FIELDS, packing.FIELDS + 3)
@@ -77,6 +80,7 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
     times the factor and a scale of the row. x may be [R, 2 · K], which is gated first; a residual of [1, 1] is none."""
     pack = packer(size)
     prepare_strips, pack_rows, multiply_strip = strips.functions(size)
+    finish_vector = finisher(size)
 
     @inline
     def prepare_panels(job: int, threads: int) -> int:
@@ -197,17 +201,9 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
     @jit
     def put(job: int, sums: int, offsets: int, n: int, r: int, turned: int) -> None:
         """The results of 16 rows from r on for the outputs [n, n + OUTPUTS), as rows of whole cache lines."""
-        height = field(job, N)
         transpose(sums, PANEL, turned, OUTPUTS)
         for i in range(min(LANES, field(job, R) - r)):
-            at = ((r + i) * height + n) * 4
-            y = load_f32(turned, i * OUTPUTS)
-            if size == 1:
-                scale = splat(f32(field(job, SCALES), r + i))
-                y = multiply(multiply(from_ints(y, load_f32(offsets, 0)), load_f32(field(job, FACTORS), n)), scale)
-            if field(job, ADDS) > 0:
-                y = plus(y, load_f32(field(job, RESIDUAL) + at, 0))
-            store(field(job, OUT) + at, 0, y)
+            finish_vector(job, load_f32(turned, i * OUTPUTS), load_f32(offsets, 0), r + i, n)
 
     @jit
     def few(job: int, w: int, offsets: int, n: int) -> None:
@@ -242,11 +238,10 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
     @inline
     def set_offsets(w: int, words: int, offsets: int) -> None:
         """The sums of the weights of each output, of which 128 times are in its products: x has so much added."""
-        ones = offsets + OUTPUTS * 4
         for o in range(OUTPUTS):
             a = splat(ZERO)
             for j in range(0, words, LANES):
-                a = add(a, load_f32(ones, 0), load_f32(w, o * words + j))
+                a = add_ints(a, load_f32(w, o * words + j))
             set_i32(offsets, o, total_of_ints(a))
 
     @jit
@@ -254,11 +249,9 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         rows, words = field(job, R), field(job, K) * size // 4
         parts, per_block = field(job, PARTS), field(job, PER_BLOCK)
         group, part = index // parts, index % parts
-        scratch = malloc((OUTPUTS * PANEL + LANES * OUTPUTS + 2 * OUTPUTS) * 4)
+        scratch = malloc((OUTPUTS * PANEL + LANES * OUTPUTS + OUTPUTS) * 4)
         turned = scratch + OUTPUTS * PANEL * 4
         offsets = turned + LANES * OUTPUTS * 4
-        for i in range(OUTPUTS):
-            set_i32(offsets, OUTPUTS + i, ONES)
         whole = rows - left_over(rows)
         first, end = group * TOGETHER, min(whole, group * TOGETHER + TOGETHER)
         tile = OUTPUTS * words * 4

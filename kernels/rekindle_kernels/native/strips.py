@@ -16,28 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.memory import f32, free, malloc, prefetch
+from rekindle_kernels.native.memory import free, malloc, prefetch
 from rekindle_kernels.native.packing import (
-    ADDS,
-    FACTORS,
     GROUP,
-    OUT,
     PACKS,
     PANELS,
     PER_PACK,
-    RESIDUAL,
     SCALES,
     WEIGHT,
     WIDTH,
     K,
     N,
     R,
+    finisher,
     narrower,
 )
 from rekindle_kernels.native.target import field, inline, jit, set_field
 from rekindle_kernels.native.tile import multiply_tile
-from rekindle_kernels.native.vector import LANES, add, load_f32, multiply, splat, store
-from rekindle_kernels.native.words import add_ints, from_ints, transpose
+from rekindle_kernels.native.vector import LANES, load_f32, splat, store
+from rekindle_kernels.native.words import add_ints, transpose
 
 ENOUGH = 160  # rows
 FEWEST = 96  # of a group: many threads share a strip, and each turns it for itself
@@ -55,7 +52,7 @@ def count_strips(job: int) -> int:
 
 def functions(size: int) -> Any:
     """`prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)` of `panels.kernel`."""
-    narrow = narrower(size)
+    narrow, finish_vector = narrower(size), finisher(size)
     tile = multiply_tile(ROWS, VECTORS, size)
 
     @inline
@@ -80,7 +77,7 @@ def functions(size: int) -> Any:
 
     @jit
     def turn(w: int, words: int, strip: int, offsets: int) -> None:
-        """16 outputs of a strip; for int8 what the 128 that was added to every element of x adds to their sums."""
+        """16 outputs of a strip; for int8 also the sums of their weights."""
         sums = splat(ZERO)
         for j in range(0, words, LANES):
             transpose(w + j * 4, words, strip + j * OUTPUTS * 4, OUTPUTS)
@@ -92,18 +89,10 @@ def functions(size: int) -> Any:
     @jit
     def put(job: int, sums: int, offsets: int, n: int, r: int, vectors: int) -> None:
         """The results of a tile."""
-        height = field(job, N)
         for i in range(min(ROWS, field(job, R) - r)):
-            at = ((r + i) * height + n) * 4
             for v in range(vectors):
                 y = load_f32(sums, i * OUTPUTS + v * LANES)
-                if size == 1:
-                    scale = splat(f32(field(job, SCALES), r + i))
-                    y = from_ints(y, load_f32(offsets, v * LANES))
-                    y = multiply(multiply(y, load_f32(field(job, FACTORS), n + v * LANES)), scale)
-                if field(job, ADDS) > 0:
-                    y = add(y, load_f32(field(job, RESIDUAL) + at, v * LANES))
-                store(field(job, OUT) + at, v * LANES, y)
+                finish_vector(job, y, load_f32(offsets, v * LANES), r + i, n + v * LANES)
 
     @jit
     def multiply_strip(job: int, index: int) -> None:

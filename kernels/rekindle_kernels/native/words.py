@@ -45,12 +45,15 @@ def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a + b · c, where lanes hold an int32, four uint8 and four int8."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
-        function = get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-        result = builder.call(function, [builder.bitcast(x, _INTS) for x in args])
-        return builder.bitcast(result, FLOATS)
+        return _quads(builder, *args)
 
     return VECTOR(VECTOR, VECTOR, VECTOR), codegen
+
+
+def _quads(builder: Any, *args: Any) -> Any:
+    kind = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
+    function = get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+    return builder.bitcast(builder.call(function, [builder.bitcast(x, _INTS) for x in args]), FLOATS)
 
 
 @intrinsic
@@ -158,11 +161,7 @@ def add_ints(typing_context: Any, a: Any, b: Any) -> Any:
     """a plus the four int8 in each lane of b, as int32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        ones = ir.Constant(_INTS, [0x01010101] * LANES)
-        kind = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
-        function = get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-        result = builder.call(function, [builder.bitcast(args[0], _INTS), ones, builder.bitcast(args[1], _INTS)])
-        return builder.bitcast(result, FLOATS)
+        return _quads(builder, args[0], ir.Constant(_INTS, [0x01010101] * LANES), args[1])
 
     return VECTOR(VECTOR, VECTOR), codegen
 
