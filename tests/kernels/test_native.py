@@ -85,19 +85,30 @@ def test_what_it_does_not_multiply() -> None:
     assert not native.multiplies(16, jnp.zeros((64, 64), jnp.float32))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 20, 47, 130, 199])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 20, 47, 130, 199])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_rows_are_gated_and_a_residual_is_added_on_the_way(dtype: str, rows: int) -> None:
-    weight, scale, _ = weights(dtype, 96, 128)
+def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(dtype: str, rows: int) -> None:
+    weight, scale, _ = weights(dtype, 224, 128)
     if not native.multiplies(rows, weight, quantize_rows=True):
         pytest.skip("many rows are XLA's")
-    gate_up = jnp.asarray(RANDOM.standard_normal((rows, 256), np.float32) * 6)
-    residual = jnp.asarray(RANDOM.standard_normal((rows, 96), np.float32) * 10)
-    multiply = jax.jit(partial(native.multiply, quantize_rows=True))
-    got = multiply(gate_up, weight, scale, residual)
-    want = multiply(jax.nn.silu(gate_up[:, :128]) * gate_up[:, 128:], weight, scale) + residual
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol={"float32": 1e-4, "bfloat16": 0.5, "int8": 0.5}[dtype])
-    assert native.gates(weight) and not native.gates(weight[:, :100])
+    x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32) * 6)
+    norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
+    residual = jnp.asarray(RANDOM.standard_normal((rows, 112), np.float32) * 10)
+    multiply = jax.jit(partial(native.multiply, quantize_rows=True, eps=1.0), static_argnames="gated")
+    normed = native.rms_norm(x, norm, 1.0)
+    wide = multiply(normed, weight, scale)
+    tolerance = {"rtol": 1e-4, "atol": {"float32": 1e-4, "bfloat16": 0.5, "int8": 0.5}[dtype]}
+    np.testing.assert_allclose(multiply(x, weight, scale, norm=norm), wide, **tolerance)
+    got, want = multiply(normed, weight, scale, gated=True), jax.nn.silu(wide[:, :112]) * wide[:, 112:]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(multiply(x, weight, scale, norm=norm, gated=True), want, **tolerance)
+    narrow, factors = weight[:112], None if scale is None else scale[:112]
+    got, want = multiply(normed, narrow, factors, residual), multiply(normed, narrow, factors) + residual
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-4)
+
+
+def test_what_can_end_in_a_gate() -> None:
+    assert native.gates(jnp.zeros((96, 64))) and not native.gates(jnp.zeros((80, 64)))
 
 
 @pytest.mark.parametrize("rows", [3, 40, 300])
@@ -113,11 +124,15 @@ def test_only_the_first_rows_are_computed(dtype: str, rows: int) -> None:
         np.testing.assert_allclose(got[:count], multiply(x, weight, scale)[:count], rtol=1e-4, atol=1e-3)
 
 
-def test_gates_at_the_ends_of_the_range() -> None:
+@pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("bfloat16", 2), ("bfloat16", 30), ("bfloat16", 300)])
+def test_gates_at_the_ends_of_the_range(dtype: str, rows: int) -> None:
     gates = jnp.array([0.0, -0.0, 1e-30, 88, -88, 1e4, -1e4, 3e38, -3e38, -20, 20, 3, -3, 0.5, -0.5, 1], jnp.float32)
-    x = jnp.concatenate([gates, jnp.full((16,), 0.5)])[None]
-    got = native.multiply(x, jnp.eye(16, dtype=jnp.float32))
-    np.testing.assert_allclose(got[0], jax.nn.silu(gates) * 0.5, rtol=1e-6, atol=1e-20)
+    gates = jnp.tile(gates, 2).astype(dtype).astype(jnp.float32)
+    x, weight = jnp.concatenate([gates, jnp.full((32,), 0.5)])[None], jnp.eye(64, dtype=dtype)
+    if not native.multiplies(rows, weight):
+        pytest.skip("this processor has no instruction for it")
+    got = native.multiply(jnp.tile(x, (rows, 1)), weight, gated=True)
+    np.testing.assert_allclose(got, jnp.tile(jax.nn.silu(gates) * 0.5, (rows, 1)), rtol=1e-6, atol=1e-20)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_gradients_go_through_the_plain_form(rows: int) -> None:
             heads = RopeTables(config, jnp.arange(rows)).split(
                 *[wide.reshape(rows, 4, 64)] * 2, 2, config.attention[0].rope, head_norm, use_native=use_native
             )
-            out = down(wide, gate="silu", residual=x)
+            out = down(project(x, norm=norm, gate="silu"), residual=x)
             return (out * out[::-1]).sum() + sum((part * part[::-1]).sum() for part in heads)
 
         return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, weight)

@@ -67,9 +67,10 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
         for r in range(R):
             length = i32(operand(frame, 4), r)
             pieces += max(0, length - first_key(job, length) + keys - 1) // keys
-        work = malloc(pieces * (2 + H * (D + RECORD)) * 4)
+        work = malloc(pieces * (H * (D + RECORD) + 2) * 4)
+        set_field(job, PARTIAL, work)
+        work = work + pieces * H * (D + RECORD) * 4
         set_field(job, WORK, work)
-        set_field(job, PARTIAL, work + 2 * pieces * 4)
         pieces = 0
         for r in range(R):
             length = i32(operand(frame, 4), r)
@@ -312,7 +313,7 @@ def kernel(name: str, load: Any, size: int, D: int, scaled: bool) -> Kernel:
                 for h in range(H):
                     merge(job, r, h, piece, after)
             piece = after
-        free(field(job, WORK))
+        free(field(job, PARTIAL))
 
     @inline
     def merge(job: int, r: int, h: int, piece: int, after: int) -> None:

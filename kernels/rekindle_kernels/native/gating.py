@@ -1,6 +1,6 @@
-"""What a gated MLP's last product multiplies, silu(gate) · up, made from rows that hold the gates first and then ups.
+"""What makes of a gated MLP's first product, gates and ups, what its last one multiplies: silu(gate) · up.
 
-Whoever multiplies such rows makes this of them on the way: as a pass of its own it writes and reads all of it.
+The first product does it as its results come out of the registers: a pass of its own would write and read all of them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import numpy as np
 from rekindle_kernels.native.exponential import LOWEST, exp
 from rekindle_kernels.native.target import inline
 from rekindle_kernels.native.vector import (
-    LANES,
     add,
     divide,
     larger,
-    load_f32,
     magnitude,
     multiply,
     splat,
-    store,
     where_negative,
 )
 
@@ -32,10 +29,3 @@ def silu(x: Any) -> Any:
     """x / (1 + e^-x) of a vector; the exponential's argument is never above 0."""
     small = exp(multiply(magnitude(x), splat(MINUS_ONE)))  # never 0, and x may be as large as numbers are
     return divide(multiply(larger(x, splat(LOWEST)), where_negative(x, small, splat(ONE))), add(splat(ONE), small))
-
-
-@inline
-def gate(x: int, width: int, out: int) -> None:
-    """One row [2 · width] -> [width]."""
-    for k in range(0, width, LANES):
-        store(out, k, multiply(silu(load_f32(x, k)), load_f32(x, width + k)))

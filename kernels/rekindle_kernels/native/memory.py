@@ -14,6 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 WORD = ir.IntType(64)
+LINE = 64  # bytes of the cache
 
 
 def _reader(numba_type: Any, stored: ir.Type, widen: Any) -> Any:
@@ -110,20 +111,50 @@ def call(typing_context: Any, function: Any, argument: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
+def _call(builder: Any, name: str, argument: Any) -> Any:
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(WORD, [WORD]), name)
+    return builder.call(function, [argument])
+
+
 def _external(name: str) -> Any:
     @intrinsic
     def function(typing_context: Any, argument: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.call(
-                cgutils.get_or_insert_function(builder.module, ir.FunctionType(WORD, [WORD]), name), args
-            )
+            return _call(builder, name, args[0])
 
         return types.int64(types.int64), codegen
 
     return function
 
 
-malloc, free = _external("malloc"), _external("free")
+@intrinsic
+def malloc(typing_context: Any, size: Any) -> Any:
+    """The C library's, at the begin of a cache line: a vector that lies in two is read twice."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        block = _call(builder, "malloc", builder.add(args[0], WORD(LINE)))
+        address = builder.and_(builder.add(block, WORD(LINE)), WORD(-LINE))
+        builder.store(block, _owner(builder, address))
+        return address
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def free(typing_context: Any, address: Any) -> Any:
+    """Of what `malloc` gave."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "free", builder.load(_owner(builder, args[0])))
+
+    return types.int64(types.int64), codegen
+
+
+def _owner(builder: Any, address: Any) -> Any:
+    """Where the C library's own address is: right before the line, which begins 16 bytes or more behind it."""
+    return builder.inttoptr(builder.sub(address, WORD(8)), WORD.as_pointer())
+
+
 give_way, this_thread = _external("sched_yield"), _external("pthread_self")  # their argument says nothing
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.gating import gate
-from rekindle_kernels.native.memory import f32, free, malloc, set_f32
-from rekindle_kernels.native.target import field, inline, jit, set_field
+from rekindle_kernels.native.gating import silu
+from rekindle_kernels.native.memory import f32, free, i32, malloc, set_f32
+from rekindle_kernels.native.norm import normalise
+from rekindle_kernels.native.target import dim, field, inline, jit, operand, result, result_dim, set_field
 from rekindle_kernels.native.vector import (
     LANES,
     add,
@@ -33,12 +34,29 @@ LEFT_OVER = 4  # rows behind the last vector that are not worth one
 PACKED_BYTES = 128 << 10  # of rows that one thread packs: to wake another takes as long
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
 
-# Fields of a product's job: rows X [R, WIDTH], which become R rows of K columns at PANELS, for int8 with SCALES [R];
-# and what they are multiplied with.
-X, R, K, WIDTH, PANELS, SCALES, PER_PACK, PACKS = range(8)
-WEIGHT, FACTORS, RESIDUAL, ADDS, OUT, N = range(8, 14)
-GROUP = 14  # rows that a block multiplies
-FIELDS = 15  # the others' begin here
+# Fields of a product's job: rows X [R, K], normed first if NORM is an address, which become rows at PANELS, for int8
+# with SCALES [R]; what they are multiplied with; and where results [R, WIDTH] go. If UPS is not 0, the outputs from
+# there on are multiplied with silu of those before.
+X, R, K, NORM, EPS, PANELS, SCALES, PER_PACK, PACKS = range(9)
+WEIGHT, FACTORS, RESIDUAL, OUT, WIDTH, UPS = range(9, 15)
+GROUP = 15  # rows that a block multiplies
+FIELDS = 16  # the others' begin here
+
+
+@inline
+def describe(frame: int, job: int) -> None:
+    """The operands of `panels.kernel`."""
+    set_field(job, WEIGHT, operand(frame, 0))
+    set_field(job, FACTORS, operand(frame, 1))
+    set_field(job, X, operand(frame, 2))
+    set_field(job, R, min(dim(frame, 2, 0), i32(operand(frame, 4), 0)))
+    set_field(job, K, dim(frame, 0, 1))
+    set_field(job, WIDTH, result_dim(frame, 0, 1))
+    set_field(job, UPS, field(job, WIDTH) if field(job, WIDTH) < dim(frame, 0, 0) else 0)
+    set_field(job, RESIDUAL, operand(frame, 3) if dim(frame, 3, 1) == field(job, WIDTH) else 0)
+    set_field(job, NORM, operand(frame, 5) if dim(frame, 5, 0) == field(job, K) else 0)
+    set_field(job, EPS, operand(frame, 6))
+    set_field(job, OUT, result(frame, 0))
 
 
 @inline
@@ -55,7 +73,7 @@ def panels_of(rows: int) -> int:
 @inline
 def count_packs(job: int) -> int:
     """Blocks of packing."""
-    per_pack = max(1, PACKED_BYTES // (LANES * field(job, WIDTH) * 4))
+    per_pack = max(1, PACKED_BYTES // (LANES * field(job, K) * 4))
     vectors = (field(job, R) + LANES - 1) // LANES
     set_field(job, PER_PACK, per_pack)
     set_field(job, PACKS, (vectors + per_pack - 1) // per_pack)
@@ -68,9 +86,9 @@ def narrower(size: int) -> Any:
 
     @inline
     def narrow(job: int, r: int, out: int, scratch: int) -> None:
-        width, x = field(job, K), field(job, X) + r * field(job, WIDTH) * 4
-        if field(job, WIDTH) > width:
-            gate(x, width, scratch)
+        width, x = field(job, K), field(job, X) + r * field(job, K) * 4
+        if field(job, NORM) > 0:
+            normalise(x, field(job, NORM), f32(field(job, EPS), 0), width, scratch)
             x = scratch
         if size == 2:
             for k in range(0, width, LANES):
@@ -90,17 +108,26 @@ def narrower(size: int) -> Any:
 
 def finisher(size: int) -> Any:
     """`finish(job, sums, weights, r, n)`: the results of row r for 16 outputs from n on, from the sums of their
-    products; for int8 with the sums of their weights, each of which was multiplied with 128 too much."""
+    products at an address, for int8 with the sums of their weights, each of which was multiplied with 128 too much.
+    Where results are gated, those of n + UPS follow `behind` bytes behind both."""
 
     @inline
-    def finish(job: int, sums: Any, weights: Any, r: int, n: int) -> None:
-        at = (r * field(job, N) + n) * 4
+    def scaled(job: int, sums: int, weights: int, r: int, n: int) -> Any:
+        y = load_f32(sums, 0)
         if size == 1:
             scale, factors = splat(f32(field(job, SCALES), r)), load_f32(field(job, FACTORS), n)
-            sums = multiply(multiply(from_ints(sums, weights), factors), scale)
-        if field(job, ADDS) > 0:
-            sums = add(sums, load_f32(field(job, RESIDUAL) + at, 0))
-        store(field(job, OUT) + at, 0, sums)
+            y = multiply(multiply(from_ints(y, load_f32(weights, 0)), factors), scale)
+        return y
+
+    @inline
+    def finish(job: int, sums: int, weights: int, behind: int, r: int, n: int) -> None:
+        at = (r * field(job, WIDTH) + n) * 4
+        y, ups = scaled(job, sums, weights, r, n), field(job, UPS)
+        if ups > 0:
+            y = multiply(silu(y), scaled(job, sums + behind, weights + behind, r, n + ups))
+        if field(job, RESIDUAL) > 0:
+            y = add(y, load_f32(field(job, RESIDUAL) + at, 0))
+        store(field(job, OUT) + at, 0, y)
 
     return finish
 

@@ -25,49 +25,31 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import packing, strips
-from rekindle_kernels.native.memory import acquire, f32, free, i32, malloc, prefetch, set_f32, set_i32
+from rekindle_kernels.native.memory import acquire, f32, free, malloc, prefetch, set_i32
 from rekindle_kernels.native.packing import (
-    ADDS,
-    FACTORS,
-    OUT,
     PACKS,
     PANEL,
     PANELS,
-    RESIDUAL,
     SCALES,
+    UPS,
     WEIGHT,
+    WIDTH,
     K,
-    N,
     R,
     count_packs,
+    describe,
     finisher,
     left_over,
     packer,
     panels_of,
 )
-from rekindle_kernels.native.target import (
-    DONE,
-    Kernel,
-    dim,
-    field,
-    inline,
-    jit,
-    operand,
-    result,
-    set_field,
-)
-from rekindle_kernels.native.vector import (
-    LANES,
-    load_f32,
-    splat,
-    store,
-    store_totals,
-)
-from rekindle_kernels.native.vector import add as plus
+from rekindle_kernels.native.target import DONE, Kernel, field, inline, jit, set_field
+from rekindle_kernels.native.vector import LANES, load_f32, splat, store, store_totals
 from rekindle_kernels.native.words import add_ints, total_of_ints, transpose
 
 TOGETHER = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
+SUMS = (OUTPUTS * PANEL + LANES * OUTPUTS + OUTPUTS) * 4  # bytes of what a block keeps of 16 outputs
 ZERO = np.float32(0)
 
 # Fields of a job, behind those of `packing`.
@@ -75,16 +57,17 @@ PER_BLOCK, PARTS, STRIPED = range(packing.FIELDS, packing.FIELDS + 3)
 
 
 def kernel(name: str, size: int, add: Any) -> Kernel:
-    """`(weight [N, K], factors [N], x [R, K], residual [R, N], count []) -> [R, N]` of the first `count` rows; float32,
-    but for the weight. `add(a, x, w)` adds the products of the elements in a word of x and one of the weight. int8:
-    times the factor and a scale of the row. x may be [R, 2 · K], which is gated first; a residual of [1, 1] is none."""
+    """`(weight [N, K], factors [N], x [R, K], residual [R, N], count [], norm [K], eps [1]) -> [R, N]` of the first
+    `count` rows; float32, but for the weight. `add(a, x, w)` adds the products of the elements in a word of x and one
+    of the weight. int8: times the factor and a scale of the row. A result of [R, N / 2] is silu of the first outputs
+    times the others. A residual of [1, 1] and a norm of [1] are none."""
     pack = packer(size)
     prepare_strips, pack_rows, multiply_strip = strips.functions(size)
     finish_vector = finisher(size)
 
     @inline
     def prepare_panels(job: int, threads: int) -> int:
-        height, rows = field(job, N), field(job, R)
+        height, rows = field(job, WIDTH), field(job, R)
         groups = max(1, (rows - left_over(rows) + TOGETHER - 1) // TOGETHER)
         parts = max(1, (4 * threads + groups - 1) // groups)
         per_block = ((height + parts - 1) // parts + OUTPUTS - 1) // OUTPUTS * OUTPUTS
@@ -98,17 +81,7 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
-        height = dim(frame, 0, 0)
-        set_field(job, WEIGHT, operand(frame, 0))
-        set_field(job, FACTORS, operand(frame, 1))
-        set_field(job, packing.X, operand(frame, 2))
-        set_field(job, packing.WIDTH, dim(frame, 2, 1))
-        set_field(job, RESIDUAL, operand(frame, 3))
-        set_field(job, ADDS, 1 if dim(frame, 3, 1) == height else 0)
-        set_field(job, OUT, result(frame, 0))
-        set_field(job, R, min(dim(frame, 2, 0), i32(operand(frame, 4), 0)))
-        set_field(job, K, dim(frame, 0, 1))
-        set_field(job, N, height)
+        describe(frame, job)
         set_field(job, STRIPED, 1 if field(job, R) >= strips.ENOUGH else 0)
         return prepare_strips(job, threads) if field(job, STRIPED) > 0 else prepare_panels(job, threads)
 
@@ -202,38 +175,31 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
     def put(job: int, sums: int, offsets: int, n: int, r: int, turned: int) -> None:
         """The results of 16 rows from r on for the outputs [n, n + OUTPUTS), as rows of whole cache lines."""
         transpose(sums, PANEL, turned, OUTPUTS)
+        if field(job, UPS) > 0:
+            transpose(sums + SUMS, PANEL, turned + SUMS, OUTPUTS)
         for i in range(min(LANES, field(job, R) - r)):
-            finish_vector(job, load_f32(turned, i * OUTPUTS), load_f32(offsets, 0), r + i, n)
+            finish_vector(job, turned + i * OUTPUTS * 4, offsets, SUMS, r + i, n)
 
     @jit
-    def few(job: int, w: int, offsets: int, n: int) -> None:
-        """The rows that are left over, for the outputs [n, n + OUTPUTS)."""
-        rows, height, words = field(job, R), field(job, N), field(job, K) * size // 4
-        first = rows - left_over(rows)
-        alone = first == 0  # else another's product has just asked for these weights
-        for r in range(first, rows):
-            x = field(job, PANELS) + (panels_of(rows) * PANEL + r - first) * words * 4
-            out = field(job, OUT) + (r * height + n) * 4
-            for o in range(0, OUTPUTS, 4):
-                a = b = c = d = splat(ZERO)
-                v = w + o * words * 4
-                for j in range(0, words, LANES):
-                    if alone and r == first:
-                        for i in range(4, 8):
-                            prefetch(v + (i * words + j) * 4)
-                    y = load_f32(x, j)
-                    a, b = add(a, y, load_f32(v, j)), add(b, y, load_f32(v, words + j))
-                    c, d = add(c, y, load_f32(v, 2 * words + j)), add(d, y, load_f32(v, 3 * words + j))
-                if size == 2:
-                    store_totals(out + o * 4, a, b, c, d)
-                else:
-                    scale, factors = f32(field(job, SCALES), r), field(job, FACTORS) + (n + o) * 4
-                    set_f32(out, o, (total_of_ints(a) - 128 * i32(offsets, o)) * f32(factors, 0) * scale)
-                    set_f32(out, o + 1, (total_of_ints(b) - 128 * i32(offsets, o + 1)) * f32(factors, 1) * scale)
-                    set_f32(out, o + 2, (total_of_ints(c) - 128 * i32(offsets, o + 2)) * f32(factors, 2) * scale)
-                    set_f32(out, o + 3, (total_of_ints(d) - 128 * i32(offsets, o + 3)) * f32(factors, 3) * scale)
-            if field(job, ADDS) > 0:
-                store(out, 0, plus(load_f32(out, 0), load_f32(field(job, RESIDUAL) + (r * height + n) * 4, 0)))
+    def few(x: int, w: int, words: int, sums: int, alone: bool) -> None:
+        """One of the rows that are left over, for 16 outputs."""
+        for o in range(0, OUTPUTS, 4):
+            a = b = c = d = splat(ZERO)
+            v = w + o * words * 4
+            for j in range(0, words, LANES):
+                if alone:
+                    for i in range(4, 8):
+                        prefetch(v + (i * words + j) * 4)
+                y = load_f32(x, j)
+                a, b = add(a, y, load_f32(v, j)), add(b, y, load_f32(v, words + j))
+                c, d = add(c, y, load_f32(v, 2 * words + j)), add(d, y, load_f32(v, 3 * words + j))
+            if size == 2:
+                store_totals(sums + o * 4, a, b, c, d)
+            else:
+                set_i32(sums, o, total_of_ints(a))
+                set_i32(sums, o + 1, total_of_ints(b))
+                set_i32(sums, o + 2, total_of_ints(c))
+                set_i32(sums, o + 3, total_of_ints(d))
 
     @inline
     def set_offsets(w: int, words: int, offsets: int) -> None:
@@ -246,36 +212,44 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
 
     @jit
     def multiply_block(job: int, index: int) -> None:
-        rows, words = field(job, R), field(job, K) * size // 4
+        rows, words, width = field(job, R), field(job, K) * size // 4, field(job, WIDTH)
         parts, per_block = field(job, PARTS), field(job, PER_BLOCK)
         group, part = index // parts, index % parts
-        scratch = malloc((OUTPUTS * PANEL + LANES * OUTPUTS + OUTPUTS) * 4)
-        turned = scratch + OUTPUTS * PANEL * 4
-        offsets = turned + LANES * OUTPUTS * 4
+        halves = 2 if field(job, UPS) > 0 else 1
+        # Of both halves: sums by rows of outputs and by rows, and sums of the weights.
+        scratch = malloc(2 * SUMS)
+        turned, offsets = scratch + OUTPUTS * PANEL * 4, scratch + SUMS - OUTPUTS * 4
         whole = rows - left_over(rows)
         first, end = group * TOGETHER, min(whole, group * TOGETHER + TOGETHER)
-        tile = OUTPUTS * words * 4
-        for n in range(part * per_block, min(field(job, N), (part + 1) * per_block), OUTPUTS):
-            w = field(job, WEIGHT) + n * words * 4
+        for n in range(part * per_block, min(width, (part + 1) * per_block), OUTPUTS):
             if size == 1:
-                set_offsets(w, words, offsets)
+                for half in range(halves):
+                    w = field(job, WEIGHT) + (n + half * width) * words * 4
+                    set_offsets(w, words, offsets + half * SUMS)
             for r in range(first, end, PANEL):
                 x = field(job, PANELS) + r * words * 4
                 both = r + LANES < end
-                if both:
-                    for half in range(2):
-                        here, sums = w + half * tile // 2, scratch + half * 8 * PANEL * 4
-                        if r == first:
-                            first_of_group(here, x, words, sums)
-                        else:
-                            one_of_group(here, x, words, sums)
-                else:
-                    one_vector(w, x, words, scratch)
+                for half in range(halves):
+                    w, sums = field(job, WEIGHT) + (n + half * width) * words * 4, scratch + half * SUMS
+                    if not both:
+                        one_vector(w, x, words, sums)
+                    elif r == first:
+                        first_of_group(w, x, words, sums)
+                        first_of_group(w + 8 * words * 4, x, words, sums + 8 * PANEL * 4)
+                    else:
+                        one_of_group(w, x, words, sums)
+                        one_of_group(w + 8 * words * 4, x, words, sums + 8 * PANEL * 4)
                 put(job, scratch, offsets, n, r, turned)
                 if both:
                     put(job, scratch + LANES * 4, offsets, n, r + LANES, turned)
-            if end == whole and whole < rows:
-                few(job, w, offsets, n)
+            if end == whole:
+                for r in range(whole, rows):
+                    x = field(job, PANELS) + (panels_of(rows) * PANEL + r - whole) * words * 4
+                    alone = r == 0  # else another's product has just asked for these weights
+                    for half in range(halves):
+                        w = field(job, WEIGHT) + (n + half * width) * words * 4
+                        few(x, w, words, turned + half * SUMS, alone)
+                    finish_vector(job, turned, offsets, SUMS, r, n)
         free(scratch)
 
     @jit

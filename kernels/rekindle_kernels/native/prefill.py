@@ -273,9 +273,9 @@ def kernel(name: str, read: Any, size: int, D: int, scaled: bool, paired: bool) 
         scratch = malloc((M * (2 * D + KEYS + LANES + 1) + 2 * KEYS * D) * 4)
         q, out = scratch, scratch + M * D * 4
         logits, sums = scratch + 2 * M * D * 4, scratch + M * (2 * D + KEYS) * 4
-        tops = sums + M * LANES * 4
-        keys = tops + M * 4
+        keys = sums + M * LANES * 4
         values = keys + KEYS * D * 4
+        tops = values + KEYS * D * 4
         for m in range(M):
             source = field(job, Q) + ((start + begin + m // G) * H + k * G + m % G) * D * 4
             for d in range(0, D, LANES):

@@ -35,8 +35,8 @@ def _in_panels(weight: jax.Array) -> bool:
 
 
 def gates(weight: jax.Array) -> bool:
-    """Whether `multiply` by this weight takes rows that still have to be gated."""
-    return weight.shape[1] % 16 == 0
+    """Whether `multiply` by this weight can end in a gate."""
+    return weight.shape[0] % 32 == 0
 
 
 def multiply(
@@ -45,21 +45,27 @@ def multiply(
     scale: jax.Array | None = None,
     residual: jax.Array | None = None,
     count: jax.Array | None = None,
+    norm: jax.Array | None = None,
     *,
+    eps: float = 0.0,
+    gated: bool = False,
     quantize_rows: bool = False,
 ) -> jax.Array:
-    """x [R, K] · weight [N, K] · scale [N] + residual [R, N] -> float32 [R, N]. x may be [R, 2 · K], gates first, and
-    stands for silu(gate) · up. Many rows are rounded to bfloat16 where the weight is; where it is int8 and
-    `quantize_rows`, they become int8 with a scale of their own. Results behind the first `count` rows are undefined."""
+    """x [R, K] · weight [N, K] · scale [N] + residual [R, N] -> float32 [R, N]. With `norm`, x is `rms_norm(x, norm,
+    eps)` first; `gated` results are silu of the first half of the outputs times the other, [R, N / 2]. Many rows are
+    rounded to bfloat16 where the weight is; where it is int8 and `quantize_rows`, they become int8 with a scale of
+    their own. Results behind the first `count` rows are undefined."""
     R, N = x.shape[0], weight.shape[0]
     name = _kernel(R, weight, quantize_rows)
     assert name is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
-    product: jax.Array = jax.ffi.ffi_call(ensure(name), jax.ShapeDtypeStruct((R, N), jnp.float32))(
+    product: jax.Array = jax.ffi.ffi_call(ensure(name), jax.ShapeDtypeStruct((R, N // 2 if gated else N), jnp.float32))(
         weight,
         jnp.ones((1,), jnp.float32) if scale is None else scale,
         x.astype(jnp.float32),
         jnp.zeros((1, 1), jnp.float32) if residual is None else residual,
         jnp.array(R, jnp.int32) if count is None else count,
+        jnp.ones((1,), jnp.float32) if norm is None else norm,
+        jnp.array([eps], jnp.float32),
     )
     return product
 

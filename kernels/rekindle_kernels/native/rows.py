@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.gating import gate
+from rekindle_kernels.native.gating import silu
 from rekindle_kernels.native.memory import f32, free, i32, malloc, prefetch, set_f32
-from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, operand, result, set_field
-from rekindle_kernels.native.vector import LANES, add, load_f32, multiply_add, splat, total
+from rekindle_kernels.native.norm import normalise
+from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, operand, result, result_dim, set_field
+from rekindle_kernels.native.vector import LANES, add, load_f32, multiply, multiply_add, splat, store, total
 
 ZERO = np.float32(0)
 # Bytes: the processor's own prefetcher stops at every page of memory. Asked for line by line between the products; a
@@ -32,36 +33,48 @@ ZERO = np.float32(0)
 AHEAD = 8 << 10
 BLOCK_BYTES = 192 << 10  # of weights: long enough for the prefetcher, short enough that threads end together
 
-# Fields of a job.
-WEIGHT, SCALE, X, RESIDUAL, OUT, ROWS, WIDTH, HEIGHT, PER_BLOCK, GATED, ADDS = range(11)
+# Fields of a job. HEIGHT counts results of a row.
+WEIGHT, SCALE, X, RESIDUAL, OUT, ROWS, WIDTH, HEIGHT, BLOCKS, NORMED, GATED = range(11)
 
 
 def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
-    """`(weight [N, K], scale [N], x [R, K], residual [R, N], count []) -> [R, N]` of the first `count` rows, all of
-    them float32 but for weights that `read` widens one by one and `load` sixteen at a time. x may be [R, 2 · K], which
-    is gated first; a residual of [1, 1] is none."""
+    """`(weight [N, K], scale [N], x [R, K], residual [R, N], count [], norm [K], eps [1]) -> [R, N]` of the first
+    `count` rows, all of them float32 but for weights that `read` widens one by one and `load` sixteen at a time. A
+    result of [R, N / 2] is silu of the first outputs times the others. A residual of [1, 1] and a norm of [1] are none.
+    """
+
+    @inline
+    def unit(job: int) -> int:
+        """A block has a whole number of these: pairs of results, or vectors."""
+        return LANES if field(job, GATED) > 0 else 2
+
+    @inline
+    def units(job: int) -> int:
+        return (field(job, HEIGHT) + unit(job) - 1) // unit(job)
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
-        N, K, R = dim(frame, 0, 0), dim(frame, 0, 1), min(dim(frame, 2, 0), i32(operand(frame, 4), 0))
+        N, K, R = result_dim(frame, 0, 1), dim(frame, 0, 1), min(dim(frame, 2, 0), i32(operand(frame, 4), 0))
+        normed, gated = dim(frame, 5, 0) == K and K > 1, dim(frame, 0, 0) > N
         set_field(job, WEIGHT, operand(frame, 0))
         set_field(job, SCALE, operand(frame, 1))
         set_field(job, X, operand(frame, 2))
-        set_field(job, GATED, 1 if dim(frame, 2, 1) > K else 0)
-        if field(job, GATED) > 0:
+        set_field(job, NORMED, 1 if normed else 0)
+        if normed:
             set_field(job, X, malloc(R * K * 4))
             for r in range(R):
-                gate(operand(frame, 2) + r * 2 * K * 4, K, field(job, X) + r * K * 4)
-        set_field(job, RESIDUAL, operand(frame, 3))
-        set_field(job, ADDS, 1 if dim(frame, 3, 0) == dim(frame, 2, 0) and dim(frame, 3, 1) == N else 0)
+                row, eps = r * K * 4, f32(operand(frame, 6), 0)
+                normalise(operand(frame, 2) + row, operand(frame, 5), eps, K, field(job, X) + row)
+        adds = dim(frame, 3, 0) == dim(frame, 2, 0) and dim(frame, 3, 1) == N
+        set_field(job, RESIDUAL, operand(frame, 3) if adds else 0)
         set_field(job, OUT, result(frame, 0))
         set_field(job, ROWS, R)
         set_field(job, WIDTH, K)
         set_field(job, HEIGHT, N)
-        rounds = (N * K * size + threads * BLOCK_BYTES - 1) // (threads * BLOCK_BYTES)
-        per_block = max(2, (N + rounds * threads - 1) // (rounds * threads) // 2 * 2)
-        set_field(job, PER_BLOCK, per_block)
-        return (N + per_block - 1) // per_block
+        set_field(job, GATED, 1 if gated else 0)
+        rounds = (dim(frame, 0, 0) * K * size + threads * BLOCK_BYTES - 1) // (threads * BLOCK_BYTES)
+        set_field(job, BLOCKS, min(rounds * threads, units(job)))
+        return field(job, BLOCKS)
 
     @inline
     def ask(address: int) -> None:
@@ -81,7 +94,7 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
 
     @inline
     def two_by_two(weight: int, x: int, K: int, N: int, out: int) -> None:
-        """Two outputs for two rows."""
+        """Two outputs for two rows of results, N numbers apart."""
         a = b = c = d = e = f = g = h = splat(ZERO)
         below, end = weight + K * size, K // (2 * LANES) * 2 * LANES
         for k in range(0, end, 2 * LANES):
@@ -126,40 +139,67 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
         set_f32(out, 3 * N, total(g) + dot(weight, x + 12 * K, K, end))
         set_f32(out, 3 * N + 1, total(h) + dot(below, x + 12 * K, K, end))
 
+    @inline
+    def for_all_rows(job: int, weight: int, count: int, out: int, N: int) -> None:
+        """One output, or two, into rows of N numbers."""
+        R, K, r = field(job, ROWS), field(job, WIDTH), 0
+        while r < R:
+            x, here = field(job, X) + 4 * r * K, out + 4 * r * N
+            if count == 2 and r + 4 <= R:
+                two_by_four(weight, x, K, N, here)
+                r += 4
+            elif count == 2 and r + 2 <= R:
+                two_by_two(weight, x, K, N, here)
+                r += 2
+            else:
+                for i in range(count):
+                    set_f32(here, i, dot(weight + i * K * size, x, K, 0))
+                r += 1
+
+    @inline
+    def gated_block(job: int, begin: int, end: int) -> None:
+        """Gates of some results, their ups, and then these; their number is a multiple of a vector."""
+        R, K, N, count = field(job, ROWS), field(job, WIDTH), field(job, HEIGHT), end - begin
+        ups = count * 4  # bytes behind the gates
+        products = malloc(R * 2 * ups)
+        for half in range(2):
+            for n in range(begin, end, 2):
+                weight = field(job, WEIGHT) + (n + half * N) * K * size
+                for_all_rows(job, weight, 2, products + half * ups + (n - begin) * 4, 2 * count)
+        for r in range(R):
+            here, out = products + r * 2 * ups, field(job, OUT) + (r * N + begin) * 4
+            for i in range(0, count, LANES):
+                gate, up = load_f32(here, i), load_f32(here + ups, i)
+                if scaled:
+                    gate = multiply(gate, load_f32(field(job, SCALE), begin + i))
+                    up = multiply(up, load_f32(field(job, SCALE), N + begin + i))
+                store(out, i, multiply(silu(gate), up))
+        free(products)
+
     @jit
     def block(job: int, index: int) -> None:
-        R, K, N, per_block = field(job, ROWS), field(job, WIDTH), field(job, HEIGHT), field(job, PER_BLOCK)
-        scale, residual, adds = field(job, SCALE), field(job, RESIDUAL), field(job, ADDS) > 0
-        n, end = index * per_block, min(N, (index + 1) * per_block)
+        R, N, scale, residual = field(job, ROWS), field(job, HEIGHT), field(job, SCALE), field(job, RESIDUAL)
+        n = index * units(job) // field(job, BLOCKS) * unit(job)
+        end = min(N, (index + 1) * units(job) // field(job, BLOCKS) * unit(job))
+        if field(job, GATED) > 0:
+            gated_block(job, n, end)
+            return
         while n < end:
-            weight, out = field(job, WEIGHT) + n * K * size, field(job, OUT) + n * 4
-            count = 2 if n + 2 <= end else 1
-            r = 0
-            while r < R:
-                x, here = field(job, X) + 4 * r * K, out + 4 * r * N
-                if count == 2 and r + 4 <= R:
-                    two_by_four(weight, x, K, N, here)
-                    r += 4
-                elif count == 2 and r + 2 <= R:
-                    two_by_two(weight, x, K, N, here)
-                    r += 2
-                else:
-                    for i in range(count):
-                        set_f32(here, i, dot(weight + i * K * size, x, K, 0))
-                    r += 1
-            if scaled:
-                for r in range(R):
-                    for i in range(count):
-                        set_f32(out, r * N + i, f32(out, r * N + i) * f32(scale, n + i))
-            if adds:
-                for r in range(R):
-                    for i in range(count):
-                        set_f32(out, r * N + i, f32(out, r * N + i) + f32(residual, r * N + n + i))
+            count, out = 2 if n + 2 <= end else 1, field(job, OUT) + n * 4
+            for_all_rows(job, field(job, WEIGHT) + n * field(job, WIDTH) * size, count, out, N)
+            for r in range(R):
+                for i in range(count):
+                    y = f32(out, r * N + i)
+                    if scaled:
+                        y = y * f32(scale, n + i)
+                    if residual > 0:
+                        y = y + f32(residual, r * N + n + i)
+                    set_f32(out, r * N + i, y)
             n += count
 
     @jit
     def finish(job: int) -> None:
-        if field(job, GATED) > 0:
+        if field(job, NORMED) > 0:
             free(field(job, X))
 
     return Kernel(name, prepare, block, finish)

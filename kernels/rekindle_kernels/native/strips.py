@@ -23,10 +23,10 @@ from rekindle_kernels.native.packing import (
     PANELS,
     PER_PACK,
     SCALES,
+    UPS,
     WEIGHT,
     WIDTH,
     K,
-    N,
     R,
     finisher,
     narrower,
@@ -41,13 +41,18 @@ FEWEST = 96  # of a group: many threads share a strip, and each turns it for its
 ROWS, VECTORS = 12, 2  # of a tile: 24 sums, two vectors of the strip and a word of the row are 27 of 32 registers
 OUTPUTS = VECTORS * LANES
 PACKED_BYTES = 64 << 10  # of rows that one thread narrows: to wake another takes as long
-ALIGNED = 64  # bytes
 ZERO = np.float32(0)
 
 
 @inline
+def results_of_strip(job: int) -> int:
+    """A strip of gated results holds 16 gates and their ups."""
+    return LANES if field(job, UPS) > 0 else OUTPUTS
+
+
+@inline
 def count_strips(job: int) -> int:
-    return (field(job, N) + OUTPUTS - 1) // OUTPUTS
+    return (field(job, WIDTH) + results_of_strip(job) - 1) // results_of_strip(job)
 
 
 def functions(size: int) -> Any:
@@ -63,7 +68,7 @@ def functions(size: int) -> Any:
         whole = (rows + ROWS - 1) // ROWS * ROWS
         set_field(job, PANELS, malloc(whole * width * size + (rows + LANES) * 4))
         set_field(job, SCALES, field(job, PANELS) + whole * width * size)
-        set_field(job, PER_PACK, max(1, PACKED_BYTES // (field(job, WIDTH) * 4)))
+        set_field(job, PER_PACK, max(1, PACKED_BYTES // (field(job, K) * 4)))
         set_field(job, PACKS, (rows + field(job, PER_PACK) - 1) // field(job, PER_PACK))
         return field(job, PACKS) + strips * ((rows + field(job, GROUP) - 1) // field(job, GROUP))
 
@@ -88,33 +93,35 @@ def functions(size: int) -> Any:
 
     @jit
     def put(job: int, sums: int, offsets: int, n: int, r: int, vectors: int) -> None:
-        """The results of a tile."""
+        """The results of a tile, `vectors` of them in a row."""
         for i in range(min(ROWS, field(job, R) - r)):
             for v in range(vectors):
-                y = load_f32(sums, i * OUTPUTS + v * LANES)
-                finish_vector(job, y, load_f32(offsets, v * LANES), r + i, n + v * LANES)
+                at = v * LANES * 4
+                finish_vector(job, sums + i * OUTPUTS * 4 + at, offsets + at, LANES * 4, r + i, n + v * LANES)
 
     @jit
     def multiply_strip(job: int, index: int) -> None:
-        strips, rows = count_strips(job), field(job, GROUP)
-        n, words = index % strips * OUTPUTS, field(job, K) * size // 4
+        strips, rows, ups = count_strips(job), field(job, GROUP), field(job, UPS)
+        n, words = index % strips * results_of_strip(job), field(job, K) * size // 4
         begin = index // strips * rows
-        vectors = min(VECTORS, (field(job, N) - n) // LANES)
-        scratch = malloc((words * OUTPUTS + ROWS * OUTPUTS + OUTPUTS) * 4 + ALIGNED)
-        strip = (scratch + ALIGNED - 1) // ALIGNED * ALIGNED
+        vectors = VECTORS if ups > 0 else min(VECTORS, (field(job, WIDTH) - n) // LANES)
+        further = (ups if ups > 0 else LANES) * words * 4  # from a vector's weights to the next one's
+        strip = malloc((words * OUTPUTS + ROWS * OUTPUTS + OUTPUTS) * 4)
         sums = strip + words * OUTPUTS * 4
         offsets = sums + ROWS * OUTPUTS * 4
+        w = field(job, WEIGHT) + n * words * 4
         for v in range(vectors):
-            w = field(job, WEIGHT) + (n + v * LANES) * words * 4
-            turn(w, words, strip + v * LANES * 4, offsets + v * LANES * 4)
-        ahead = field(job, WEIGHT) + (n + OUTPUTS) * words * 4  # the next strip's weights, little by little
-        lines = OUTPUTS * words // LANES // (rows // ROWS) + 1
+            turn(w + v * further, words, strip + v * LANES * 4, offsets + v * LANES * 4)
+        ahead = w + results_of_strip(job) * words * 4  # the next strip's weights, little by little
+        lines = words // (rows // ROWS) + 1
+        results = 1 if ups > 0 else vectors
         for r in range(begin, min(field(job, R), begin + rows), ROWS):
             tile(strip, field(job, PANELS) + r * words * 4, words, sums)
-            put(job, sums, offsets, n, r, vectors)
+            put(job, sums, offsets, n, r, results)
             for _ in range(lines):
-                prefetch(ahead)
+                for v in range(VECTORS):
+                    prefetch(ahead + v * further)
                 ahead += 64
-        free(scratch)
+        free(strip)
 
     return prepare, pack, multiply_strip

@@ -57,9 +57,9 @@ class SandwichBlock(Block):
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):
-            x = x + self.attention_out_norm(self.attention(self.attention_norm(x), tables, attend))
+            x = x + self.attention_out_norm(self.attention(x, tables, attend, norm=self.attention_norm))
         with jax.named_scope("mlp"):
-            return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+            return x + self.mlp_out_norm(self.mlp(x, norm=self.mlp_norm))
 
 
 class Gemma2(Llama):

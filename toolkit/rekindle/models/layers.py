@@ -110,10 +110,16 @@ class Attention(nnx.Module):
         self.layer, self.rope, self.native = layer, config.attention[layer].rope, precision.native
 
     def __call__(
-        self, x: jax.Array, tables: RopeTables, attend: Attend, residual: jax.Array | None = None
+        self,
+        x: jax.Array,
+        tables: RopeTables,
+        attend: Attend,
+        residual: jax.Array | None = None,
+        norm: RMSNorm | None = None,
     ) -> jax.Array:
+        """Of norm(x)."""
         H, K = self.heads, self.kv_heads
-        qkv = self.qkv(x).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
+        qkv = self.qkv(x, norm=norm).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
         q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, self.qk_norm, use_native=self.native)
         with jax.named_scope("attend"):
             y = attend(self.layer, q, k, v)
@@ -133,8 +139,9 @@ class GatedMlp(nnx.Module):
         self.down = Linear(E, inner, precision, bias=config.mlp_bias)
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-        return self.down(self.gate_up(x), gate=self.activation, residual=residual)
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
+        """Of norm(x)."""
+        return self.down(self.gate_up(x, norm=norm, gate=self.activation), residual=residual)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from jax.typing import DTypeLike
 
 from rekindle.models.activations import gated
 from rekindle_kernels import native
+
+if TYPE_CHECKING:
+    from rekindle.models.layers import RMSNorm
 
 QUANTIZE = (None, "int8", "int8-weight")
 
@@ -94,7 +97,7 @@ class Matrix(nnx.Module):
 
 
 class Linear(Matrix):
-    """x [..., in] → [..., out]; `gate` and `residual` as in `linear`."""
+    """x [..., in] → [..., out]; `norm`, `gate` and `residual` as in `linear`."""
 
     def __init__(
         self, out_features: int, in_features: int, precision: Precision, *, bias: bool = False, quantize: bool = True
@@ -102,11 +105,19 @@ class Linear(Matrix):
         super().__init__((out_features, in_features), precision, quantize=quantize)
         self.bias = parameter((out_features,), jnp.float32) if bias else None
 
-    def __call__(self, x: jax.Array, *, gate: str | None = None, residual: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: RMSNorm | None = None,
+        gate: str | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
         if self.bias is None:
-            return linear(x, self, gate=gate, residual=residual)
-        y = linear(x, self, gate=gate)
+            return linear(x, self, norm=norm, gate=gate, residual=residual)
+        y = linear(x, self, norm=norm)
         y = y + self.bias[...].astype(y.dtype)
+        y = y if gate is None else gated(y, gate)
         return y if residual is None else residual + y
 
 
@@ -129,30 +140,37 @@ def linear(
     matrix: Matrix,
     dtype: DTypeLike | None = None,
     *,
+    norm: RMSNorm | None = None,
     gate: str | None = None,
     residual: jax.Array | None = None,
     count: jax.Array | None = None,
 ) -> jax.Array:
-    """x [..., in] · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own. With `gate`, the name of
-    an activation, x is [..., 2·in] and stands for `gated(x, gate)`. Behind the first `count` rows may be anything."""
+    """norm(x [..., in]) · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own. With `gate`, the
+    name of an activation, it is `gated(…, gate)` [..., out / 2]. Behind the first `count` rows may be anything.
+
+    On CPU all of this is one native call, if it is of the kinds that one knows."""
     scale = None if matrix.scale is None else matrix.scale[...]
-    rows, weight = x.size // x.shape[-1], matrix.weight[...]
+    rows, weight, dtype = x.size // x.shape[-1], matrix.weight[...], jnp.dtype(dtype or x.dtype)
     rounds = matrix.quantize == "int8"
     is_native = matrix.native and native.multiplies(rows, weight, quantize_rows=rounds)
+    if norm is not None and not (is_native and norm.native and native.norms(x)):
+        x, norm = norm(x), None
     if gate is not None and not (is_native and gate == "silu" and native.gates(weight)):
-        x, gate = gated(x, gate), None
+        y = gated(linear(x, matrix, dtype, norm=norm, count=count), gate)
+        return y if residual is None else residual + y
+    out = jnp.dtype(jnp.float32) if is_native else dtype
+
+    def plain(x: jax.Array, weight: jax.Array, scale: Any, residual: Any, count: Any, norms: Any) -> jax.Array:
+        y = multiply(x if norm is None else norm.plain(x, norms), weight, scale, matrix.quantize, out)
+        y = y if gate is None else gated(y, gate)
+        return y if residual is None else residual + y
+
     if not is_native:
-        y = multiply(x, weight, scale, matrix.quantize, jnp.dtype(dtype or x.dtype))
-        return y if residual is None else residual + y
-
-    def plain(x: jax.Array, weight: jax.Array, scale: Any, residual: Any, count: Any) -> jax.Array:
-        x = x if gate is None else gated(x, gate)
-        y = multiply(x, weight, scale, matrix.quantize, jnp.float32)
-        return y if residual is None else residual + y
-
-    call = native.differentiable(partial(native.multiply, quantize_rows=rounds), plain)
+        return plain(x, weight, scale, residual, count, None)
+    eps, norms = (0.0, None) if norm is None else (norm.eps, norm.weight[...])
+    call = native.differentiable(partial(native.multiply, eps=eps, gated=gate is not None, quantize_rows=rounds), plain)
     flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
-    return call(x.reshape(rows, -1), weight, scale, flat, count).reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
+    return call(x.reshape(rows, -1), weight, scale, flat, count, norms).reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:

@@ -41,9 +41,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):
-            x = self.attention(self.attention_norm(x), tables, attend, x)
+            x = self.attention(x, tables, attend, x, self.attention_norm)
         with jax.named_scope("mlp"):
-            return self.mlp(self.mlp_norm(x), x)
+            return self.mlp(x, x, self.mlp_norm)
 
 
 class Llama(nnx.Module):

@@ -11,6 +11,7 @@ from flax import nnx
 
 from rekindle.models.activations import gated
 from rekindle.models.config import ModelConfig, MoeSpec
+from rekindle.models.layers import RMSNorm
 from rekindle.models.linear import Linear, Matrix, Precision, multiply, narrow_dtype, parameter, quantize_rows
 
 
@@ -61,8 +62,9 @@ class Experts(nnx.Module):
         self.down = Stack((G, E, inner), precision)
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-        """x (+ residual) [..., E] → [..., E]."""
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
+        """norm(x) (+ residual) [..., E] → [..., E]."""
+        x = x if norm is None else norm(x)
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("route"):
             weights, chosen = self.route(flat)
