@@ -43,7 +43,7 @@ from rekindle_kernels.native.packing import (
     packer,
     panels_of,
 )
-from rekindle_kernels.native.target import DONE, Kernel, field, inline, jit, set_field
+from rekindle_kernels.native.target import DONE, Kernel, field, first_unit, inline, jit, set_field
 from rekindle_kernels.native.vector import LANES, load_f32, splat, store, store_totals
 from rekindle_kernels.native.words import add_ints, total_of_ints, transpose
 
@@ -53,7 +53,7 @@ SUMS = (OUTPUTS * PANEL + LANES * OUTPUTS + OUTPUTS) * 4  # bytes of what a bloc
 ZERO = np.float32(0)
 
 # Fields of a job, behind those of `packing`.
-PER_BLOCK, PARTS, STRIPED = range(packing.FIELDS, packing.FIELDS + 3)
+PARTS, STRIPED = range(packing.FIELDS, packing.FIELDS + 2)
 
 
 def kernel(name: str, size: int, add: Any) -> Kernel:
@@ -67,12 +67,9 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
 
     @inline
     def prepare_panels(job: int, threads: int) -> int:
-        height, rows = field(job, WIDTH), field(job, R)
+        rows = field(job, R)
         groups = max(1, (rows - left_over(rows) + TOGETHER - 1) // TOGETHER)
-        parts = max(1, (4 * threads + groups - 1) // groups)
-        per_block = ((height + parts - 1) // parts + OUTPUTS - 1) // OUTPUTS * OUTPUTS
-        parts = (height + per_block - 1) // per_block
-        set_field(job, PER_BLOCK, per_block)
+        parts = min(field(job, WIDTH) // OUTPUTS, (4 * threads + groups - 1) // groups)
         set_field(job, PARTS, parts)
         words = field(job, K) * size // 4 * (panels_of(rows) * PANEL + left_over(rows))
         set_field(job, PANELS, malloc((words + rows + LANES) * 4))
@@ -213,7 +210,7 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
     @jit
     def multiply_block(job: int, index: int) -> None:
         rows, words, width = field(job, R), field(job, K) * size // 4, field(job, WIDTH)
-        parts, per_block = field(job, PARTS), field(job, PER_BLOCK)
+        parts, units = field(job, PARTS), width // OUTPUTS
         group, part = index // parts, index % parts
         halves = 2 if field(job, UPS) > 0 else 1
         # Of both halves: sums by rows of outputs and by rows, and sums of the weights.
@@ -221,7 +218,8 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
         turned, offsets = scratch + OUTPUTS * PANEL * 4, scratch + SUMS - OUTPUTS * 4
         whole = rows - left_over(rows)
         first, end = group * TOGETHER, min(whole, group * TOGETHER + TOGETHER)
-        for n in range(part * per_block, min(width, (part + 1) * per_block), OUTPUTS):
+        for unit in range(first_unit(part, parts, units), first_unit(part + 1, parts, units)):
+            n = unit * OUTPUTS
             if size == 1:
                 for half in range(halves):
                     w = field(job, WEIGHT) + (n + half * width) * words * 4

@@ -24,7 +24,18 @@ import numpy as np
 from rekindle_kernels.native.gating import silu
 from rekindle_kernels.native.memory import f32, free, i32, malloc, prefetch, set_f32
 from rekindle_kernels.native.norm import normalise
-from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, operand, result, result_dim, set_field
+from rekindle_kernels.native.target import (
+    Kernel,
+    dim,
+    field,
+    first_unit,
+    inline,
+    jit,
+    operand,
+    result,
+    result_dim,
+    set_field,
+)
 from rekindle_kernels.native.vector import LANES, add, load_f32, multiply, multiply_add, splat, store, total
 
 ZERO = np.float32(0)
@@ -179,8 +190,8 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
     @jit
     def block(job: int, index: int) -> None:
         R, N, scale, residual = field(job, ROWS), field(job, HEIGHT), field(job, SCALE), field(job, RESIDUAL)
-        n = index * units(job) // field(job, BLOCKS) * unit(job)
-        end = min(N, (index + 1) * units(job) // field(job, BLOCKS) * unit(job))
+        n = first_unit(index, field(job, BLOCKS), units(job)) * unit(job)
+        end = min(N, first_unit(index + 1, field(job, BLOCKS), units(job)) * unit(job))
         if field(job, GATED) > 0:
             gated_block(job, n, end)
             return

@@ -85,6 +85,13 @@ def set_field(job: int, index: int, value: int) -> None:
 
 
 @inline
+def first_unit(index: int, blocks: int, units: int) -> int:
+    """Where a block of work begins that is handed out in whole units; the larger blocks come first, so that threads
+    end together."""
+    return index * (units // blocks) + min(index, units % blocks)
+
+
+@inline
 def threads(frame: int) -> int:
     """How many threads XLA computes with."""
     arguments = malloc(5 * 8)
