@@ -234,6 +234,35 @@ def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) ->
     np.testing.assert_array_equal(np.asarray(alone)[:used], np.asarray(together)[:used])
 
 
+@needs_numba
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("others", "own", "lengths"),
+    [(20, 5, (3, 20)), (8, 0, (30,)), (16, 16, (5,)), (12, 7, ()), (16, 0, ()), (3, 1, ()), (32, 9, (180,))],
+)
+def test_rows_of_nobody_are_not_multiplied(dtype: str, others: int, own: int, lengths: tuple[int, ...]) -> None:
+    kv = init_pages(40, 2, 16, 16, "float32")
+    tokens = sum(lengths) + 7 if lengths else 0
+    ends = jnp.asarray(np.pad(np.cumsum((0, *lengths)), (0, 2 - len(lengths)), mode="edge"), jnp.int32)
+    lens = jnp.asarray([*[3] * own, *[0] * (others - own), *lengths, *[0] * (2 - len(lengths))], jnp.int32)
+    table = jnp.arange(others + 2, dtype=jnp.int32)[:, None] + jnp.zeros((1, 16), jnp.int32)
+    scales = jnp.ones((E,), jnp.float32) / 100 if dtype == "int8" else None
+
+    def function(x: jax.Array, weight: jax.Array, lens: jax.Array, ends: jax.Array, count: jax.Array) -> jax.Array:
+        q = native.multiply(x, weight, scales, norm=weight[0].astype(jnp.float32), quantize_rows=True)
+        y = attention.paged_attention(q.reshape(-1, 4, 16), kv, table, lens, ends, count, decode_rows=others, scale=1.0)
+        return native.multiply(y.reshape(-1, E), weight, scales, x, quantize_rows=True)
+
+    weight = (matrix() * (100 if dtype == "int8" else 1)).astype(dtype)
+    if not native.multiplies(others + tokens, weight, quantize_rows=True):
+        pytest.skip("XLA multiplies so many rows")
+    args = rows(others + tokens), weight, lens, ends, jnp.asarray(len(lengths), jnp.int32)
+    together, alone = jax.jit(native.chained(function))(*args), jax.jit(function)(*args)
+    somebodys = [*range(own), *range(others, others + sum(lengths))]
+    np.testing.assert_allclose(together[somebodys,], alone[somebodys,], rtol=1e-5, atol=1e-5)
+    assert own == others or not np.array_equal(together[own:others], alone[own:others])
+
+
 SPANS = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 6)), max_size=40)
 
 

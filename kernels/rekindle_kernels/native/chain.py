@@ -5,7 +5,8 @@ to load and to schedule, and threads to wake. `chained` looks through a function
 by a single call, whose kernel (chaining.py) makes the calls of the run; what flows between them lies in scratch memory.
 
 A program has a fixed number of tokens, and a prompt seldom has as many. In a run with prefill attention, whose operands
-say how many there are, no kernel computes the rows behind them: they are left undefined.
+say how many there are, no kernel computes the rows behind them: they are left undefined. So are, in a run with any
+attention, the products' rows for sequences of length 0 behind the others that decode.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ PER_TOKEN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "write": ((1, 2, 3, 4), ()),
     "prefill": ((0, 10), (0,)),
 }
-# Operands of "prefill": queries, ends of the prompts, how many there are, and numbers of which the first is the rows
-# that are not its own.
-QUERIES, ENDS, PROMPTS, RULES = 0, 7, 8, 9
+# Operands of attention: queries and lengths of sequences; of "prefill" ends of the prompts and how many there are; of
+# each kind numbers, the first of which is the rows that decode.
+QUERIES, LENGTHS, ENDS, PROMPTS = 0, 4, 7, 8
+RULES = {"decode": 7, "prefill": 9}
+ROWS_OF_PRODUCT, GAP = 2, 4  # operands of "matvec" and "panels"
 
 
 def chains() -> bool:
@@ -219,7 +222,9 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
         return list(run)
     buffers: dict[Value, Buffer] = {}
     steps: list[Step] = []
-    prefill = _prefill(run)
+    attention = _attention(run)
+    tokens = None if attention is None else attention.inputs[QUERIES].shape[0]
+    gap = Buffer(0, 0, 0, plan.GAP)
     inputs: dict[Any, Value] = {}
     for number, operation in enumerate(run):
         for value in operation.inputs:
@@ -235,8 +240,10 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
             else:
                 buffers[value] = Buffer(prod(value.shape) * value.dtype.itemsize, number, number)
         if operation.kernel is not None:
-            shapes = _shapes(operation, None if prefill is None else prefill.inputs[QUERIES].shape[0])
+            shapes = _shapes(operation, tokens)
             operands = [(buffers[value], next(shapes)) for value in operation.inputs]
+            if _is_product_of(operation, tokens):
+                operands[GAP] = gap, operands[GAP][1]
             results = [(buffers[value], next(shapes)) for value in operation.outputs]
             steps.append(Step(operation.kernel, operands, results))
     views: list[Operation | Chain] = []
@@ -253,23 +260,43 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
             buffers[value].where, buffers[value].number = RESULT, index
     scratch = plan.place({buffer for buffer in buffers.values() if buffer.where == plan.SCRATCH})
     rows = None
-    if prefill is not None:
-        others = int(prefill.inputs[RULES].constant[0])
-        rows = plan.Rows(others, *(buffers[prefill.inputs[index]].number for index in (ENDS, PROMPTS)))
+    if attention is not None:
+        told = (LENGTHS, ENDS, PROMPTS) if _kind(attention) == "prefill" else (LENGTHS,)
+        rows = plan.Rows(_decoding(attention), *(buffers[attention.inputs[index]].number for index in told))
     return [Chain(steps, list(inputs.values()), outputs, aliases, scratch, rows), *views]
 
 
-def _prefill(run: Sequence[Operation]) -> Operation | None:
-    """The run's first prefill attention, if all of them are over the same prompts."""
-    found = [operation for operation in run if (operation.kernel or "").startswith("prefill_")]
-    told = {tuple(_identity(operation.inputs[index]) for index in (ENDS, PROMPTS, RULES)) for operation in found}
-    return found[0] if len(told) == 1 and found[0].inputs[RULES].constant is not None else None
+def _attention(run: Sequence[Operation]) -> Operation | None:
+    """The run's first attention, of prompts if there are any, if all of them are over the same sequences."""
+    found = [operation for operation in run if _kind(operation) in RULES]
+    if any(operation.inputs[RULES[_kind(operation)]].constant is None for operation in found):
+        return None
+    prompts = [operation for operation in found if _kind(operation) == "prefill"]
+    ends = {tuple(_identity(operation.inputs[index]) for index in (ENDS, PROMPTS)) for operation in prompts}
+    lengths = {(_identity(operation.inputs[LENGTHS]), _decoding(operation)) for operation in found}
+    return (prompts or found)[0] if len(ends) <= 1 and len(lengths) == 1 else None
+
+
+def _decoding(attention: Operation) -> int:
+    """Rows that decode, those of nobody included."""
+    return int(attention.inputs[RULES[_kind(attention)]].constant[0])
+
+
+def _is_product_of(operation: Operation, tokens: int | None) -> bool:
+    """Whether its rows are the step's tokens, and nobody has said how many there are."""
+    if _kind(operation) not in ("matvec", "panels"):
+        return False
+    return operation.inputs[ROWS_OF_PRODUCT].shape[0] == tokens and operation.inputs[GAP].constant is not None
+
+
+def _kind(operation: Operation) -> str:
+    return (operation.kernel or "").split("_")[0]
 
 
 def _shapes(operation: Operation, tokens: int | None) -> Iterator[tuple[int, ...]]:
     """Of a call's operands, then of its results; ROWS where it has one row for each of so many tokens."""
-    kind = (operation.kernel or "").split("_")[0]
-    for values, per_token in zip((operation.inputs, operation.outputs), PER_TOKEN.get(kind, ((), ())), strict=True):
+    per_kind = PER_TOKEN.get(_kind(operation), ((), ()))
+    for values, per_token in zip((operation.inputs, operation.outputs), per_kind, strict=True):
         for index, value in enumerate(values):
             is_row = index in per_token and value.shape[0] == tokens
             yield (plan.ROWS, *value.shape[1:]) if is_row else value.shape

@@ -14,13 +14,26 @@ from typing import Any
 from numba import cfunc, types
 
 from rekindle_kernels.native import memory
-from rekindle_kernels.native.memory import acquire, call, give_way, i32, malloc, publish, set_word, this_thread, word
+from rekindle_kernels.native.memory import (
+    acquire,
+    call,
+    give_way,
+    i32,
+    malloc,
+    publish,
+    set_i32,
+    set_word,
+    this_thread,
+    word,
+)
 from rekindle_kernels.native.plan import (
     CALLS,
     DIMS,
     ENDS,
     ENTRIES,
+    GAP,
     HEADER,
+    LENGTHS,
     MOST,
     OPERAND,
     OTHERS,
@@ -60,12 +73,16 @@ SPINS = 2000  # before another program may have the core
 
 
 @inline
-def lay_out(plan: int, frame: int, dims: int, records: int) -> None:
-    """Fill the plan's dimensions and buffers in."""
-    count, at, rows = i32(plan, DIMS), HEADER, 0
+def lay_out(plan: int, frame: int, dims: int, records: int, gap: int) -> None:
+    """Fill the plan's dimensions and buffers in, and the gap: how many rows come before and how many are in it."""
+    count, at, others, lengths = i32(plan, DIMS), HEADER, i32(plan, OTHERS), i32(plan, LENGTHS)
+    rows, own = others, 0
     if i32(plan, ENDS) > 0:
-        prompts = i32(operand(frame, i32(plan, PROMPTS)), 0)
-        rows = i32(plan, OTHERS) + i32(operand(frame, i32(plan, ENDS)), prompts)
+        rows += i32(operand(frame, i32(plan, ENDS)), i32(operand(frame, i32(plan, PROMPTS)), 0))
+    while own < others and i32(operand(frame, lengths), own) > 0:
+        own += 1
+    set_i32(gap, 0, own)
+    set_i32(gap, 1, others - own)
     for index in range(count):
         size = i32(plan, at + index)
         set_word(dims, index, size if size >= 0 else rows)
@@ -77,6 +94,8 @@ def lay_out(plan: int, frame: int, dims: int, records: int) -> None:
             data = operand(frame, number)
         elif where == RESULT:
             data = result(frame, number)
+        elif where == GAP:
+            data = gap
         else:
             data = scratch + number * STEP
         set_record(records + index * RECORD_WORDS * 8, data, dims + 8 * i32(plan, at + 2))
@@ -136,12 +155,13 @@ class Chain:
                 plan, pool = operand(frame, 0), threads(frame)
                 members = pool - 1
                 calls, sizes, buffers = i32(plan, CALLS), i32(plan, DIMS), i32(plan, RECORDS)
-                size = TEAM_WORDS + FRAME_WORDS + MOST + 5 * pool + sizes
+                size = TEAM_WORDS + FRAME_WORDS + MOST + 5 * pool + 1 + sizes
                 team = malloc(8 * (size + RECORD_WORDS * buffers + JOB_WORDS * calls))
                 own = team + 8 * TEAM_WORDS
                 pointers = own + 8 * FRAME_WORDS
                 requests = pointers + 8 * MOST
-                dims = requests + 8 * 5 * pool
+                gap = requests + 8 * 5 * pool
+                dims = gap + 8
                 records = dims + 8 * sizes
                 set_word(team, JOB, 0)
                 set_word(team, ARENA, records + 8 * RECORD_WORDS * buffers)
@@ -150,7 +170,7 @@ class Chain:
                 set_word(team, USERS, members + 1)
                 set_word(own, API, word(frame, API))
                 set_word(own, CONTEXT, word(frame, CONTEXT))
-                lay_out(plan, frame, dims, records)
+                lay_out(plan, frame, dims, records, gap)
                 ask_for_help(frame, task_address(), team, requests, members)
                 make_calls(plan, entries_address(), team, own, pointers, records)
                 publish(team + 8 * JOB, OVER)

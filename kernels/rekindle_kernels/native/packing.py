@@ -36,11 +36,11 @@ ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float
 
 # Fields of a product's job: rows X [R, K], normed first if NORM is an address, which become rows at PANELS, for int8
 # with SCALES [R]; what they are multiplied with; and where results [R, WIDTH] go. If UPS is not 0, the outputs from
-# there on are multiplied with silu of those before.
+# there on are multiplied with silu of those before. R counts rows without the GAP of some behind the first BEFORE.
 X, R, K, NORM, EPS, PANELS, SCALES, PER_PACK, PACKS = range(9)
-WEIGHT, FACTORS, RESIDUAL, OUT, WIDTH, UPS = range(9, 15)
-GROUP = 15  # rows that a block multiplies
-FIELDS = 16  # the others' begin here
+WEIGHT, FACTORS, RESIDUAL, OUT, WIDTH, UPS, BEFORE, GAP = range(9, 17)
+GROUP = 17  # rows that a block multiplies
+FIELDS = 18  # the others' begin here
 
 
 @inline
@@ -49,7 +49,9 @@ def describe(frame: int, job: int) -> None:
     set_field(job, WEIGHT, operand(frame, 0))
     set_field(job, FACTORS, operand(frame, 1))
     set_field(job, X, operand(frame, 2))
-    set_field(job, R, min(dim(frame, 2, 0), i32(operand(frame, 4), 0)))
+    set_field(job, BEFORE, i32(operand(frame, 4), 0))
+    set_field(job, GAP, i32(operand(frame, 4), 1))
+    set_field(job, R, dim(frame, 2, 0) - field(job, GAP))
     set_field(job, K, dim(frame, 0, 1))
     set_field(job, WIDTH, result_dim(frame, 0, 1))
     set_field(job, UPS, field(job, WIDTH) if field(job, WIDTH) < dim(frame, 0, 0) else 0)
@@ -57,6 +59,12 @@ def describe(frame: int, job: int) -> None:
     set_field(job, NORM, operand(frame, 5) if dim(frame, 5, 0) == field(job, K) else 0)
     set_field(job, EPS, operand(frame, 6))
     set_field(job, OUT, result(frame, 0))
+
+
+@inline
+def place(job: int, r: int) -> int:
+    """Where row r is among all rows."""
+    return r if r < field(job, BEFORE) else r + field(job, GAP)
 
 
 @inline
@@ -86,7 +94,7 @@ def narrower(size: int) -> Any:
 
     @inline
     def narrow(job: int, r: int, out: int, scratch: int) -> None:
-        width, x = field(job, K), field(job, X) + r * field(job, K) * 4
+        width, x = field(job, K), field(job, X) + place(job, r) * field(job, K) * 4
         if field(job, NORM) > 0:
             normalise(x, field(job, NORM), f32(field(job, EPS), 0), width, scratch)
             x = scratch
@@ -121,7 +129,7 @@ def finisher(size: int) -> Any:
 
     @inline
     def finish(job: int, sums: int, weights: int, behind: int, r: int, n: int) -> None:
-        at = (r * field(job, WIDTH) + n) * 4
+        at = (place(job, r) * field(job, WIDTH) + n) * 4
         y, ups = scaled(job, sums, weights, r, n), field(job, UPS)
         if ups > 0:
             y = multiply(silu(y), scaled(job, sums + behind, weights + behind, r, n + ups))

@@ -1,13 +1,14 @@
 """What a chain does, as numbers: where its buffers lie and which kernel takes which, in one int32 array.
 
     header      how many dimensions, buffers and calls follow, the place of the scratch memory among the results, and
-                where the number of rows is found
+                where the number of rows is found, and which are nobody's
     dimensions  of all buffers, one shape after another; ROWS stands for the number of rows
     buffers     three numbers each: where it lies, which one or how far in, where its shape begins
     calls       the kernel's entry, how many operands and results it takes, and the numbers of their buffers
 
 The number of rows is known when the chain runs: those before the prompts' and all tokens of the prompts. What is behind
-them is padding, and no kernel computes it.
+them is padding, and no kernel computes it. Some of those before the prompts' may be nobody's, too: products step over
+this gap, whose place is a buffer of the chain's own.
 
 The kernel in chaining.py reads all this. Entries are places in a table of this process, which a name determines: a
 program that was stored finds its kernels again.
@@ -23,9 +24,9 @@ import numpy as np
 
 ENTRIES = "rekindle_entries"  # the table's symbol
 SLOTS = 4096
-DIMS, RECORDS, CALLS, SCRATCH_RESULT, OTHERS, ENDS, PROMPTS, HEADER = range(8)
+DIMS, RECORDS, CALLS, SCRATCH_RESULT, OTHERS, LENGTHS, ENDS, PROMPTS, HEADER = range(9)
 ROWS = -1
-OPERAND, RESULT, SCRATCH = 0, 1, 2  # where a buffer lies
+OPERAND, RESULT, SCRATCH, GAP = range(4)  # where a buffer lies
 STEP = 64  # bytes: what scratch memory is counted in
 MOST = 64  # operands and results of one call
 
@@ -72,11 +73,13 @@ def place(buffers: Collection[Buffer]) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the number of rows is found: `others` and, of operand `ends`, the number that operand `prompts` says."""
+    """Where the number of rows is found: `others` and, if there are prompts, of operand `ends` the number that operand
+    `prompts` says. The others from the first on whose length in operand `lengths` is 0 are nobody's."""
 
     others: int
-    ends: int
-    prompts: int
+    lengths: int
+    ends: int = 0
+    prompts: int = 0
 
 
 def written(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray:
@@ -94,5 +97,5 @@ def written(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarra
                 dims += shape
             calls.append(records.setdefault((buffer, shape), len(records)))
     places = [number for buffer, shape in records for number in (buffer.where, buffer.number, shapes[shape])]
-    where = (0, 0, 0) if rows is None else (rows.others, rows.ends, rows.prompts)
+    where = (0, 0, 0, 0) if rows is None else (rows.others, rows.lengths, rows.ends, rows.prompts)
     return np.array([len(dims), len(records), len(steps), scratch, *where, *dims, *places, *calls], np.int32)

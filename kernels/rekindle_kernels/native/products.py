@@ -63,7 +63,7 @@ def multiply(
         jnp.ones((1,), jnp.float32) if scale is None else scale,
         x.astype(jnp.float32),
         jnp.zeros((1, 1), jnp.float32) if residual is None else residual,
-        jnp.array(R, jnp.int32) if count is None else count,
+        jnp.array([R, 0], jnp.int32) if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
         jnp.ones((1,), jnp.float32) if norm is None else norm,
         jnp.array([eps], jnp.float32),
     )

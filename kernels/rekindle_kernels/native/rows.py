@@ -51,9 +51,10 @@ WEIGHT, SCALE, X, RESIDUAL, OUT, ROWS, WIDTH, HEIGHT, BLOCKS, NORMED, GATED = ra
 
 
 def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
-    """`(weight [N, K], scale [N], x [R, K], residual [R, N], count [], norm [K], eps [1]) -> [R, N]` of the first
-    `count` rows, all of them float32 but for weights that `read` widens one by one and `load` sixteen at a time. A
-    result of [R, N / 2] is silu of the first outputs times the others. A residual of [1, 1] and a norm of [1] are none.
+    """`(weight [N, K], scale [N], x [R, K], residual [R, N], gap [2], norm [K], eps [1]) -> [R, N]`, all
+    of them float32 but for weights that `read` widens one by one and `load` sixteen at a time, and for `gap`: how many
+    rows come before, and how many are in it, which are nobody's. A result of [R, N / 2] is silu of the first outputs
+    times the others. A residual of [1, 1] and a norm of [1] are none.
     """
 
     @inline
@@ -67,7 +68,9 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
 
     @jit
     def prepare(frame: int, job: int, threads: int) -> int:
-        N, K, R = result_dim(frame, 0, 1), dim(frame, 0, 1), min(dim(frame, 2, 0), i32(operand(frame, 4), 0))
+        N, K, R = result_dim(frame, 0, 1), dim(frame, 0, 1), dim(frame, 2, 0)
+        before, gap = i32(operand(frame, 4), 0), i32(operand(frame, 4), 1)
+        R = before if before + gap == R else R  # a gap amid so few rows is not worth stepping over
         normed, gated = dim(frame, 5, 0) == K and K > 1, dim(frame, 0, 0) > N
         set_field(job, WEIGHT, operand(frame, 0))
         set_field(job, SCALE, operand(frame, 1))
