@@ -39,6 +39,12 @@ def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     return native.differentiable(partial(native.rms_norm, eps=1e-5), lambda x, weight: x * weight)(x, weight)
 
 
+def pages_of(size: int, *, count: int) -> Any:
+    """Of two heads of 16, with something in them."""
+    empty = init_pages(count, 2, size, 16, "float32")
+    return jax.tree.map(lambda leaf: jnp.asarray(RANDOM.standard_normal(leaf.shape, np.float32)), empty)
+
+
 def calls(function: Callable[..., Any], *args: Any) -> list[str]:
     """The native calls of a function's program, in their order."""
     equations = jax.make_jaxpr(function)(*args).jaxpr.eqns
@@ -211,7 +217,7 @@ def test_one_thread_is_enough() -> None:
 @pytest.mark.parametrize("lengths", [(1,), (5,), (3, 20), (30,)])
 def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) -> None:
     others, tokens, size = 2, 30, 16
-    kv = init_pages(8, 2, size, 16, "float32")
+    kv = pages_of(size, count=8)
     ends = np.zeros(4, np.int32)
     ends[1:] = np.pad(np.cumsum(lengths), (0, 3 - len(lengths)), mode="edge")
     lens = jnp.asarray([1, 1, *lengths, *[0] * (3 - len(lengths))], jnp.int32)
@@ -231,27 +237,34 @@ def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) ->
     assert any((np.asarray(constant) == plan.ROWS).any() for constant in constants), "every row is computed"
     used = others + sum(lengths)
     alone, together = jax.jit(function)(*args), jax.jit(native.chained(function))(*args)
-    np.testing.assert_array_equal(np.asarray(alone)[:used], np.asarray(together)[:used])
+    # A few rows are added up in another order than many.
+    np.testing.assert_allclose(alone[:used], together[:used], rtol=1e-4, atol=1e-5)
 
 
 @needs_numba
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(
-    ("others", "own", "lengths"),
-    [(20, 5, (3, 20)), (8, 0, (30,)), (16, 16, (5,)), (12, 7, ()), (16, 0, ()), (3, 1, ()), (32, 9, (180,))],
-)
-def test_rows_of_nobody_are_not_multiplied(dtype: str, others: int, own: int, lengths: tuple[int, ...]) -> None:
-    kv = init_pages(40, 2, 16, 16, "float32")
-    tokens = sum(lengths) + 7 if lengths else 0
+    ("decode", "lengths", "padding"),
+    [
+        ([3] * 5 + [0] * 15, (3, 20), 7), ([0] * 8, (30,), 0), ([2] * 16, (5,), 3), ([3] * 7 + [0] * 5, (), 0),
+        ([0] * 16, (), 0), ([5, 0, 0], (), 0), ([7] * 9 + [0] * 23, (180,), 7), ([5, 0, 0], (1,), 1),
+        ([4, 0, 9, 0, 1, 0, 0, 0], (12,), 2),
+    ],
+)  # fmt: skip
+def test_rows_of_nobody_are_not_multiplied(
+    dtype: str, decode: list[int], lengths: tuple[int, ...], padding: int
+) -> None:
+    others, own = len(decode), max((row + 1 for row, length in enumerate(decode) if length), default=0)
+    kv, tokens = pages_of(16, count=40), sum(lengths) + padding
     ends = jnp.asarray(np.pad(np.cumsum((0, *lengths)), (0, 2 - len(lengths)), mode="edge"), jnp.int32)
-    lens = jnp.asarray([*[3] * own, *[0] * (others - own), *lengths, *[0] * (2 - len(lengths))], jnp.int32)
-    table = jnp.arange(others + 2, dtype=jnp.int32)[:, None] + jnp.zeros((1, 16), jnp.int32)
+    lens = jnp.asarray([*decode, *lengths, *[0] * (2 - len(lengths))], jnp.int32)
+    table = jnp.arange(others + 2, dtype=jnp.int32)[:, None] % 40 + jnp.zeros((1, 16), jnp.int32)
     scales = jnp.ones((E,), jnp.float32) / 100 if dtype == "int8" else None
 
-    def function(x: jax.Array, weight: jax.Array, lens: jax.Array, ends: jax.Array, count: jax.Array) -> jax.Array:
+    def function(x: jax.Array, weight: jax.Array, lens: jax.Array, ends: jax.Array, count: jax.Array) -> Any:
         q = native.multiply(x, weight, scales, norm=weight[0].astype(jnp.float32), quantize_rows=True)
         y = attention.paged_attention(q.reshape(-1, 4, 16), kv, table, lens, ends, count, decode_rows=others, scale=1.0)
-        return native.multiply(y.reshape(-1, E), weight, scales, x, quantize_rows=True)
+        return q, native.multiply(y.reshape(-1, E), weight, scales, x, quantize_rows=True)
 
     weight = (matrix() * (100 if dtype == "int8" else 1)).astype(dtype)
     if not native.multiplies(others + tokens, weight, quantize_rows=True):
@@ -259,8 +272,12 @@ def test_rows_of_nobody_are_not_multiplied(dtype: str, others: int, own: int, le
     args = rows(others + tokens), weight, lens, ends, jnp.asarray(len(lengths), jnp.int32)
     together, alone = jax.jit(native.chained(function))(*args), jax.jit(function)(*args)
     somebodys = [*range(own), *range(others, others + sum(lengths))]
-    np.testing.assert_allclose(together[somebodys,], alone[somebodys,], rtol=1e-5, atol=1e-5)
-    assert own == others or not np.array_equal(together[own:others], alone[own:others])
+    for got, want in zip(together, alone, strict=True):
+        # An int8 row may be rounded another way where its float32 sums were made in another order.
+        tolerance = 5e-2 if dtype == "int8" else 2e-2 if dtype == "bfloat16" else 1e-4
+        np.testing.assert_allclose(got[somebodys,], want[somebodys,], rtol=tolerance, atol=tolerance)
+    steps_over = own < others and (dtype != "float32" or tokens == 0)
+    assert not steps_over or not np.array_equal(together[0][own:others], alone[0][own:others])
 
 
 SPANS = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 6)), max_size=40)

@@ -102,6 +102,8 @@ def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(dtype:
     got, want = multiply(normed, weight, scale, gated=True), jax.nn.silu(wide[:, :112]) * wide[:, 112:]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(multiply(x, weight, scale, norm=norm, gated=True), want, **tolerance)
+    got = multiply(normed, weight, scale, residual, gated=True)
+    np.testing.assert_allclose(got, want + residual, rtol=1e-5, atol=1e-4)
     narrow, factors = weight[:112], None if scale is None else scale[:112]
     got, want = multiply(normed, narrow, factors, residual), multiply(normed, narrow, factors) + residual
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-4)
@@ -122,6 +124,14 @@ def test_only_the_first_rows_are_computed(dtype: str, rows: int) -> None:
     for count in (0, 1, rows // 2, rows - 1):
         got = multiply(x.at[count:].set(jnp.nan), weight, scale, count=jnp.array(count, jnp.int32))
         np.testing.assert_allclose(got[:count], multiply(x, weight, scale)[:count], rtol=1e-4, atol=1e-3)
+
+
+def test_what_cannot_be_normed_or_gated_in_a_product_is_refused() -> None:
+    x = jnp.ones((2, 48))
+    with pytest.raises(AssertionError, match="normed before"):
+        native.multiply(x, jnp.ones((64, 48)), norm=jnp.ones((48,)))
+    with pytest.raises(AssertionError, match="gated behind"):
+        native.multiply(x, jnp.ones((80, 48)), gated=True)
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("bfloat16", 2), ("bfloat16", 30), ("bfloat16", 300)])

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from rekindle.models.config import ModelConfig
-from rekindle.models.layers import RMSNorm, RopeTables
-from rekindle.models.linear import Linear, Precision
+from rekindle.models.layers import RopeTables
+from rekindle.models.linear import Linear, Precision, RMSNorm
 from rekindle_kernels import native
 
 RAW = {

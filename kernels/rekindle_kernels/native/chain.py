@@ -6,7 +6,7 @@ by a single call, whose kernel (chaining.py) makes the calls of the run; what fl
 
 A program has a fixed number of tokens, and a prompt seldom has as many. In a run with prefill attention, whose operands
 say how many there are, no kernel computes the rows behind them: they are left undefined. So are, in a run with any
-attention, the products' rows for sequences of length 0 behind the others that decode.
+attention, the products' rows for sequences of length 0 behind all others that decode.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PER_TOKEN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 # each kind numbers, the first of which is the rows that decode.
 QUERIES, LENGTHS, ENDS, PROMPTS = 0, 4, 7, 8
 RULES = {"decode": 7, "prefill": 9}
-ROWS_OF_PRODUCT, GAP = 2, 4  # operands of "matvec" and "panels"
+ROWS_OF_PRODUCT, GAP_OF_PRODUCT = 2, 4  # operands of "matvec" and "panels"
 
 
 def chains() -> bool:
@@ -243,7 +243,7 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
             shapes = _shapes(operation, tokens)
             operands = [(buffers[value], next(shapes)) for value in operation.inputs]
             if _is_product_of(operation, tokens):
-                operands[GAP] = gap, operands[GAP][1]
+                operands[GAP_OF_PRODUCT] = gap, operands[GAP_OF_PRODUCT][1]
             results = [(buffers[value], next(shapes)) for value in operation.outputs]
             steps.append(Step(operation.kernel, operands, results))
     views: list[Operation | Chain] = []
@@ -286,7 +286,8 @@ def _is_product_of(operation: Operation, tokens: int | None) -> bool:
     """Whether its rows are the step's tokens, and nobody has said how many there are."""
     if _kind(operation) not in ("matvec", "panels"):
         return False
-    return operation.inputs[ROWS_OF_PRODUCT].shape[0] == tokens and operation.inputs[GAP].constant is not None
+    x, gap = operation.inputs[ROWS_OF_PRODUCT], operation.inputs[GAP_OF_PRODUCT]
+    return x.shape[0] == tokens and gap.constant is not None
 
 
 def _kind(operation: Operation) -> str:

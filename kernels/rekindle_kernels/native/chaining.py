@@ -76,11 +76,11 @@ SPINS = 2000  # before another program may have the core
 def lay_out(plan: int, frame: int, dims: int, records: int, gap: int) -> None:
     """Fill the plan's dimensions and buffers in, and the gap: how many rows come before and how many are in it."""
     count, at, others, lengths = i32(plan, DIMS), HEADER, i32(plan, OTHERS), i32(plan, LENGTHS)
-    rows, own = others, 0
+    rows, own = others, others
     if i32(plan, ENDS) > 0:
         rows += i32(operand(frame, i32(plan, ENDS)), i32(operand(frame, i32(plan, PROMPTS)), 0))
-    while own < others and i32(operand(frame, lengths), own) > 0:
-        own += 1
+    while own > 0 and i32(operand(frame, lengths), own - 1) <= 0:
+        own -= 1
     set_i32(gap, 0, own)
     set_i32(gap, 1, others - own)
     for index in range(count):

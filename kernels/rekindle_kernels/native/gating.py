@@ -1,6 +1,6 @@
 """What makes of a gated MLP's first product, gates and ups, what its last one multiplies: silu(gate) · up.
 
-The first product does it as its results come out of the registers: a pass of its own would write and read all of them.
+The first product does it block by block, while they are in the cache: a pass of its own would write and read them all.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float
 
 # Fields of a product's job: rows X [R, K], normed first if NORM is an address, which become rows at PANELS, for int8
 # with SCALES [R]; what they are multiplied with; and where results [R, WIDTH] go. If UPS is not 0, the outputs from
-# there on are multiplied with silu of those before. R counts rows without the GAP of some behind the first BEFORE.
+# there on are multiplied with silu of those before. R counts the rows that are multiplied: the first BEFORE, and those
+# behind the GAP.
 X, R, K, NORM, EPS, PANELS, SCALES, PER_PACK, PACKS = range(9)
 WEIGHT, FACTORS, RESIDUAL, OUT, WIDTH, UPS, BEFORE, GAP = range(9, 17)
 GROUP = 17  # rows that a block multiplies
@@ -49,9 +50,10 @@ def describe(frame: int, job: int) -> None:
     set_field(job, WEIGHT, operand(frame, 0))
     set_field(job, FACTORS, operand(frame, 1))
     set_field(job, X, operand(frame, 2))
-    set_field(job, BEFORE, i32(operand(frame, 4), 0))
-    set_field(job, GAP, i32(operand(frame, 4), 1))
-    set_field(job, R, dim(frame, 2, 0) - field(job, GAP))
+    rows, before, gap = dim(frame, 2, 0), i32(operand(frame, 4), 0), i32(operand(frame, 4), 1)
+    set_field(job, BEFORE, before)
+    set_field(job, GAP, gap)
+    set_field(job, R, min(before, rows) + max(0, rows - before - gap))
     set_field(job, K, dim(frame, 0, 1))
     set_field(job, WIDTH, result_dim(frame, 0, 1))
     set_field(job, UPS, field(job, WIDTH) if field(job, WIDTH) < dim(frame, 0, 0) else 0)
@@ -115,9 +117,9 @@ def narrower(size: int) -> Any:
 
 
 def finisher(size: int) -> Any:
-    """`finish(job, sums, weights, r, n)`: the results of row r for 16 outputs from n on, from the sums of their
+    """`finish(job, sums, weights, behind, r, n)`: the results of row r for 16 outputs from n on, from the sums of their
     products at an address, for int8 with the sums of their weights, each of which was multiplied with 128 too much.
-    Where results are gated, those of n + UPS follow `behind` bytes behind both."""
+    Where results are gated, what is the same of the outputs from n + UPS on lies `behind` bytes behind both."""
 
     @inline
     def scaled(job: int, sums: int, weights: int, r: int, n: int) -> Any:

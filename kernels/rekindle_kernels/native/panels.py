@@ -60,8 +60,8 @@ def kernel(name: str, size: int, add: Any) -> Kernel:
     """`(weight [N, K], factors [N], x [R, K], residual [R, N], gap [2], norm [K], eps [1]) -> [R, N]`; float32, but
     for the weight and `gap`: how many rows come before, and how many are in it, which are nobody's. `add(a, x, w)` adds
     the products of the elements in a word of x and one of the weight. int8: times the factor and a scale of the row. A
-    result of [R, N / 2] is silu of the first outputs times the others. A residual of [1, 1] and a norm of [1] are none.
-    """
+    result of [R, N / 2] is silu of the first outputs times the others, and a residual has its shape. A residual of
+    [1, 1] and a norm of [1] are none."""
     pack = packer(size)
     prepare_strips, pack_rows, multiply_strip = strips.functions(size)
     finish_vector = finisher(size)

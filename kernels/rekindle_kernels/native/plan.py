@@ -74,7 +74,7 @@ def place(buffers: Collection[Buffer]) -> int:
 @dataclass(frozen=True)
 class Rows:
     """Where the number of rows is found: `others` and, if there are prompts, of operand `ends` the number that operand
-    `prompts` says. The others from the first on whose length in operand `lengths` is 0 are nobody's."""
+    `prompts` says. The others behind the last one whose length in operand `lengths` is not 0 are nobody's."""
 
     others: int
     lengths: int

@@ -51,33 +51,35 @@ def multiply(
     gated: bool = False,
     quantize_rows: bool = False,
 ) -> jax.Array:
-    """x [R, K] · weight [N, K] · scale [N] + residual [R, N] -> float32 [R, N]. With `norm`, x is `rms_norm(x, norm,
+    """x [R, K] · weight [N, K] · scale [N] + residual -> float32 [R, N]. With `norm`, x is `rms_norm(x, norm,
     eps)` first; `gated` results are silu of the first half of the outputs times the other, [R, N / 2]. Many rows are
     rounded to bfloat16 where the weight is; where it is int8 and `quantize_rows`, they become int8 with a scale of
     their own. Results behind the first `count` rows are undefined."""
+    assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
+    assert not gated or gates(weight), f"{weight.shape[0]} outputs have to be gated behind"
     R, N = x.shape[0], weight.shape[0]
     name = _kernel(R, weight, quantize_rows)
     assert name is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
     product: jax.Array = jax.ffi.ffi_call(ensure(name), jax.ShapeDtypeStruct((R, N // 2 if gated else N), jnp.float32))(
         weight,
-        jnp.ones((1,), jnp.float32) if scale is None else scale,
+        jnp.ones((1,), jnp.float32) if scale is None else scale.astype(jnp.float32),
         x.astype(jnp.float32),
-        jnp.zeros((1, 1), jnp.float32) if residual is None else residual,
+        jnp.zeros((1, 1), jnp.float32) if residual is None else residual.astype(jnp.float32),
         jnp.array([R, 0], jnp.int32) if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
-        jnp.ones((1,), jnp.float32) if norm is None else norm,
+        jnp.ones((1,), jnp.float32) if norm is None else norm.astype(jnp.float32),
         jnp.array([eps], jnp.float32),
     )
     return product
 
 
 def norms(x: jax.Array) -> bool:
-    """Whether `rms_norm` takes these rows."""
+    """Whether `rms_norm`, and `multiply` with a norm, take these rows."""
     return x.ndim == 2 and x.dtype == jnp.float32 and x.shape[1] % 32 == 0 and builds("norm")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x [T, E] / rms(x) · weight [E]."""
     normed: jax.Array = jax.ffi.ffi_call(ensure("norm"), jax.ShapeDtypeStruct(x.shape, jnp.float32))(
-        x, weight, jnp.array([eps], jnp.float32)
+        x, weight.astype(jnp.float32), jnp.array([eps], jnp.float32)
     )
     return normed

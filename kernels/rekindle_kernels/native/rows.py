@@ -51,10 +51,10 @@ WEIGHT, SCALE, X, RESIDUAL, OUT, ROWS, WIDTH, HEIGHT, BLOCKS, NORMED, GATED = ra
 
 
 def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
-    """`(weight [N, K], scale [N], x [R, K], residual [R, N], gap [2], norm [K], eps [1]) -> [R, N]`, all
-    of them float32 but for weights that `read` widens one by one and `load` sixteen at a time, and for `gap`: how many
-    rows come before, and how many are in it, which are nobody's. A result of [R, N / 2] is silu of the first outputs
-    times the others. A residual of [1, 1] and a norm of [1] are none.
+    """`(weight [N, K], scale [N], x [R, K], residual [R, N], gap [2], norm [K], eps [1]) -> [R, N]`, all of them
+    float32 but for weights that `read` widens one by one and `load` sixteen at a time, and for `gap`: how many rows
+    come before, and how many are in it, which are nobody's. A result of [R, N / 2] is silu of the first outputs times
+    the others, and a residual has its shape. A residual of [1, 1] and a norm of [1] are none.
     """
 
     @inline
@@ -70,7 +70,7 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
     def prepare(frame: int, job: int, threads: int) -> int:
         N, K, R = result_dim(frame, 0, 1), dim(frame, 0, 1), dim(frame, 2, 0)
         before, gap = i32(operand(frame, 4), 0), i32(operand(frame, 4), 1)
-        R = before if before + gap == R else R  # a gap amid so few rows is not worth stepping over
+        R = min(before, R) if before + gap >= R else R  # a gap amid so few rows is not worth stepping over
         normed, gated = dim(frame, 5, 0) == K and K > 1, dim(frame, 0, 0) > N
         set_field(job, WEIGHT, operand(frame, 0))
         set_field(job, SCALE, operand(frame, 1))
@@ -186,8 +186,9 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
 
     @inline
     def gated_block(job: int, begin: int, end: int) -> None:
-        """Gates of some results, their ups, and then these; their number is a multiple of a vector."""
+        """The results [begin, end), a whole number of vectors: all their gates first, then their ups."""
         R, K, N, count = field(job, ROWS), field(job, WIDTH), field(job, HEIGHT), end - begin
+        residual = field(job, RESIDUAL)
         ups = count * 4  # bytes behind the gates
         products = malloc(R * 2 * ups)
         for half in range(2):
@@ -201,7 +202,10 @@ def kernel(name: str, read: Any, load: Any, size: int, scaled: bool) -> Kernel:
                 if scaled:
                     gate = multiply(gate, load_f32(field(job, SCALE), begin + i))
                     up = multiply(up, load_f32(field(job, SCALE), N + begin + i))
-                store(out, i, multiply(silu(gate), up))
+                y = multiply(silu(gate), up)
+                if residual > 0:
+                    y = add(y, load_f32(residual, r * N + begin + i))
+                store(out, i, y)
         free(products)
 
     @jit

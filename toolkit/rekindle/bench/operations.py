@@ -2,8 +2,8 @@
 
 XLA records an operation under its instruction's name; the program's text says what that is: the native kernel it calls,
 and the `jax.named_scope`s it was written in. A moment belongs to the operation that began last of those that run then:
-a loop and its body, or operations side by side in several threads, count once. Without native kernels norms are
-ordinary XLA operations and show among "small".
+a loop and its body, or operations side by side in several threads, count once. Native products norm their rows and gate
+their results themselves; without native kernels norms and gates are ordinary XLA operations and show among "small".
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import jax
 
 PARTS = {
-    "products": "of the layers' matrices",
+    "products": "of the layers' matrices, native ones with norms and gates",
     "attention": "",
     "pages": "writing keys and values",
-    "norms": "",
+    "norms": "that are no product's",
     "rope": "",
     "logits": "the head's product",
     "sampling": "log-probabilities included",

@@ -34,7 +34,7 @@ class Bucket:
 
     @property
     def cost(self) -> int:
-        """Tokens computed, padding included."""
+        """Tokens of the program, padding included."""
         return self.rows + self.tokens
 
 
@@ -58,7 +58,7 @@ def row_sizes(max_requests: int, *, mixed: bool) -> tuple[int, ...]:
 
 
 def padded_rows(rows: int, max_requests: int, *, mixed: bool) -> int:
-    """Rows that a step of so many decode rows computes, padding included."""
+    """Rows of the program for so many decode rows, padding included."""
     return next(size for size in row_sizes(max_requests, mixed=mixed) if size >= rows)
 
 

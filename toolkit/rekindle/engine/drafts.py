@@ -21,7 +21,9 @@ from rekindle.engine.lookup import Lookup
 from rekindle.engine.sequence import Sequence
 from rekindle.records import Row
 
-FEW_ROWS = 8  # up to here a row costs little; beyond, drafts only fill up what would be padding
+# Up to here a row costs little. Beyond, drafts only fill up what would be padding: free but for native products, which
+# skip it, so that guesses have to be good.
+FEW_ROWS = 8
 # What the wait costs, as a share of a step: 0.14 with 135M parameters on two cores, all of it with 4M. Guesses have to
 # bring that much for each row of the step. With 4M, four at once still end a tenth later: the last is never guessed.
 WAIT = 1.0

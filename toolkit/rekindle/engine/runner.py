@@ -69,7 +69,7 @@ class RunnerStatistics(html.Record):
 
     steps: int
     tokens: int
-    padding: int  # tokens computed for nothing
+    padding: int  # tokens of programs that no step had
     host_seconds: float  # packing and dispatch
     device_seconds: float  # in which a step ran, as far as the host can tell
     traces: int

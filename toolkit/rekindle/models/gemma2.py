@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from rekindle.models.config import AttentionSpec, Keys, ModelConfig, decoder, reads
-from rekindle.models.layers import Attend, RMSNorm, RopeTables
-from rekindle.models.linear import Precision
+from rekindle.models.layers import Attend, RopeTables
+from rekindle.models.linear import Precision, RMSNorm
 from rekindle.models.llama import Block, Llama, attention_sources, blocks, mlp_sources, outer_sources
 from rekindle.models.weights import Manifest, Source, one
 

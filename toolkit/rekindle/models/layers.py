@@ -14,7 +14,7 @@ from flax import nnx
 
 from rekindle.models import rope
 from rekindle.models.config import ModelConfig
-from rekindle.models.linear import Linear, Precision, parameter
+from rekindle.models.linear import Linear, Precision, RMSNorm, parameter
 from rekindle_kernels import native
 
 
@@ -26,24 +26,6 @@ class Attend(Protocol):
     """
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, /) -> jax.Array: ...
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) · weight over the last axis (or over `axes` of them), computed in float32."""
-
-    def __init__(self, shape: int | tuple[int, ...], eps: float, precision: Precision) -> None:
-        self.weight = parameter((shape,) if isinstance(shape, int) else shape, jnp.float32)
-        self.eps, self.native = eps, precision.native
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.native and native.norms(x):
-            return native.differentiable(partial(native.rms_norm, eps=self.eps), self.plain)(x, self.weight[...])
-        return self.plain(x, self.weight[...])
-
-    def plain(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale * weight).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,6 @@ from jax.typing import DTypeLike
 
 from rekindle.models.activations import gated
 from rekindle_kernels import native
-
-if TYPE_CHECKING:
-    from rekindle.models.layers import RMSNorm
 
 QUANTIZE = (None, "int8", "int8-weight")
 
@@ -84,6 +81,24 @@ class Precision:
 def parameter(shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
     """A parameter's shape and dtype; arrays arrive through `merge`."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · weight over the last axis (or over `axes` of them), computed in float32."""
+
+    def __init__(self, shape: int | tuple[int, ...], eps: float, precision: Precision) -> None:
+        self.weight = parameter((shape,) if isinstance(shape, int) else shape, jnp.float32)
+        self.eps, self.native = eps, precision.native
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.native and native.norms(x):
+            return native.differentiable(partial(native.rms_norm, eps=self.eps), self.plain)(x, self.weight[...])
+        return self.plain(x, self.weight[...])
+
+    def plain(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale * weight).astype(x.dtype)
 
 
 class Matrix(nnx.Module):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rekindle.models.config import Keys, ModelConfig, decoder, reads
-from rekindle.models.layers import Attend, Attention, GatedMlp, RMSNorm, RopeTables, soft_cap
-from rekindle.models.linear import Embedding, Linear, Precision, linear
+from rekindle.models.layers import Attend, Attention, GatedMlp, RopeTables, soft_cap
+from rekindle.models.linear import Embedding, Linear, Precision, RMSNorm, linear
 from rekindle.models.weights import Manifest, Source, one
 
 

@@ -11,8 +11,7 @@ from flax import nnx
 
 from rekindle.models.activations import gated
 from rekindle.models.config import ModelConfig, MoeSpec
-from rekindle.models.layers import RMSNorm
-from rekindle.models.linear import Linear, Matrix, Precision, multiply, narrow_dtype, parameter, quantize_rows
+from rekindle.models.linear import Linear, Matrix, Precision, RMSNorm, multiply, narrow_dtype, parameter, quantize_rows
 
 
 class Stack(Matrix):

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from rekindle.models.config import Keys, ModelConfig, decoder, reads
-from rekindle.models.layers import Attend, Attention, RMSNorm, RopeTables
-from rekindle.models.linear import Precision
+from rekindle.models.layers import Attend, Attention, RopeTables
+from rekindle.models.linear import Precision, RMSNorm
 from rekindle.models.llama import Block, Llama, attention_sources, blocks, mlp_sources, outer_sources
 from rekindle.models.weights import Manifest, Source, one
 
