@@ -14,6 +14,7 @@ LAYERS = {
     "rekindle.errors": 1,
     "rekindle.config": 1,
     "rekindle.records": 1,
+    "rekindle.garbage": 1,
     "rekindle.html": 1,
     "rekindle.progress": 1,
     "rekindle.saving": 1,

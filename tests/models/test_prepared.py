@@ -12,11 +12,12 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import checkpoints
-from rekindle.models import LoadedModel, checkpoint, prepared
+from rekindle.models import LoadedModel, checkpoint, mapped, prepared
 
 RAW = checkpoints.CASES["llama"]
 
@@ -94,14 +95,55 @@ def test_other_precisions_and_other_weights_have_their_own(folder: Path, cache: 
     assert {path.name for path in kept(cache)} - first
 
 
-def test_a_plain_copy_and_a_small_checkpoint_are_not_kept(
+def test_a_small_checkpoint_and_a_large_plain_copy_are_not_kept(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    size = checkpoint.inspect(folder).nbytes
+    monkeypatch.setattr(prepared, "MAX_COPY", size - 1)
     load(folder, cache, None, dtype="float32")
     assert kept(cache) == []
     monkeypatch.setattr(prepared, "MIN_BYTES", 1 << 20)
     load(folder, cache)
     assert kept(cache) == []
+
+
+def test_a_plain_copy_is_kept_where_it_can_be_mapped(folder: Path, cache: Path) -> None:
+    load(folder, cache, None, dtype="float32", place=lambda path, array: jax.device_put(array))
+    assert kept(cache) == []
+    load(folder, cache, None, dtype="float32")
+    assert len(kept(cache)) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells where a file is mapped")
+@pytest.mark.parametrize(("quantize", "dtype"), [("int8", "bfloat16"), (None, "bfloat16"), (None, "float32")])
+def test_kept_weights_are_used_where_they_are_mapped(
+    folder: Path, cache: Path, quantize: str | None, dtype: str
+) -> None:
+    load(folder, cache, quantize, dtype=dtype)
+    again = load(folder, cache, quantize, dtype=dtype)
+    file = str(only_file(cache, "weights.safetensors"))
+    spans = [
+        [int(end, 16) for end in line.split()[0].split("-")]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(file)
+    ]
+    lie = {
+        path: any(start <= leaf.unsafe_buffer_pointer() < stop for start, stop in spans)
+        for path, leaf in zip(again.graph.paths, again.leaves, strict=True)
+    }
+    sizes = {path: leaf.nbytes for path, leaf in zip(again.graph.paths, again.leaves, strict=True)}
+    assert {path for path, there in lie.items() if not there} <= {path for path in sizes if sizes[path] % 64}
+
+
+def test_where_files_can_not_be_mapped_they_are_read(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path) -> None:
+        raise OSError(19, "No such device", str(path))
+
+    first = load(folder, cache)
+    monkeypatch.setattr(mapped, "view", fails)
+    assert_same(load(folder, cache), first)
 
 
 def only_file(cache: Path, name: str) -> Path:
@@ -167,7 +209,19 @@ def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path,
         if path.exists():
             os.utime(path, (0, 0))
     load(folder, cache, "int8-weight")
-    assert not [path for path in kept(cache) if path in left and "tmp" in path.name]
+    assert not [path for path in kept(cache) if path in left and path.name.startswith("partial-")]
+
+
+def test_a_script_that_ends_at_once_keeps_them_first(folder: Path, cache: Path) -> None:
+    program = """if True:
+        import sys
+        from rekindle.models import checkpoint, prepared
+        prepared.MIN_BYTES = 0
+        checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program, str(folder), str(cache)], env=environment, timeout=300, check=True)
+    assert only_file(cache, "weights.safetensors")
 
 
 def test_the_least_recently_used_leaves_first(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +277,7 @@ def test_two_at_once_keep_one_and_both_are_right(folder: Path, cache: Path) -> N
     assert prepared.wait(60)
     assert_same(a, b)
     assert_same(load(folder, cache), a)
-    assert len([path for path in kept(cache) if "tmp" not in path.name]) == 1
+    assert len([path for path in kept(cache) if not path.name.startswith("partial-")]) == 1
 
 
 def test_checksums_tell_flipped_zeroed_and_exchanged_content() -> None:

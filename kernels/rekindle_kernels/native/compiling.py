@@ -18,13 +18,12 @@ from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
-from rekindle_kernels.garbage import no_search
 from rekindle_kernels.native.kernels import make
 
 
 def object_code(name: str, entry: str, machine: Any) -> bytes:
     """Of kernel `name` for a target machine of LLVM's; XLA calls the function `entry`."""
-    with _gathering(), no_search():
+    with _gathering():
         kernel = make(name)
         task, make_handler = kernel.functions()
         handler = make_handler()

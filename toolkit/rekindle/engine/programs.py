@@ -26,10 +26,10 @@ from rekindle.engine.packing import Layout
 from rekindle.engine.processors import LogitsProcessor, check_processors
 from rekindle.engine.step import make_step
 from rekindle.errors import CompileError, StoreError
+from rekindle.garbage import no_search
 from rekindle.models.base import Graph
 from rekindle.models.config import ModelConfig
 from rekindle_kernels import native, zeros
-from rekindle_kernels.garbage import no_search
 
 MOVED_PAGES = 4  # per gather or scatter between tiers; of each page and layer a scatter compiles one operation
 

@@ -26,9 +26,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from rekindle.engine import identity
 from rekindle.errors import StoreError
+from rekindle.garbage import no_search
 from rekindle.saving import ITEM, PARTIAL, write_checkpoint
 from rekindle_kernels import native
-from rekindle_kernels.garbage import no_search
 
 log = logging.getLogger("rekindle.store")
 FORMAT = 2

@@ -114,8 +114,9 @@ def load(
 ) -> LoadedModel:
     """Loads a folder (or hub id) tensor by tensor into its final layout, in parallel.
 
-    With `cache_dir`, weights that had to be converted or quantised are kept there in their final form, and the next
-    start reads those. `progress` is called from this thread. `place(path, array)` puts a leaf on its device or devices.
+    With `cache_dir`, weights that had to be converted or quantised are kept there in their final form, on CPU others
+    too up to 4 GiB, and the next start uses those. `progress` is called from this thread. `place(path, array)` puts a
+    leaf on its device or devices.
     """
     described = describe(model, dtype=dtype, quantize=quantize, quantize_embeddings=quantize_embeddings)
     return read(described, progress=progress, cache_dir=cache_dir, place=place)
@@ -133,7 +134,7 @@ def read(
     leaves, entries = plan(found, graph, shapes)
     fingerprint = fingerprints.with_precision(found.fingerprint, dtype, quantize, quantize_embeddings)
     kept = None
-    if cache_dir is not None and _worth_keeping(leaves, entries):
+    if cache_dir is not None and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
         kept = prepared.slot(cache_dir, fingerprint, graph, shapes)
         try:
             arrays = prepared.load(kept, graph, shapes, place=place, report=progress)
@@ -196,8 +197,8 @@ def _with_prefix(entries: dict[str, Entry], declared: Manifest) -> dict[str, Ent
     }
 
 
-def _worth_keeping(leaves: Iterable[reading.Leaf], entries: Mapping[str, Entry]) -> bool:
-    """Not if reading the checkpoint is a plain copy anyway, or takes no time."""
+def _worth_keeping(leaves: Iterable[reading.Leaf], entries: Mapping[str, Entry], *, maps: bool) -> bool:
+    """Not if reading the checkpoint takes no time, nor if it is a plain copy that mapping can't spare or too large."""
     converted = sum(
         entries[name].nbytes
         for leaf in leaves
@@ -205,4 +206,5 @@ def _worth_keeping(leaves: Iterable[reading.Leaf], entries: Mapping[str, Entry])
         if leaf.source.transpose or entries[name].numpy_dtype != leaf.dtype
     )
     total = sum(entry.nbytes for entry in entries.values())
-    return total >= prepared.MIN_BYTES and converted * 4 > total
+    worth = converted * 4 > total or (maps and total <= prepared.MAX_COPY)
+    return worth and total >= prepared.MIN_BYTES

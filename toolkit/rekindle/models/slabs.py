@@ -29,15 +29,15 @@ def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
     taken = -(-count // LINE) * LINE
     with _lock:
         if taken > SLAB // 4:
-            memory = _mapped(taken)
+            memory = huge_pages(taken)
         else:
             if taken > _slab.size:
-                _slab = _mapped(SLAB)
+                _slab = huge_pages(SLAB)
             memory, _slab = _slab[:taken], _slab[taken:]
     return memory[:count].view(dtype).reshape(tuple(shape))
 
 
-def _mapped(size: int) -> NDArray[np.uint8]:
+def huge_pages(size: int) -> NDArray[np.uint8]:
     """Zeroed memory of its own that begins on a huge page; what is never touched costs nothing."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         raw = np.empty(size + LINE, np.uint8)

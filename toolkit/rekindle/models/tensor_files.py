@@ -28,6 +28,7 @@ DTYPES: dict[str, Any] = {
 }  # fmt: skip
 FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+ALIGNMENT = 64
 _MAX_HEADER = 100_000_000  # the format's own limit
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -145,8 +146,19 @@ def read_into(entry: Entry, start: int, out: NDArray[Any]) -> None:
         raise CheckpointError(f"{entry.file} can't be read ({error}). Check the disk, or copy it again.") from error
 
 
+def views(header: Header, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+    """The tensors of a file where they lie in its `content`."""
+    return {
+        entry.name: content[entry.offset : entry.offset + entry.nbytes].view(entry.numpy_dtype).reshape(entry.shape)
+        for entry in header.entries
+    }
+
+
 def write(path: Path, described: Mapping[str, Any], arrays: Iterable[NDArray[Any]]) -> None:
-    """A safetensors file: `described` has each tensor's dtype, shape and nbytes, `arrays` brings them in that order."""
+    """A safetensors file: `described` has each tensor's dtype, shape and nbytes, `arrays` brings them in that order.
+
+    The first one begins at a multiple of `ALIGNMENT`; between tensors the format allows no gaps.
+    """
     header: dict[str, Any] = {}
     offset = 0
     for name, array in described.items():
@@ -157,7 +169,7 @@ def write(path: Path, described: Mapping[str, Any], arrays: Iterable[NDArray[Any
         }
         offset += array.nbytes
     raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
+    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
     with path.open("wb", buffering=0) as file:
         _write(file, memoryview(len(raw).to_bytes(8, "little") + raw))
         for array in arrays:

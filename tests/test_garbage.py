@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rekindle_kernels.garbage import no_search
+from rekindle.garbage import no_search
 
 
 def test_it_is_off_until_the_last_thread_is_done() -> None:
@@ -44,3 +44,20 @@ def test_who_turned_it_off_before_finds_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_was_made_meanwhile_is_not_looked_through_next() -> None:
+    with no_search():
+        made = [[] for _ in range(50_000)]
+    assert gc.get_count()[0] < len(made) // 2
+
+
+def test_what_somebody_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with no_search():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,119 @@
+"""Files used where they are mapped, and moved to huge pages while they are read."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rekindle.models import mapped
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere files stay where they are mapped")
+SIZE = (11 << 20) + 1234  # several pieces, the last of which ends amid a page
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "content"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes())
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "PIECE", 2 << 20)
+    monkeypatch.setattr(mapped, "DELAY", 0.0)
+    monkeypatch.setattr(mapped, "_worthwhile", lambda size: True)
+
+
+def maps(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def test_a_view_is_the_file_and_can_not_be_written(file: Path) -> None:
+    content = mapped.view(file)
+    assert maps(file)
+    assert content.tobytes() == file.read_bytes()
+    with pytest.raises(ValueError, match="read-only"):
+        content[0] = 1
+
+
+def test_a_device_adopts_it_and_keeps_it_when_the_file_is_gone(file: Path) -> None:
+    content = mapped.view(file)
+    here = content[64 : 64 + (1 << 20)]
+    adopted, wanted = jax.device_put(here, may_alias=True), here.tobytes()
+    assert adopted.unsafe_buffer_pointer() == here.ctypes.data
+    file.unlink()
+    del content, here
+    gc.collect()
+    assert np.asarray(adopted).tobytes() == wanted
+    adopted.delete()
+    del adopted
+    gc.collect()
+    assert not maps(file)
+
+
+def test_whoever_reads_it_does_not_notice_that_it_moves(file: Path) -> None:
+    content, wrong, moved = mapped.view(file), list[int](), threading.Event()
+    wanted = np.frombuffer(file.read_bytes(), np.uint8)
+
+    def read() -> None:
+        while not moved.is_set():
+            wrong.extend(np.flatnonzero(content != wanted)[:1])
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    mover = mapped.move_later(content)
+    assert mover is not None
+    mover.join(60)
+    moved.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+    assert not maps(file)
+    np.testing.assert_array_equal(content, wanted)
+
+
+def test_a_part_is_enough_to_have_it_moved(file: Path) -> None:
+    content = mapped.view(file)
+    part, wanted = content[100:200].view(np.int32), content[100:200].tobytes()
+    mover = mapped.move_later(content)
+    del content
+    assert mover is not None
+    mover.join(60)
+    assert not maps(file)
+    assert part.tobytes() == wanted
+
+
+def test_what_is_not_used_any_more_is_not_moved(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "DELAY", 0.3)
+    content = mapped.view(file)
+    mover = mapped.move_later(content)
+    assert mover is not None
+    monkeypatch.setattr(mapped, "_libc", pytest.fail)
+    del content
+    gc.collect()
+    assert not maps(file)
+    mover.join(60)
+
+
+def test_an_old_system_leaves_it_where_it_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "_INTO_PLACE", 1 | 2 | 64)  # a flag that none knows
+    content = mapped.view(file)
+    mover = mapped.move_later(content)
+    assert mover is not None
+    mover.join(60)
+    assert maps(file)
+    assert content.tobytes() == file.read_bytes()
+
+
+def test_it_stays_where_memory_is_short(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(mapped, "available", lambda: 2 * SIZE)
+    assert mapped.move_later(mapped.view(file)) is None
