@@ -19,6 +19,7 @@ from rekindle.config import EngineConfig
 from rekindle.engine import identity
 from rekindle.engine.store import META, PROGRAM, ExecutableStore
 from rekindle.errors import StoreError
+from rekindle.models.fingerprint import files_digest
 from rekindle.saving import PARTIAL, orbax
 
 TRACES = 0
@@ -271,7 +272,7 @@ def test_the_environment_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_changed_source_changes_the_digest(tmp_path: Path) -> None:
     path = tmp_path / "step.py"
     path.write_text("x = 1")
-    before = identity.files_digest([path])
+    before = files_digest([path])
     path.write_text("x = 2")
-    assert identity.files_digest([path]) != before
+    assert files_digest([path]) != before
     assert len(identity.source_digest()) == 32

@@ -12,7 +12,8 @@ from flax import nnx
 
 from rekindle.models.config import ModelConfig
 from rekindle.models.layers import RopeTables
-from rekindle.models.linear import Linear, Precision, RMSNorm
+from rekindle.models.linear import Linear, RMSNorm
+from rekindle.models.precision import Precision
 from rekindle_kernels import native
 
 RAW = {

@@ -71,9 +71,9 @@ def test_the_second_start_reads_what_the_first_kept(
 ) -> None:
     first = load(folder, cache, quantize)
     assert len(kept(cache)) == 1
-    found = checkpoint.inspect(folder)
+    seen = checkpoint._look(folder)
     break_the_checkpoint(folder)
-    monkeypatch.setattr(checkpoint, "inspect", lambda _: found)
+    monkeypatch.setattr(checkpoint, "_look", lambda _: seen)
     reports: list[object] = []
     assert_same(load(folder, cache, quantize, progress=reports.append), first)
     assert reports[-1].done == reports[-1].total == first.nbytes
@@ -161,6 +161,8 @@ DAMAGE = {
     "truncated": lambda cache: os.truncate(only_file(cache, "weights.safetensors"), 5000),
     "a flipped bit": lambda cache: flip(only_file(cache, "weights.safetensors"), -100),
     "a header of another": lambda cache: flip(only_file(cache, "weights.safetensors"), 20),
+    "a flipped bit of the model": lambda cache: flip(only_file(cache, "model.pickle"), 100),
+    "no model": lambda cache: only_file(cache, "model.pickle").write_bytes(b""),
     "no checksums": lambda cache: only_file(cache, "checksums.json").unlink(),
     "no weights": lambda cache: only_file(cache, "weights.safetensors").unlink(),
     "an empty folder": lambda cache: [path.unlink() for path in kept(cache)[0].rglob("*") if path.is_file()],

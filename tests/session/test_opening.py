@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+import checkpoints
 from rekindle.errors import OutOfMemory
 from rekindle.opening import Opening
 from rekindle.tasks.messages import Engine
@@ -103,3 +108,23 @@ def test_a_mesh_is_captured_too() -> None:
         opening = Opening(build)
     opening.result_sync().close()
     assert seen == [mesh]
+
+
+def test_a_start_that_finds_everything_needs_neither_flax_nor_orbax(tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
+    program = """if True:
+        import sys, rekindle
+        from rekindle.models import prepared
+        prepared.MIN_BYTES = 0  # as if it were a real model
+        with rekindle.open_sync(sys.argv[1], cache_dir=sys.argv[2], quiet=True, max_model_len=64) as session:
+            print(session.generate_sync([3, 4, 5], max_tokens=4, ignore_eos=True).token_ids)
+        print(*sorted({"flax", "orbax"} & set(sys.modules)))
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "cache")]
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
+        for _ in range(2)
+    )
+    assert first.splitlines()[1] == "flax orbax"
+    assert second.splitlines() == [first.splitlines()[0], ""]

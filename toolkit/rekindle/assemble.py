@@ -84,7 +84,7 @@ def _build(order: Order) -> Engine:
         contexts=order.contexts,
     )
     try:
-        loaded = described if isinstance(described, LoadedModel) else _read(described, config, order.progress or bar)
+        loaded = described if isinstance(described, LoadedModel) else read(described, progress=order.progress or bar)
         return _engine(order, config, loaded, programs, warming, prefer_ready=precompile == "background")
     except BaseException:
         warming.stop()
@@ -147,7 +147,8 @@ def _engine(
 
 
 def _describe(model: str | Path, config: EngineConfig) -> Described:
-    return describe(TINY if model == "tiny" else model, dtype=config.dtype, quantize=config.quantize)
+    folder, kept = TINY if model == "tiny" else model, cache_folder(config.cache_dir)
+    return describe(folder, dtype=config.dtype, quantize=config.quantize, cache_dir=kept)
 
 
 def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequence[Any], int]:
@@ -155,10 +156,6 @@ def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequenc
     if isinstance(model, LoadedModel):
         return model.config, model.graph, model.leaves, 0
     return model.found.config, model.graph, model.shapes, model.nbytes
-
-
-def _read(described: Described, config: EngineConfig, progress: Report | None) -> LoadedModel:
-    return read(described, progress=progress, cache_dir=cache_folder(config.cache_dir))
 
 
 def _bar(model: str, config: EngineConfig) -> Progress | None:

@@ -19,13 +19,15 @@ class EngineFailed(Exception):
 
 class Process:
     def __init__(self, name: str, python: str, log: IO[str], *more: str) -> None:
+        # Every engine's modules are compiled, as they are where they are installed.
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         paths = [str(ROOT / "toolkit"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
         self.name = name
         self.started = time.perf_counter()
         self._child = subprocess.Popen(
             [python, str(HERE / "serve.py"), name, *more],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
+            env={**inherited, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
 
     def ask(self, **command: Any) -> dict[str, Any]:

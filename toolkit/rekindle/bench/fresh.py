@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,9 @@ def restart(model: str, options: Mapping[str, Any], *, seed: int = 0, programs: 
 def _child(order: dict[str, Any], start: float) -> dict[str, Any]:
     """Runs `main` in another process; the first line that it prints ends the measurement."""
     command = [sys.executable, "-m", "rekindle.bench.fresh", json.dumps(order)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    # An installed package is compiled to bytecode; a source tree has to be able to write its own.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
         seconds = time.perf_counter() - start

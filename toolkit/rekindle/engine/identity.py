@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import jaxlib
 
 import rekindle_kernels
 from rekindle.config import EngineConfig
+from rekindle.models.fingerprint import files_digest
 from rekindle_kernels import native
 
 # Options that neither enter a shape nor a program; every other one is part of the key, so a new one is safe by default.
@@ -96,12 +96,3 @@ def source_digest() -> str:
     toolkit = Path(__file__).parent.parent
     folders = [*(toolkit / name for name in SOURCES), Path(rekindle_kernels.__file__).parent]
     return files_digest(path for folder in folders for path in sorted(folder.rglob("*.py")))
-
-
-def files_digest(paths: Iterable[Path]) -> str:
-    hasher = hashlib.blake2b(digest_size=16)
-    for path in paths:
-        content = path.read_bytes()
-        hasher.update(f"{path.parent.name}/{path.name}:{len(content)}:".encode())
-        hasher.update(content)
-    return hasher.hexdigest()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +20,8 @@ from rekindle.models import prepared, reading, tensor_files
 from rekindle.models.base import Graph, LoadedModel, abstract_model
 from rekindle.models.config import ModelConfig
 from rekindle.models.hub import locate
-from rekindle.models.linear import QUANTIZE
+from rekindle.models.precision import QUANTIZE
 from rekindle.models.progress import Meter, Report
-from rekindle.models.registry import manifest
 from rekindle.models.tensor_files import FLOATS, Entry, Header
 from rekindle.models.weights import Manifest
 
@@ -42,13 +42,30 @@ class Checkpoint(NamedTuple):
         return sum(entry.nbytes for header in self.headers for entry in header.entries)
 
 
-def inspect(model: str | Path) -> Checkpoint:
-    """Config, tensor index and fingerprint of a folder or hub id; milliseconds, whatever its size."""
+class _Folder(NamedTuple):
+    """What can be said of a checkpoint without its family."""
+
+    path: Path
+    raw: dict[str, Any]  # config.json
+    headers: tuple[Header, ...]
+    fingerprint: str
+
+    def of(self, config: ModelConfig) -> Checkpoint:
+        return Checkpoint(self.path, config, self.headers, self.fingerprint)
+
+
+def _look(model: str | Path) -> _Folder:
     folder = locate(model)
     files = tensor_files.weight_files(folder)
     raw = read_config(folder)
     headers = tuple(tensor_files.read_header(file) for file in files)
-    return Checkpoint(folder, ModelConfig.from_hf(raw), headers, fingerprints.folder_fingerprint(raw, headers))
+    return _Folder(folder, raw, headers, fingerprints.folder_fingerprint(raw, headers))
+
+
+def inspect(model: str | Path) -> Checkpoint:
+    """Config, tensor index and fingerprint of a folder or hub id; milliseconds, whatever its size."""
+    seen = _look(model)
+    return seen.of(ModelConfig.from_hf(seen.raw))
 
 
 class Described(NamedTuple):
@@ -60,6 +77,7 @@ class Described(NamedTuple):
     dtype: str
     quantize: str | None
     quantize_embeddings: bool
+    kept: prepared.Slot | None  # where its leaves are kept, or could be
 
     @property
     def nbytes(self) -> int:
@@ -68,15 +86,39 @@ class Described(NamedTuple):
 
 
 def describe(
-    model: str | Path, *, dtype: str = "auto", quantize: str | None = None, quantize_embeddings: bool = True
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    quantize_embeddings: bool = True,
+    cache_dir: str | Path | None = None,
 ) -> Described:
     """What `load` would make of a folder or hub id."""
     if quantize not in QUANTIZE:
         raise ConfigError("quantize", quantize, "is not known", f"Use one of {', '.join(map(repr, QUANTIZE))}")
-    found = inspect(model)
-    name = resolve_dtype(dtype, found.config)
-    graph, shapes = abstract_model(found.config, name, quantize, quantize_embeddings=quantize_embeddings)
-    return Described(found, graph, shapes, name, quantize, quantize_embeddings)
+    seen = _look(model)
+    kept = known = None
+    if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
+        asked = "bfloat16" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
+        kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings)
+        with _damage_is_told():
+            known = prepared.model(kept)
+    if known is None:
+        config = ModelConfig.from_hf(seen.raw)
+        name = resolve_dtype(dtype, config)
+        graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings)
+        known = prepared.Model(graph, shapes, name)
+    found = seen.of(known.graph.config)
+    return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept)
+
+
+@contextlib.contextmanager
+def _damage_is_told() -> Iterator[None]:
+    """What is wrong with kept weights costs a second reading of the checkpoint, and nothing else."""
+    try:
+        yield
+    except StoreError as error:
+        warnings.warn(f"{error}; loading the checkpoint again", stacklevel=4)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -118,37 +160,33 @@ def load(
     too up to 4 GiB, and the next start uses those. `progress` is called from this thread. `place(path, array)` puts a
     leaf on its device or devices.
     """
-    described = describe(model, dtype=dtype, quantize=quantize, quantize_embeddings=quantize_embeddings)
-    return read(described, progress=progress, cache_dir=cache_dir, place=place)
+    described = describe(
+        model, dtype=dtype, quantize=quantize, quantize_embeddings=quantize_embeddings, cache_dir=cache_dir
+    )
+    return read(described, progress=progress, place=place)
 
 
 def read(
     described: Described,
     *,
     progress: Report | None = None,
-    cache_dir: str | Path | None = None,
     place: reading.Place = reading.place_on_default_device,
 ) -> LoadedModel:
     """`load` of what was described."""
-    found, graph, shapes, dtype, quantize, quantize_embeddings = described
-    leaves, entries = plan(found, graph, shapes)
+    found, graph, shapes, dtype, quantize, quantize_embeddings, kept = described
     fingerprint = fingerprints.with_precision(found.fingerprint, dtype, quantize, quantize_embeddings)
-    kept = None
-    if cache_dir is not None and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
-        kept = prepared.slot(cache_dir, fingerprint, graph, shapes)
-        try:
+    if kept is not None:
+        with _damage_is_told():
             arrays = prepared.load(kept, graph, shapes, place=place, report=progress)
-        except StoreError as error:
-            arrays = None
-            warnings.warn(f"{error}; loading the checkpoint again", stacklevel=2)
-        if arrays is not None:
-            return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+            if arrays is not None:
+                return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+    leaves, entries = plan(found, graph, shapes)
     meter = Meter(sum(entry.nbytes for entry in entries.values()), progress)
     done = reading.read_leaves(leaves, entries, place=place, meter=meter)
     meter.tell(final=True)
     arrays = tuple(done[path] for path in graph.paths)
-    if kept is not None:
-        prepared.save(kept, graph, arrays)
+    if kept is not None and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
+        prepared.save(kept, graph, dtype, arrays)
     return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
 
 
@@ -156,6 +194,8 @@ def plan(
     found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
 ) -> tuple[list[reading.Leaf], dict[str, Entry]]:
     """What to read for each leaf. All that is missing, unexpected or wrongly shaped ends up in one error."""
+    from rekindle.models.registry import manifest  # imports flax, see base.py
+
     declared = manifest(found.config)
     entries = _with_prefix({e.name: e for header in found.headers for e in header.entries}, declared)
     wanted = dict(zip(graph.paths, shapes, strict=True))
@@ -198,7 +238,7 @@ def _with_prefix(entries: dict[str, Entry], declared: Manifest) -> dict[str, Ent
 
 
 def _worth_keeping(leaves: Iterable[reading.Leaf], entries: Mapping[str, Entry], *, maps: bool) -> bool:
-    """Not if reading the checkpoint takes no time, nor if it is a plain copy that mapping can't spare or too large."""
+    """Not if it is a plain copy that can't be mapped, or is large."""
     converted = sum(
         entries[name].nbytes
         for leaf in leaves
@@ -206,5 +246,4 @@ def _worth_keeping(leaves: Iterable[reading.Leaf], entries: Mapping[str, Entry],
         if leaf.source.transpose or entries[name].numpy_dtype != leaf.dtype
     )
     total = sum(entry.nbytes for entry in entries.values())
-    worth = converted * 4 > total or (maps and total <= prepared.MAX_COPY)
-    return worth and total >= prepared.MIN_BYTES
+    return converted * 4 > total or (maps and total <= prepared.MAX_COPY)

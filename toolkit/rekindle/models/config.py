@@ -98,6 +98,8 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """From a parsed config.json. An option that is not implemented raises `UnsupportedModel` and is named."""
+        from rekindle.models import registry  # noqa: F401  its families bring their readers
+
         model_type = raw.get("model_type")
         read = _READERS.get(str(model_type))
         if read is None:

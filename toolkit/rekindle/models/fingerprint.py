@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rekindle.models.tensor_files import Header
@@ -42,6 +43,16 @@ def with_precision(fingerprint: str, dtype: str, quantize: str | None, quantize_
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, fingerprint, dtype, quantize, quantize_embeddings if quantize else None)
     return digest.hexdigest()
+
+
+def files_digest(paths: Iterable[Path]) -> str:
+    """Of the names and the content of source files."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        content = path.read_bytes()
+        hasher.update(f"{path.parent.name}/{path.name}:{len(content)}:".encode())
+        hasher.update(content)
+    return hasher.hexdigest()
 
 
 def _content(header: Header, small: bool, samples: int) -> Iterable[bytes | int | str]:

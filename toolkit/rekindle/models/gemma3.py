@@ -5,8 +5,8 @@ from __future__ import annotations
 from rekindle.models.config import AttentionSpec, Keys, ModelConfig, decoder, reads
 from rekindle.models.gemma2 import SandwichBlock, gemma_fields, sandwich_norm_sources
 from rekindle.models.layers import Attention
-from rekindle.models.linear import Precision
 from rekindle.models.llama import Llama, attention_sources, blocks, mlp_sources, outer_sources, qk_norm_sources
+from rekindle.models.precision import Precision
 from rekindle.models.weights import Manifest, Source
 
 

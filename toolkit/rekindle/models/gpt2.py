@@ -9,7 +9,8 @@ from flax import nnx
 from rekindle.models.activations import activate
 from rekindle.models.config import ACTIVATIONS, AttentionSpec, Keys, ModelConfig, reads, token_ids
 from rekindle.models.layers import Attend, Attention, LayerNorm, RopeTables
-from rekindle.models.linear import Embedding, Linear, Precision, linear
+from rekindle.models.linear import Embedding, Linear, linear
+from rekindle.models.precision import Precision
 from rekindle.models.weights import Manifest, Source, one
 
 

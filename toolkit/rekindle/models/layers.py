@@ -14,7 +14,8 @@ from flax import nnx
 
 from rekindle.models import rope
 from rekindle.models.config import ModelConfig
-from rekindle.models.linear import Linear, Precision, RMSNorm, parameter
+from rekindle.models.linear import Linear, RMSNorm, parameter
+from rekindle.models.precision import Precision
 from rekindle_kernels import native
 
 

@@ -24,58 +24,17 @@ half as long.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from rekindle.models.activations import gated
+from rekindle.models.precision import Precision
 from rekindle_kernels import native
-
-QUANTIZE = (None, "int8", "int8-weight")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Precision:
-    """In which dtypes a model stores its weights and computes; static in its graph."""
-
-    weights: str = "float32"
-    quantize: str | None = None
-    quantize_embeddings: bool = True  # the embedding and the head too
-    stream: str = "float32"  # the residual stream
-    loop_experts: bool = False  # one expert at a time rather than `ragged_dot`
-    native: bool = False  # products go through `rekindle_kernels.native` where it is faster
-
-    @classmethod
-    def of(
-        cls,
-        dtype: DTypeLike,
-        quantize: str | None = None,
-        *,
-        quantize_embeddings: bool = True,
-        platform: str | None = None,
-    ) -> Precision:
-        """The one place that chooses by platform: on CPU activations are float32, elsewhere as the weights."""
-        assert quantize in QUANTIZE, f"quantize={quantize!r}"
-        name = jnp.dtype(dtype).name
-        on_cpu = (platform or jax.default_backend()) == "cpu"
-        return cls(
-            name,
-            quantize,
-            quantize_embeddings,
-            "float32" if on_cpu else name,
-            loop_experts=on_cpu,
-            native=on_cpu and native.reason_against() is None,
-        )
-
-    def value_dtype(self, stored: DTypeLike) -> np.dtype[Any]:
-        """The dtype of a leaf's values, given the dtype that it is stored with."""
-        return jnp.dtype(self.weights if stored == jnp.uint16 else stored)
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:

@@ -10,7 +10,8 @@ from flax import nnx
 
 from rekindle.models.config import Keys, ModelConfig, decoder, reads
 from rekindle.models.layers import Attend, Attention, GatedMlp, RopeTables, soft_cap
-from rekindle.models.linear import Embedding, Linear, Precision, RMSNorm, linear
+from rekindle.models.linear import Embedding, Linear, RMSNorm, linear
+from rekindle.models.precision import Precision
 from rekindle.models.weights import Manifest, Source, one
 
 

@@ -6,9 +6,9 @@ from flax import nnx
 
 from rekindle.models.config import Keys, ModelConfig, MoeSpec, decoder, reads
 from rekindle.models.layers import GatedMlp
-from rekindle.models.linear import Precision
 from rekindle.models.llama import Block, Llama, attention_sources, blocks, mlp_sources, norm_sources, outer_sources
 from rekindle.models.moe import Experts
+from rekindle.models.precision import Precision
 from rekindle.models.weights import Manifest, Source, one
 
 

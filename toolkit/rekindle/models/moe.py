@@ -11,7 +11,8 @@ from flax import nnx
 
 from rekindle.models.activations import gated
 from rekindle.models.config import ModelConfig, MoeSpec
-from rekindle.models.linear import Linear, Matrix, Precision, RMSNorm, multiply, narrow_dtype, parameter, quantize_rows
+from rekindle.models.linear import Linear, Matrix, RMSNorm, multiply, narrow_dtype, parameter, quantize_rows
+from rekindle.models.precision import Precision
 
 
 class Stack(Matrix):

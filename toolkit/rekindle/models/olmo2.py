@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from rekindle.models.config import Keys, ModelConfig, decoder, reads
 from rekindle.models.layers import Attend, Attention, RopeTables
-from rekindle.models.linear import Precision, RMSNorm
+from rekindle.models.linear import RMSNorm
 from rekindle.models.llama import Block, Llama, attention_sources, blocks, mlp_sources, outer_sources
+from rekindle.models.precision import Precision
 from rekindle.models.weights import Manifest, Source, one
 
 

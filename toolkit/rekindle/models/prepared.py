@@ -3,7 +3,8 @@
 Orbax commits a checkpoint as a whole or not at all; what lies in it is one safetensors file. A CPU device computes with
 that file where it is mapped; for others the reader of checkpoints reads it. Measured on 400 MB of int8 leaves, 2 cores:
 Orbax's own array format saved at 150 MB/s, loaded at 540 MB/s and needed five times the weights' memory; this one is
-written at the speed of the disk. Orbax is not imported to load it, which takes 0.12 s and more.
+written at the speed of the disk. Orbax is not imported to load it, which takes 0.12 s and more. Beside it lies what the
+model is like: a start that compiles nothing then needs neither flax nor the model's module, which take 0.2 s.
 
 Seconds from a process's start to its first token, bfloat16, everything compiled and in the page cache, with weights
 that are mapped and with a checkpoint that is read; medians of fresh processes in turn. The second figure is that of a
@@ -19,9 +20,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
+import pickle
 import shutil
 import threading
 import time
@@ -34,11 +37,13 @@ import jax
 import numpy as np
 
 from rekindle.errors import CheckpointError, StoreError
+from rekindle.models import fingerprint as fingerprints
 from rekindle.models import mapped, reading, tensor_files
 from rekindle.models.base import Graph
 from rekindle.models.progress import Meter, Report
 from rekindle.models.weights import one
 from rekindle.saving import ITEM, PARTIAL, write_checkpoint
+from rekindle_kernels import native
 
 MIN_BYTES = 64 << 20  # smaller checkpoints are read again faster than Orbax is imported (0.3 s)
 MAX_ENTRIES = 4  # sets of weights kept per cache folder, the least recently used leaves first
@@ -48,6 +53,7 @@ AT_EXIT = 4.0  # seconds that a process which ends stays for that; a notebook's 
 _VERSION = "2"
 _FILE = "weights.safetensors"
 _SUMS = "checksums.json"
+_MODEL = "model.pickle"
 _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
 _registered = False
@@ -62,11 +68,45 @@ class Slot(NamedTuple):
     key: str
 
 
-def slot(cache_dir: str | Path, fingerprint: str, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct]) -> Slot:
-    """`fingerprint` includes the precision; names, shapes and dtypes of the leaves stand for the layout."""
-    layout = [(path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(graph.paths, shapes, strict=True)]
-    key = hashlib.blake2b(repr((_VERSION, fingerprint, layout)).encode(), digest_size=16).hexdigest()
+def slot(cache_dir: str | Path, fingerprint: str, *asked: object) -> Slot:
+    """Where a checkpoint is kept as it was asked for. Its layout follows from that, the platform and the sources."""
+    platform = jax.default_backend(), native.reason_against() is None, importlib.metadata.version("flax")
+    parts = (_VERSION, fingerprint, asked, platform, _sources())
+    key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
     return Slot(Path(cache_dir).expanduser() / "weights" / key, key)
+
+
+@functools.cache
+def _sources() -> str:
+    return fingerprints.files_digest(sorted(Path(__file__).parent.glob("*.py")))
+
+
+class Model(NamedTuple):
+    """All that a session needs to know of a model before it has its weights."""
+
+    graph: Graph
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves
+    dtype: str
+
+
+def model(kept: Slot) -> Model | None:
+    """What is kept there, or None. `StoreError` if it is damaged: the slot is then empty again."""
+    try:
+        content = (kept.path / ITEM / _MODEL).read_bytes()
+    except OSError:
+        return None
+    try:
+        if hashlib.blake2b(content[16:], digest_size=16).digest() != content[:16]:
+            raise CheckpointError(f"the checksum of {_MODEL} does not match")
+        graph, shapes, dtype = pickle.loads(content[16:])
+    except Exception as error:
+        raise _damaged(kept, error) from error
+    return Model(graph, tuple(jax.ShapeDtypeStruct(shape, np.dtype(kind)) for shape, kind in shapes), dtype)
+
+
+def _damaged(kept: Slot, error: Exception) -> StoreError:
+    shutil.rmtree(kept.path, ignore_errors=True)
+    return StoreError(f"the laid-out weights in {kept.path} are damaged and were removed ({error})")
 
 
 def load(
@@ -84,14 +124,13 @@ def load(
     try:
         leaves = _read(kept.path / ITEM / _FILE, wanted, place, report)
     except Exception as error:  # whatever is wrong with it, the checkpoint itself is still there
-        shutil.rmtree(kept.path, ignore_errors=True)
-        raise StoreError(f"the laid-out weights in {kept.path} are damaged and were removed ({error})") from error
+        raise _damaged(kept, error) from error
     os.utime(kept.path)
     return leaves
 
 
-def save(kept: Slot, graph: Graph, leaves: Sequence[jax.Array]) -> None:
-    """Keeps the leaves; a thread writes them after a while, so that the model can be used at once. See `wait`.
+def save(kept: Slot, graph: Graph, dtype: str, leaves: Sequence[jax.Array]) -> None:
+    """Keeps the model; a thread writes them after a while, so that the model can be used at once. See `wait`.
 
     Failing to keep them costs the next start some time and nothing else, so it is only logged.
     """
@@ -102,7 +141,7 @@ def save(kept: Slot, graph: Graph, leaves: Sequence[jax.Array]) -> None:
         _registered = True
     # On CPU a view holds the memory: the session may delete its leaves while they are being written.
     held = [np.asarray(leaf) if leaf.is_fully_addressable and _on_host(leaf) else leaf for leaf in leaves]
-    thread = threading.Thread(target=_save, args=(kept, graph.paths, held), name="rekindle-keep", daemon=True)
+    thread = threading.Thread(target=_save, args=(kept, graph, dtype, held), name="rekindle-keep", daemon=True)
     _saving.add(thread)
     thread.start()
 
@@ -121,7 +160,7 @@ def wait(timeout: float | None = None) -> bool:
     return not _saving
 
 
-def _save(kept: Slot, paths: Sequence[str], leaves: Sequence[Leaf]) -> None:
+def _save(kept: Slot, graph: Graph, dtype: str, leaves: Sequence[Leaf]) -> None:
     _hurry.wait(DELAY)
     try:
         size = sum(leaf.nbytes for leaf in leaves)
@@ -131,10 +170,9 @@ def _save(kept: Slot, paths: Sequence[str], leaves: Sequence[Leaf]) -> None:
         if free < 2 * size:
             _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
             return
-        # Arrays are adopted where they begin on a cache line: those that would shift what follows come last.
-        ordered = sorted(zip(paths, leaves, strict=True), key=lambda leaf: leaf[1].nbytes % tensor_files.ALIGNMENT != 0)
+        known = pickle.dumps((graph, [(leaf.shape, leaf.dtype.name) for leaf in leaves], dtype))
         try:
-            write_checkpoint(kept.path, functools.partial(_write, dict(ordered)))
+            write_checkpoint(kept.path, functools.partial(_write, known, dict(zip(graph.paths, leaves, strict=True))))
         except Exception:
             if not kept.path.is_dir():  # else another process was faster
                 raise
@@ -168,17 +206,20 @@ def checksum(array: np.ndarray[Any, Any]) -> str:
     return f"{int(total):016x}{tail:x}"
 
 
-def _write(leaves: Mapping[str, Leaf], folder: Path) -> None:
+def _write(known: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
     sums = dict[str, str]()
+    # Arrays are adopted where they begin on a cache line: those that would shift what follows come last.
+    ordered = dict(sorted(leaves.items(), key=lambda leaf: leaf[1].nbytes % tensor_files.ALIGNMENT != 0))
 
     def arrays() -> Iterator[np.ndarray[Any, Any]]:  # one at a time: they may come from an accelerator
-        for path, leaf in leaves.items():
+        for path, leaf in ordered.items():
             array = np.ascontiguousarray(leaf)
             sums[path] = checksum(array)
             yield array
 
-    tensor_files.write(folder / _FILE, leaves, arrays())
+    tensor_files.write(folder / _FILE, ordered, arrays())
     (folder / _SUMS).write_text(json.dumps(sums))
+    (folder / _MODEL).write_bytes(hashlib.blake2b(known, digest_size=16).digest() + known)
 
 
 def _read(

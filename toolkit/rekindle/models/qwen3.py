@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rekindle.models.config import Keys, ModelConfig, decoder, reads
 from rekindle.models.layers import Attention
-from rekindle.models.linear import Precision
 from rekindle.models.llama import (
     Block,
     Llama,
@@ -15,6 +14,7 @@ from rekindle.models.llama import (
     outer_sources,
     qk_norm_sources,
 )
+from rekindle.models.precision import Precision
 from rekindle.models.qwen2 import sliding
 from rekindle.models.weights import Manifest
 

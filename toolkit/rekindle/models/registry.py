@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rekindle.errors import UnsupportedModel
 from rekindle.models import gemma2, gemma3, gpt2, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe, smollm3
 from rekindle.models.config import ModelConfig
-from rekindle.models.linear import Precision
+from rekindle.models.precision import Precision
 from rekindle.models.weights import Manifest
 
 

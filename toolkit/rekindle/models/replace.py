@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from rekindle.errors import CheckpointError
 from rekindle.models.base import LoadedModel
 
-Weights = LoadedModel | nnx.Module | nnx.State | Mapping[str, Any]
+if TYPE_CHECKING:
+    from flax import nnx
+
+    Weights = LoadedModel | nnx.Module | nnx.State | Mapping[str, Any]
 
 
 def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | None = None) -> LoadedModel:
@@ -62,6 +64,8 @@ def _put(new: Any, old: jax.Array) -> jax.Array:
 def _by_path(weights: Weights) -> dict[str, Any]:
     if isinstance(weights, LoadedModel):
         return dict(zip(weights.graph.paths, weights.leaves, strict=True))
+    from flax import nnx
+
     if isinstance(weights, nnx.Module):
         weights = nnx.state(weights, nnx.Param)
     if isinstance(weights, nnx.State):
