@@ -46,17 +46,24 @@ def test_who_turned_it_off_before_finds_it_off() -> None:
         gc.enable()
 
 
-def test_what_was_made_meanwhile_is_not_looked_through_next() -> None:
-    with no_search():
-        made = [[] for _ in range(50_000)]
-    assert gc.get_count()[0] < len(made) // 2
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_stays_is_not_looked_through_next(stays: bool) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(1 << 30)
+    try:
+        with no_search(stays=stays):
+            made = [[]]
+        young = {id(one) for one in gc.get_objects(generation=0)}
+    finally:
+        gc.set_threshold(*before)
+    assert (id(made) in young) is not stays
 
 
 def test_what_somebody_froze_stays_frozen() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with no_search():
+        with no_search(stays=True):
             pass
         assert gc.get_freeze_count() == frozen
     finally:

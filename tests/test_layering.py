@@ -16,6 +16,7 @@ LAYERS = {
     "rekindle.records": 1,
     "rekindle.garbage": 1,
     "rekindle.html": 1,
+    "rekindle.memory": 1,
     "rekindle.progress": 1,
     "rekindle.saving": 1,
     "rekindle.models": 2,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -113,7 +115,64 @@ def test_an_old_system_leaves_it_where_it_is(file: Path, monkeypatch: pytest.Mon
     assert content.tobytes() == file.read_bytes()
 
 
-def test_it_stays_where_memory_is_short(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """One on which moving is of use."""
     monkeypatch.undo()
+    files = {"KINDS": "always [madvise] never", "OVERCOMMIT": "0"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        monkeypatch.setattr(mapped, name, tmp_path / name)
     monkeypatch.setattr(mapped, "available", lambda: 2 * SIZE)
-    assert mapped.move_later(mapped.view(file)) is None
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return {name: tmp_path / name for name in files}
+
+
+def test_it_is_worth_moving(system: dict[str, Path]) -> None:
+    assert mapped._worthwhile(SIZE)
+
+
+def test_it_stays_without_huge_pages_or_memory_or_beneath_limits(
+    system: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, other in (("KINDS", "always madvise [never]"), ("OVERCOMMIT", "2")):
+        before = system[name].read_text()
+        system[name].write_text(other)
+        assert not mapped._worthwhile(SIZE)
+        system[name].write_text(before)
+    for room in (SIZE, None):
+        with monkeypatch.context() as short:
+            short.setattr(mapped, "available", lambda room=room: room)
+            assert not mapped._worthwhile(SIZE)
+    free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    for limited in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        with monkeypatch.context() as beneath:
+            most = {limited: (1 << 40, 1 << 40)}
+            beneath.setattr(resource, "getrlimit", lambda kind, most=most: most.get(kind, free))
+            assert not mapped._worthwhile(SIZE)
+
+
+def test_a_limit_that_comes_meanwhile_stops_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter((True, True, True, False))
+    monkeypatch.setattr(mapped, "_worthwhile", lambda size: next(left))
+    content = mapped.view(file)
+    mover = mapped.move_later(content)
+    assert mover is not None
+    mover.join(60)
+    assert maps(file)
+    assert content.tobytes() == file.read_bytes()
+
+
+def test_only_files_of_this_machine_are_mapped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mapped._file_system(file) in mapped.LOCAL
+    monkeypatch.setattr(mapped, "LOCAL", {"nfs"})
+    with pytest.raises(OSError, match="could go"):
+        mapped.view(file)
+
+
+def test_what_the_disk_can_not_give_is_an_error_and_not_the_end(file: Path) -> None:
+    content = mapped.view(file)
+    mapped.bring(content)
+    os.truncate(file, 4096)
+    with pytest.raises(OSError, match="Bad address"):
+        mapped.bring(content[1 << 20 : 2 << 20])

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import checkpoints
-from rekindle.models import LoadedModel, checkpoint, mapped, prepared
+from rekindle.models import LoadedModel, checkpoint, mapped, prepared, tensor_files
+from rekindle.saving import write_checkpoint
 
 RAW = checkpoints.CASES["llama"]
 
@@ -133,6 +134,103 @@ def test_kept_weights_are_used_where_they_are_mapped(
     }
     sizes = {path: leaf.nbytes for path, leaf in zip(again.graph.paths, again.leaves, strict=True)}
     assert {path for path, there in lie.items() if not there} <= {path for path in sizes if sizes[path] % 64}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they stay where they are mapped")
+def test_kept_weights_move_to_huge_pages(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "DELAY", 0.0)
+    monkeypatch.setattr(mapped, "_worthwhile", lambda size: True)
+    first = load(folder, cache)
+    again = load(folder, cache)
+    for thread in threading.enumerate():
+        if thread.name == "rekindle huge pages":
+            thread.join(60)
+    assert str(only_file(cache, "weights.safetensors")) not in Path("/proc/self/maps").read_text()
+    assert_same(again, first)
+
+
+def test_leaves_of_odd_sizes_do_not_shift_others(tmp_path: Path) -> None:
+    sizes = {"a": 100, "b": 256, "c": 3, "d": 64}
+    prepared._write(b"", {name: np.zeros(size, np.int8) for name, size in sizes.items()}, tmp_path)
+    offsets = {entry.name: entry.offset for entry in tensor_files.read_header(tmp_path / "weights.safetensors").entries}
+    assert [name for name, at in offsets.items() if at % 64 == 0] == ["b", "d", "a"]
+
+
+def test_a_slot_is_for_one_checkpoint_asked_for_in_one_way_on_one_platform(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slots() -> set[Path]:
+        return {prepared.slot(cache, "f", "bfloat16", None), prepared.slot(cache, "f", "float32", None)}
+
+    found = slots() | {prepared.slot(cache, "g", "bfloat16", None)}
+    for where, name, value in (
+        (prepared.native, "reason_against", lambda: "none here"),
+        (prepared.jax, "default_backend", lambda: "tpu"),
+        (prepared, "_sources", lambda: "other"),
+        (prepared.importlib.metadata, "version", lambda _: "0"),
+    ):
+        with monkeypatch.context() as other:
+            other.setattr(where, name, value)
+            found |= slots()
+    assert len(found) == 11
+
+
+def test_the_first_answer_is_not_disturbed_by_writing(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = threading.Event()
+    monkeypatch.setattr(prepared, "_write_once", lambda *_: writes.set())
+    monkeypatch.setattr(prepared, "DELAY", 60.0)
+    checkpoint.load(folder, quantize="int8", cache_dir=cache)
+    assert not writes.wait(0.3)
+    assert prepared.wait(30)
+    assert writes.is_set()
+
+
+def test_leaves_of_an_accelerator_are_written_at_once(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_on_host", lambda leaf: False)
+    writes = threading.Event()
+    monkeypatch.setattr(prepared, "_write_once", lambda *_: writes.set())
+    monkeypatch.setattr(prepared, "DELAY", 60.0)
+    checkpoint.load(folder, quantize="int8", cache_dir=cache)
+    assert writes.wait(30)  # they are gone when the session is
+    assert prepared.wait(30)
+
+
+def test_what_is_written_too_slowly_at_the_end_is_not_left(folder: Path, cache: Path) -> None:
+    program = """if True:
+        import sys, time
+        from rekindle.models import checkpoint, prepared, tensor_files
+        prepared.MIN_BYTES, prepared.AT_EXIT = 0, 1.5
+        write = tensor_files._write
+        def slow(file, data):
+            write(file, data[:1000])
+            time.sleep(30)
+        tensor_files._write = slow
+        checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program, str(folder), str(cache)], env=environment, timeout=300, check=True)
+    assert kept(cache) == []
+
+
+def test_a_full_memory_is_no_damage(folder: Path, cache: Path) -> None:
+    load(folder, cache)
+
+    def full(path: str, array: object) -> jax.Array:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        load(folder, cache, place=full)
+    assert len(kept(cache)) == 1
+
+
+def test_a_cache_that_can_only_be_read_is_used(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load(folder, cache)
+    monkeypatch.setattr(os, "utime", lambda *_: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    assert_same(load(folder, cache), first)
 
 
 def test_where_files_can_not_be_mapped_they_are_read(
@@ -273,10 +371,13 @@ def test_the_model_may_be_deleted_while_it_is_kept(folder: Path, cache: Path, mo
     assert_same(load(folder, cache), checkpoint.load(folder, quantize="int8"))
 
 
-def test_two_at_once_keep_one_and_both_are_right(folder: Path, cache: Path) -> None:
+def test_two_at_once_keep_one_and_both_are_right(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = list[object]()
+    monkeypatch.setattr(prepared, "write_checkpoint", lambda *args: (writes.append(args), write_checkpoint(*args)))
     with ThreadPoolExecutor(2) as pool:
         a, b = pool.map(lambda _: checkpoint.load(folder, quantize="int8", cache_dir=cache), range(2))
     assert prepared.wait(60)
+    assert len(writes) == 1
     assert_same(a, b)
     assert_same(load(folder, cache), a)
     assert len([path for path in kept(cache) if not path.name.startswith("partial-")]) == 1

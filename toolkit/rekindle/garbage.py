@@ -13,10 +13,11 @@ _was_on = False
 
 
 @contextmanager
-def no_search() -> Iterator[None]:
+def no_search(*, stays: bool = False) -> Iterator[None]:
     """Several threads at once: the first turns it off, the last turns it on again if it was on.
 
-    What was made meanwhile then counts as old. Else the next search would be through all of it: 70 ms after imports.
+    With `stays`, all that there is counts as old then. Else the next search is through what was made: 70 ms after
+    imports. What is garbage by then is found later for it.
     """
     global _inside, _was_on
     with _lock:
@@ -30,7 +31,7 @@ def no_search() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside and _was_on:
-                if not gc.get_freeze_count():  # somebody's own frozen objects stay so
+                if stays and not gc.get_freeze_count():  # somebody's own frozen objects stay so
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()

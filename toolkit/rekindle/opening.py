@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -87,8 +88,8 @@ def open_sync(
 
 
 def _build(model: Any, config: EngineConfig, processors: Any, progress: Any) -> Engine:
-    # JAX and flax are imported on the session's thread: `import rekindle` and the caller's loop stay quick.
-    with no_search():  # 80 of 570 ms
+    # JAX is imported on the session's thread: `import rekindle` and the caller's loop stay quick.
+    with no_search(stays="jax" not in sys.modules):
         from rekindle.assemble import Order, build
         from rekindle.engine.processors import check_processors
 

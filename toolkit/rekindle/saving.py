@@ -20,6 +20,7 @@ from typing import Any
 # different paths, were seen to create each other's folders or to wait for one another until a timeout.
 ONE_AT_A_TIME = threading.Lock()
 PARTIAL = "partial-"
+_unfinished: set[Path] = set()
 ITEM = "rekindle"  # the item of such a checkpoint, hence the folder that its files are in
 
 
@@ -27,13 +28,26 @@ def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
     """`write` fills the folder of a new Orbax checkpoint, which is at `path` when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     own = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
+    _unfinished.add(own)
     try:
         orbax().save(own, write)
         own.rename(path)
     except BaseException:
-        for left in path.parent.glob(f"{own.name}*"):  # Orbax writes to a name of its own, which starts like this one
-            shutil.rmtree(left, ignore_errors=True)
+        _remove(own)
         raise
+    finally:
+        _unfinished.discard(own)
+
+
+def abandon() -> None:
+    """Remove what this process is still writing: it ends."""
+    for own in list(_unfinished):
+        _remove(own)
+
+
+def _remove(own: Path) -> None:
+    for left in own.parent.glob(f"{own.name}*"):  # Orbax writes to a name of its own, which starts like this one
+        shutil.rmtree(left, ignore_errors=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

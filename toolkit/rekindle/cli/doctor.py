@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rekindle.config import cache_folder
+from rekindle.memory import available
 
 REQUIRED = ("jax", "jaxlib", "flax", "anyio", "numpy", "orbax-checkpoint", "tokenizers", "safetensors", "jinja2")
 NOTEBOOK = ("ipywidgets", "anywidget")
@@ -135,11 +136,9 @@ def _memory() -> Iterator[Check]:
     if not hasattr(os, "sysconf"):
         return
     page = os.sysconf("SC_PAGE_SIZE")
-    total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
-    available = Path("/proc/meminfo")
-    if available.exists():
-        lines = dict(line.split(":", 1) for line in available.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
+    total, free = os.sysconf("SC_PHYS_PAGES") * page, available()
+    if free is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * page
     detail = f"{free / 2**30:.1f} GiB available of {total / 2**30:.1f} GiB"
     if free < LOW_MEMORY:
         yield Check("warn", "memory", detail, "Close other programs, or open smaller models, or quantize='int8'")

@@ -77,7 +77,7 @@ class Described(NamedTuple):
     dtype: str
     quantize: str | None
     quantize_embeddings: bool
-    kept: prepared.Slot | None  # where its leaves are kept, or could be
+    kept: Path | None  # where its leaves are kept, or could be
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +99,7 @@ def describe(
     seen = _look(model)
     kept = known = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
-        asked = "bfloat16" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
+        asked = resolve_dtype(dtype, None)
         kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings)
         with _damage_is_told():
             known = prepared.model(kept)
@@ -135,12 +135,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def resolve_dtype(dtype: str, config: ModelConfig, platform: str | None = None) -> str:
-    """ "auto" is bfloat16 on CPU, where 16-bit weights are read twice as fast, and the checkpoint's own elsewhere."""
+def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None = None) -> str:
+    """ "auto" is bfloat16 on CPU, where 16-bit weights are read twice as fast, and the checkpoint's own elsewhere.
+
+    Without a config it may stay "auto".
+    """
     if dtype != "auto":
         return jnp.dtype(dtype).name
     if (platform or jax.default_backend()) == "cpu":
         return "bfloat16"
+    if config is None:
+        return "auto"
     return config.dtype if config.dtype in ("float16", "bfloat16", "float32") else "bfloat16"
 
 

@@ -42,7 +42,7 @@ from rekindle.models import mapped, reading, tensor_files
 from rekindle.models.base import Graph
 from rekindle.models.progress import Meter, Report
 from rekindle.models.weights import one
-from rekindle.saving import ITEM, PARTIAL, write_checkpoint
+from rekindle.saving import ITEM, PARTIAL, abandon, write_checkpoint
 from rekindle_kernels import native
 
 MIN_BYTES = 64 << 20  # smaller checkpoints are read again faster than Orbax is imported (0.3 s)
@@ -56,24 +56,18 @@ _SUMS = "checksums.json"
 _MODEL = "model.pickle"
 _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
+_one_at_a_time = threading.Lock()
 _registered = False
 Leaf = jax.Array | np.ndarray[Any, Any]
 _log = logging.getLogger(__name__)
 
 
-class Slot(NamedTuple):
-    """Where one model in one precision is kept."""
-
-    path: Path
-    key: str
-
-
-def slot(cache_dir: str | Path, fingerprint: str, *asked: object) -> Slot:
+def slot(cache_dir: str | Path, fingerprint: str, *asked: object) -> Path:
     """Where a checkpoint is kept as it was asked for. Its layout follows from that, the platform and the sources."""
     platform = jax.default_backend(), native.reason_against() is None, importlib.metadata.version("flax")
     parts = (_VERSION, fingerprint, asked, platform, _sources())
     key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-    return Slot(Path(cache_dir).expanduser() / "weights" / key, key)
+    return Path(cache_dir).expanduser() / "weights" / key
 
 
 @functools.cache
@@ -89,10 +83,10 @@ class Model(NamedTuple):
     dtype: str
 
 
-def model(kept: Slot) -> Model | None:
+def model(kept: Path) -> Model | None:
     """What is kept there, or None. `StoreError` if it is damaged: the slot is then empty again."""
     try:
-        content = (kept.path / ITEM / _MODEL).read_bytes()
+        content = (kept / ITEM / _MODEL).read_bytes()
     except OSError:
         return None
     try:
@@ -104,13 +98,13 @@ def model(kept: Slot) -> Model | None:
     return Model(graph, tuple(jax.ShapeDtypeStruct(shape, np.dtype(kind)) for shape, kind in shapes), dtype)
 
 
-def _damaged(kept: Slot, error: Exception) -> StoreError:
-    shutil.rmtree(kept.path, ignore_errors=True)
-    return StoreError(f"the laid-out weights in {kept.path} are damaged and were removed ({error})")
+def _damaged(kept: Path, error: Exception) -> StoreError:
+    shutil.rmtree(kept, ignore_errors=True)
+    return StoreError(f"the laid-out weights in {kept} are damaged and were removed ({error})")
 
 
 def load(
-    kept: Slot,
+    kept: Path,
     graph: Graph,
     shapes: Sequence[jax.ShapeDtypeStruct],
     *,
@@ -118,18 +112,22 @@ def load(
     report: Report | None = None,
 ) -> tuple[jax.Array, ...] | None:
     """The leaves, or None if nothing is kept. `StoreError` if it is damaged: the slot is then empty again."""
-    if not kept.path.is_dir():
+    if not kept.is_dir():
         return None
     wanted = dict(zip(graph.paths, shapes, strict=True))
     try:
-        leaves = _read(kept.path / ITEM / _FILE, wanted, place, report)
-    except Exception as error:  # whatever is wrong with it, the checkpoint itself is still there
+        leaves, content = _read(kept / ITEM / _FILE, wanted, place, report)
+    except (CheckpointError, OSError, ValueError, KeyError) as error:  # the checkpoint itself is still there
         raise _damaged(kept, error) from error
-    os.utime(kept.path)
+    with contextlib.suppress(OSError):  # what is pruned goes by it; a read-only cache just keeps its order
+        os.utime(kept)
+    if content is not None:
+        with contextlib.suppress(RuntimeError):  # no thread to be had
+            mapped.move_later(content)
     return leaves
 
 
-def save(kept: Slot, graph: Graph, dtype: str, leaves: Sequence[jax.Array]) -> None:
+def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array]) -> None:
     """Keeps the model; a thread writes them after a while, so that the model can be used at once. See `wait`.
 
     Failing to keep them costs the next start some time and nothing else, so it is only logged.
@@ -137,11 +135,13 @@ def save(kept: Slot, graph: Graph, dtype: str, leaves: Sequence[jax.Array]) -> N
     global _registered
     if not _registered:
         # Not by atexit: Orbax's own threads have ended by then.
-        threading._register_atexit(wait, AT_EXIT)  # type: ignore[attr-defined]
+        threading._register_atexit(_finish)  # type: ignore[attr-defined]
         _registered = True
-    # On CPU a view holds the memory: the session may delete its leaves while they are being written.
-    held = [np.asarray(leaf) if leaf.is_fully_addressable and _on_host(leaf) else leaf for leaf in leaves]
-    thread = threading.Thread(target=_save, args=(kept, graph, dtype, held), name="rekindle-keep", daemon=True)
+    # On CPU a view holds the memory: the session may delete its leaves while they are being written, or before.
+    on_host = all(leaf.is_fully_addressable and _on_host(leaf) for leaf in leaves)
+    held = [np.asarray(leaf) if on_host else leaf for leaf in leaves]
+    arguments = kept, graph, dtype, held, DELAY if on_host else 0.0
+    thread = threading.Thread(target=_save, args=arguments, name="rekindle-keep", daemon=True)
     _saving.add(thread)
     thread.start()
 
@@ -160,26 +160,39 @@ def wait(timeout: float | None = None) -> bool:
     return not _saving
 
 
-def _save(kept: Slot, graph: Graph, dtype: str, leaves: Sequence[Leaf]) -> None:
-    _hurry.wait(DELAY)
+def _finish() -> None:
+    """Before the process ends: what is not written by then is not left half written."""
+    if not wait(AT_EXIT):
+        abandon()
+
+
+def _save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], delay: float) -> None:
+    _hurry.wait(delay)
     try:
-        size = sum(leaf.nbytes for leaf in leaves)
-        kept.path.parent.mkdir(parents=True, exist_ok=True)
-        _prune(kept.path.parent)
-        free = shutil.disk_usage(kept.path.parent).free
-        if free < 2 * size:
-            _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
-            return
-        known = pickle.dumps((graph, [(leaf.shape, leaf.dtype.name) for leaf in leaves], dtype))
-        try:
-            write_checkpoint(kept.path, functools.partial(_write, known, dict(zip(graph.paths, leaves, strict=True))))
-        except Exception:
-            if not kept.path.is_dir():  # else another process was faster
-                raise
+        with _one_at_a_time:
+            _write_once(kept, graph, dtype, leaves)
     except Exception as error:
-        _log.warning("laid-out weights not kept in %s: %s", kept.path, error)
+        _log.warning("laid-out weights not kept in %s: %s", kept, error)
     finally:
         _saving.discard(threading.current_thread())
+
+
+def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf]) -> None:
+    if kept.is_dir():  # another session was faster
+        return
+    size = sum(leaf.nbytes for leaf in leaves)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    _prune(kept.parent)
+    free = shutil.disk_usage(kept.parent).free
+    if free < 2 * size:
+        _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
+        return
+    known = pickle.dumps((graph, [(leaf.shape, leaf.dtype.name) for leaf in leaves], dtype))
+    try:
+        write_checkpoint(kept, functools.partial(_write, known, dict(zip(graph.paths, leaves, strict=True))))
+    except Exception:
+        if not kept.is_dir():  # else another process was faster
+            raise
 
 
 def _prune(folder: Path) -> None:
@@ -224,7 +237,8 @@ def _write(known: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
 
 def _read(
     path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], place: reading.Place, report: Report | None
-) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[jax.Array, ...], mapped.Bytes | None]:
+    """The leaves, and the memory that they are views of, where they are."""
     header = tensor_files.read_header(path)
     sums = json.loads((path.parent / _SUMS).read_text())
     entries = {entry.name: entry for entry in header.entries}
@@ -236,6 +250,10 @@ def _read(
         if checksum(array) != sums.get(name):
             raise CheckpointError(f"{path}: the checksum of {name} does not match.")
         return array
+
+    def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        mapped.bring(array)
+        return checked(name, array)
 
     meter = Meter(sum(entry.nbytes for entry in header.entries), report)
     content = _mapped(path) if maps(place) else None
@@ -251,13 +269,12 @@ def _read(
         arrays = {}
         lying = tensor_files.views(header, content)
         with ThreadPoolExecutor(reading.workers(), thread_name_prefix="rekindle-load") as pool:
-            for name, array in zip(lying, pool.map(checked, lying, lying.values()), strict=True):
+            for name, array in zip(lying, pool.map(brought, lying, lying.values()), strict=True):
                 arrays[name] = place(name, array)
                 meter.add(array.nbytes)
                 meter.tell()
-        mapped.move_later(content)
     meter.tell(final=True)
-    return tuple(arrays[name] for name in wanted)
+    return tuple(arrays[name] for name in wanted), content
 
 
 def maps(place: reading.Place) -> bool:
@@ -268,5 +285,5 @@ def maps(place: reading.Place) -> bool:
 def _mapped(path: Path) -> mapped.Bytes | None:
     try:
         return mapped.view(path)
-    except OSError:  # a file system that can't
+    except OSError:
         return None

@@ -1,0 +1,50 @@
+"""How much memory this process can still take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/")  # of /proc and /sys
+
+
+class _Groups(NamedTuple):
+    """How a version of Linux' control groups names things."""
+
+    sign: str  # in a line of /proc/self/cgroup
+    mount: str
+    limit: str
+    use: str
+    files: tuple[str, ...]  # the part of the use that the system gives back
+
+
+_VERSIONS = (
+    _Groups("0::", "sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
+    _Groups(":memory:", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+            ("total_active_file", "total_inactive_file")),
+)  # fmt: skip
+
+
+def available() -> int | None:
+    """Bytes that neither other programs use nor a container's limit forbids; None where nobody tells."""
+    try:
+        lines = (ROOT / "proc/meminfo").read_text().splitlines()
+        mine = (ROOT / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    rooms = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    rooms += [room for line in mine for version in _VERSIONS if version.sign in line for room in _within(version, line)]
+    return min(rooms, default=None)
+
+
+def _within(version: _Groups, line: str) -> Iterator[int]:
+    """In a group and those that it is in. A container may see its own group as the mount itself."""
+    mount, group = ROOT / version.mount, Path(line.rpartition(":")[2].lstrip("/"))
+    for folder in {mount, mount / group, *(mount / part for part in group.parents)}:
+        try:
+            most, used = (int((folder / name).read_text()) for name in (version.limit, version.use))
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no limit is the word "max"
+            continue
+        yield most - used + sum(int(counts.get(name, 0)) for name in version.files)
