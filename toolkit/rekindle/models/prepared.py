@@ -6,13 +6,12 @@ Orbax's own array format saved at 150 MB/s, loaded at 540 MB/s and needed five t
 written at the speed of the disk. Orbax is not imported to load it, which takes 0.12 s and more. Beside it lies what the
 model is like: a start that compiles nothing then needs neither flax nor the model's module, which take 0.2 s.
 
-Seconds from a process's start to its first token, bfloat16, everything compiled and in the page cache, with weights
-that are mapped and with a checkpoint that is read; medians of fresh processes in turn. The second figure is that of a
-virtual machine whose host had taken free memory back in the seconds between two starts:
+Seconds from a process's start to its first token with everything compiled, bfloat16, medians of fresh processes in
+turn on a virtual machine whose host takes free memory back between two starts:
 
-          270 MB                   720 MB
-    mapped      read         mapped      read
-    0.95  0.94  1.03  1.24   0.93  0.97  1.20  1.96
+                                  270 MB    720 MB
+    kept and mapped                 1.00      1.05
+    the checkpoint is read          1.81      2.28
 """
 
 from __future__ import annotations
