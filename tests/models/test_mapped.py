@@ -37,6 +37,12 @@ def maps(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
+def ended(mover: threading.Thread | None) -> None:
+    assert mover is not None
+    mover.join(60)
+    assert not mover.is_alive()
+
+
 def test_a_view_is_the_file_and_can_not_be_written(file: Path) -> None:
     content = mapped.view(file)
     assert maps(file)
@@ -71,9 +77,7 @@ def test_whoever_reads_it_does_not_notice_that_it_moves(file: Path) -> None:
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    mover = mapped.move_later(content)
-    assert mover is not None
-    mover.join(60)
+    ended(mapped.move_later(content))
     moved.set()
     for reader in readers:
         reader.join()
@@ -87,8 +91,7 @@ def test_a_part_is_enough_to_have_it_moved(file: Path) -> None:
     part, wanted = content[100:200].view(np.int32), content[100:200].tobytes()
     mover = mapped.move_later(content)
     del content
-    assert mover is not None
-    mover.join(60)
+    ended(mover)
     assert not maps(file)
     assert part.tobytes() == wanted
 
@@ -97,22 +100,26 @@ def test_what_is_not_used_any_more_is_not_moved(file: Path, monkeypatch: pytest.
     monkeypatch.setattr(mapped, "DELAY", 0.3)
     content = mapped.view(file)
     mover = mapped.move_later(content)
-    assert mover is not None
-    monkeypatch.setattr(mapped, "_libc", pytest.fail)
+    called = list[str]()
+    monkeypatch.setattr(mapped, "_libc", lambda: called.append("mremap"))
     del content
     gc.collect()
     assert not maps(file)
-    mover.join(60)
+    ended(mover)
+    assert not called
+
+
+def stays(file: Path) -> None:
+    """Where the file is mapped, in part at least, with its content."""
+    content = mapped.view(file)
+    ended(mapped.move_later(content))
+    assert maps(file)
+    assert content.tobytes() == file.read_bytes()
 
 
 def test_an_old_system_leaves_it_where_it_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, "_INTO_PLACE", 1 | 2 | 64)  # a flag that none knows
-    content = mapped.view(file)
-    mover = mapped.move_later(content)
-    assert mover is not None
-    mover.join(60)
-    assert maps(file)
-    assert content.tobytes() == file.read_bytes()
+    stays(file)
 
 
 @pytest.fixture
@@ -155,12 +162,7 @@ def test_it_stays_without_huge_pages_or_memory_or_beneath_limits(
 def test_a_limit_that_comes_meanwhile_stops_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter((True, True, True, False))
     monkeypatch.setattr(mapped, "_worthwhile", lambda size: next(left))
-    content = mapped.view(file)
-    mover = mapped.move_later(content)
-    assert mover is not None
-    mover.join(60)
-    assert maps(file)
-    assert content.tobytes() == file.read_bytes()
+    stays(file)
 
 
 def test_only_files_of_this_machine_are_mapped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

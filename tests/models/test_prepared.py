@@ -48,6 +48,12 @@ def kept(cache: Path) -> list[Path]:
     return sorted((cache / "weights").iterdir()) if (cache / "weights").exists() else []
 
 
+def status_of(program: str, folder: Path, cache: Path) -> int:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, str(folder), str(cache)]
+    return subprocess.run(command, env=environment, timeout=300, check=False).returncode
+
+
 def assert_same(a: LoadedModel, b: LoadedModel) -> None:
     assert (a.fingerprint, a.graph, a.config, a.folder) == (b.fingerprint, b.graph, b.config, b.folder)
     for path, left, right in zip(a.graph.paths, a.leaves, b.leaves, strict=True):
@@ -211,8 +217,7 @@ def test_what_is_written_too_slowly_at_the_end_is_not_left(folder: Path, cache: 
         tensor_files._write = slow
         checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program, str(folder), str(cache)], env=environment, timeout=300, check=True)
+    assert status_of(program, folder, cache) == 0
     assert kept(cache) == []
 
 
@@ -294,11 +299,7 @@ def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path,
         checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
         prepared.wait()
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(folder), str(cache)], env=environment, timeout=300, check=False
-    )
-    assert ended.returncode == 7
+    assert status_of(program, folder, cache) == 7
     left = kept(cache)
     assert left, "it had begun to write"
     with warnings.catch_warnings():
@@ -319,8 +320,7 @@ def test_a_script_that_ends_at_once_keeps_them_first(folder: Path, cache: Path) 
         prepared.MIN_BYTES = 0
         checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program, str(folder), str(cache)], env=environment, timeout=300, check=True)
+    assert status_of(program, folder, cache) == 0
     assert only_file(cache, "weights.safetensors")
 
 

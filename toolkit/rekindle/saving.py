@@ -20,8 +20,8 @@ from typing import Any
 # different paths, were seen to create each other's folders or to wait for one another until a timeout.
 ONE_AT_A_TIME = threading.Lock()
 PARTIAL = "partial-"
-_unfinished: set[Path] = set()
 ITEM = "rekindle"  # the item of such a checkpoint, hence the folder that its files are in
+_unfinished: set[Path] = set()
 
 
 def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:

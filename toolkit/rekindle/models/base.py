@@ -1,7 +1,7 @@
 """A model's one functional form: a static graph and a flat tuple of arrays.
 
 Flax and the families are imported where a model is made or traced: a start that finds its programs and its weights
-kept needs neither, and they would take 0.2 s of its 0.8.
+kept needs neither, and they would take 0.2 s of its one.
 """
 
 from __future__ import annotations

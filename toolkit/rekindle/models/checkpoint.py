@@ -102,12 +102,12 @@ def describe(
         asked = resolve_dtype(dtype, None)
         kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings)
         with _damage_is_told():
-            known = prepared.model(kept)
+            known = prepared.known(kept)
     if known is None:
         config = ModelConfig.from_hf(seen.raw)
         name = resolve_dtype(dtype, config)
         graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings)
-        known = prepared.Model(graph, shapes, name)
+        known = prepared.Known(graph, shapes, name)
     found = seen.of(known.graph.config)
     return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept)
 

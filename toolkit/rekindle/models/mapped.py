@@ -3,7 +3,7 @@
 Mapping a file is done at once, and what lies in the page cache is found there. Copying 700 MB of it into memory of
 one's own takes 0.1 s, and was seen to take 1.8 s in a virtual machine that is lent its memory page by page.
 
-The page cache has small pages, though: decoding one to four sequences with weights of 270 MB took 4 to 9 % longer than
+The page cache has small pages, though: decoding one to eight sequences with weights of 270 MB took 3 to 8 % longer than
 on huge ones. So once the session has begun, a thread copies piece after piece to huge pages and has the system put
 these in the place of the file's, in one go: whoever reads there meanwhile notices nothing.
 """

@@ -74,7 +74,7 @@ def _sources() -> str:
     return fingerprints.files_digest(sorted(Path(__file__).parent.glob("*.py")))
 
 
-class Model(NamedTuple):
+class Known(NamedTuple):
     """All that a session needs to know of a model before it has its weights."""
 
     graph: Graph
@@ -82,7 +82,7 @@ class Model(NamedTuple):
     dtype: str
 
 
-def model(kept: Path) -> Model | None:
+def known(kept: Path) -> Known | None:
     """What is kept there, or None. `StoreError` if it is damaged: the slot is then empty again."""
     try:
         content = (kept / ITEM / _MODEL).read_bytes()
@@ -94,7 +94,7 @@ def model(kept: Path) -> Model | None:
         graph, shapes, dtype = pickle.loads(content[16:])
     except Exception as error:
         raise _damaged(kept, error) from error
-    return Model(graph, tuple(jax.ShapeDtypeStruct(shape, np.dtype(kind)) for shape, kind in shapes), dtype)
+    return Known(graph, tuple(jax.ShapeDtypeStruct(shape, np.dtype(kind)) for shape, kind in shapes), dtype)
 
 
 def _damaged(kept: Path, error: Exception) -> StoreError:
@@ -186,9 +186,9 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf]) ->
     if free < 2 * size:
         _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
         return
-    known = pickle.dumps((graph, [(leaf.shape, leaf.dtype.name) for leaf in leaves], dtype))
+    model = pickle.dumps((graph, [(leaf.shape, leaf.dtype.name) for leaf in leaves], dtype))
     try:
-        write_checkpoint(kept, functools.partial(_write, known, dict(zip(graph.paths, leaves, strict=True))))
+        write_checkpoint(kept, functools.partial(_write, model, dict(zip(graph.paths, leaves, strict=True))))
     except Exception:
         if not kept.is_dir():  # else another process was faster
             raise
@@ -218,7 +218,7 @@ def checksum(array: np.ndarray[Any, Any]) -> str:
     return f"{int(total):016x}{tail:x}"
 
 
-def _write(known: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
+def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
     sums = dict[str, str]()
     # Arrays are adopted where they begin on a cache line: those that would shift what follows come last.
     ordered = dict(sorted(leaves.items(), key=lambda leaf: leaf[1].nbytes % tensor_files.ALIGNMENT != 0))
@@ -231,7 +231,7 @@ def _write(known: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
 
     tensor_files.write(folder / _FILE, ordered, arrays())
     (folder / _SUMS).write_text(json.dumps(sums))
-    (folder / _MODEL).write_bytes(hashlib.blake2b(known, digest_size=16).digest() + known)
+    (folder / _MODEL).write_bytes(hashlib.blake2b(model, digest_size=16).digest() + model)
 
 
 def _read(
