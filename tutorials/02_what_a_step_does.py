@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 
 import rekindle
 from rekindle import tiny
-from rekindle.models.checkpoint import load
+from rekindle._src.models.loading.checkpoint import load
 
 plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
@@ -85,7 +85,7 @@ def forward(weights, tokens, positions, remember):
 # with one more token.
 
 # %%
-from rekindle.text.tokenizer import Tokenizer
+from rekindle._src.text.tokenizer import Tokenizer
 
 tokenizer = Tokenizer.load(tiny.folder())
 prompt = tokenizer.encode("Once upon a time")

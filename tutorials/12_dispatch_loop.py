@@ -23,10 +23,10 @@ import time
 import anyio
 import numpy as np
 
-from rekindle.cache import PagePool, PrefixCache
-from rekindle.config import EngineConfig, Sampling
-from rekindle.engine.scheduler import Limits, Scheduler
-from rekindle.records import Request, RowResult, StepPlan, StepResult
+from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.records import Request, RowResult, StepPlan, StepResult
+from rekindle._src.kvcache import PagePool, PrefixCache
+from rekindle._src.scheduling.scheduler import Limits, Scheduler
 
 # %% [markdown]
 # ## The scheduler alone
@@ -146,10 +146,10 @@ print([f"{what} {step}" for what, step, _ in runner.log[:7]])
 # `intake.run` tokenizes, `detokenize.run` makes text and puts it into mailboxes. We need a tokenizer of letters.
 
 # %%
-from rekindle.tasks import detokenize, intake, schedule, step
-from rekindle.tasks.device import DeviceThread
-from rekindle.tasks.mailbox import Mailbox
-from rekindle.tasks.messages import Engine, Submission
+from rekindle._src.dispatch import detokenize, intake, schedule, step
+from rekindle._src.dispatch.device import DeviceThread
+from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.messages import Engine, Submission
 
 
 class Letters:

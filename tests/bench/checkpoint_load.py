@@ -29,7 +29,7 @@ def write(folder: Path, dtype: str, gigabytes: float, shards: int = 3) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from rekindle.models import ModelConfig, abstract_model, manifest
+    from rekindle._src.models import ModelConfig, abstract_model, manifest
 
     raw = {
         "model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 1, "max_position_embeddings": 2048,
@@ -105,7 +105,7 @@ def open_one(folder: str, cache: str, dtype: str, quantize: str | None) -> None:
     """In a process of its own: prints one line of JSON."""
     import jax
 
-    from rekindle.models import checkpoint, prepared
+    from rekindle._src.models.loading import checkpoint, prepared
 
     jax.devices()
     before = peak()

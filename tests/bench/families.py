@@ -64,7 +64,7 @@ BATCHES = 24  # of held-out windows for the perplexity, as on the model's card
 
 
 def grown(case: str, sizes: dict[str, Any], gpt2: dict[str, Any], more: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    import checkpoints
+    from helpers import checkpoints
 
     raw = checkpoints.CASES[case]
     return {**raw, **(gpt2 if raw["model_type"] == "gpt2" else sizes), **more.get(case, {})}
@@ -77,7 +77,7 @@ def write(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def cases_of(family: str) -> list[str]:
-    import checkpoints
+    from helpers import checkpoints
 
     starts = FAMILIES[family]
     named = [name for name in checkpoints.CASES if name == starts[0] or name.startswith(starts[1:] or starts)]
@@ -88,9 +88,9 @@ def cases_of(family: str) -> list[str]:
 def parity(family: str, folder: Path) -> dict[str, Any]:
     import numpy as np
 
-    import checkpoints
     from golden.make import NEW, PROMPT, run
-    from rekindle import reference
+    from helpers import checkpoints
+    from rekindle._src.bench import reference
 
     worst, same, cases = 0.0, 0, cases_of(family)
     for name in cases:
@@ -110,7 +110,7 @@ def loading(case: str, folder: Path) -> dict[str, Any]:
     import jax
     from checkpoint_load import peak
 
-    from rekindle.models import checkpoint
+    from rekindle._src.models.loading import checkpoint
 
     write(folder, grown(case, SIZES | LARGE, GPT2 | LARGE_GPT2, MORE | LARGE_MORE))
     jax.devices()
@@ -125,8 +125,9 @@ def agreement(case: str, folder: Path, tokens: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from rekindle import reference
-    from rekindle.models import LoadedModel, checkpoint
+    from rekindle._src.bench import reference
+    from rekindle._src.models import LoadedModel
+    from rekindle._src.models.loading import checkpoint
 
     def logits(model: LoadedModel) -> np.ndarray:
         return np.asarray(reference.prefill(model, text, reference.empty_cache(model, tokens))[0])
@@ -147,9 +148,9 @@ def agreement(case: str, folder: Path, tokens: int) -> dict[str, Any]:
 def perplexity() -> None:
     from tokenizers import Tokenizer
 
-    from rekindle.assemble import TINY
-    from rekindle.models import checkpoint
-    from rekindle.tiny.evaluate import held_out
+    from rekindle._src.models.loading import checkpoint
+    from rekindle._src.session.builder import TINY
+    from rekindle._src.tiny_training.evaluate import held_out
 
     words = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     print("\n| tiny, held-out documents | perplexity | first guesses right | MB |")

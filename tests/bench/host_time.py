@@ -28,12 +28,12 @@ sys.path[:0] = [str(ROOT / name) for name in ("tests", "toolkit", "kernels")]
 import jax  # noqa: E402
 
 import rekindle  # noqa: E402
-from rekindle.bench.shapes import random_shape  # noqa: E402
-from rekindle.engine.packing import Upload  # noqa: E402
-from rekindle.models.base import random_model  # noqa: E402
-from rekindle.models.config import ModelConfig  # noqa: E402
-from rekindle.session import Session  # noqa: E402
-from rekindle.tasks import detokenize  # noqa: E402
+from rekindle._src.bench.shapes import random_shape  # noqa: E402
+from rekindle._src.dispatch import detokenize  # noqa: E402
+from rekindle._src.models.base import random_model  # noqa: E402
+from rekindle._src.models.config import ModelConfig  # noqa: E402
+from rekindle._src.programs.packing import Upload  # noqa: E402
+from rekindle._src.session.session import Session  # noqa: E402
 
 COLUMNS = ("plan", "pack", "dispatch", "commit", "detokenize", "turn")
 

@@ -33,8 +33,8 @@ sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels")]
 import anyio  # noqa: E402
 
 import rekindle  # noqa: E402
-from rekindle.bench.folder import write_checkpoint  # noqa: E402
-from rekindle.bench.workloads import Prompts  # noqa: E402
+from rekindle._src.bench.folder import write_checkpoint  # noqa: E402
+from rekindle._src.bench.workloads import Prompts  # noqa: E402
 
 REQUESTS = 32
 VIEWS = ("dashboard", "tree", "chat", "stream")
@@ -42,7 +42,7 @@ VIEWS = ("dashboard", "tree", "chat", "stream")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="tiny, or a shape of rekindle.bench.shapes")
+    parser.add_argument("--model", default="tiny", help="tiny, or a shape of rekindle._src.bench.shapes")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--waves", type=int, default=1, help="how many times 32 requests")
     parser.add_argument("--views", nargs="+", choices=VIEWS, default=VIEWS)
@@ -162,7 +162,7 @@ ENDED: list[tuple[float, float]] = []  # of each view's thread: seconds it compu
 
 def time_views() -> None:
     """A thread that ends leaves no record of its time: the views' write theirs down."""
-    from rekindle.notebook.live import Live
+    from rekindle._src.notebook.live import Live
 
     def timed(view: Any) -> None:
         start, pictures = time.perf_counter(), view.pictures

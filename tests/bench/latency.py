@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("tests", "toolkit", "kernels")]
 import anyio  # noqa: E402
 import trio  # noqa: E402
 
-from sessions import CONFIG, fake_session  # noqa: E402
+from helpers.sessions import CONFIG, fake_session  # noqa: E402
 
 Run = Callable[[Callable[[], Awaitable[list[float]]]], list[float]]
 

@@ -41,7 +41,7 @@ def first_tokens(session: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 def child(role: str, folder: str, shape: str, count: int, shared: int, at_once: bool) -> dict[str, Any]:
     import rekindle
-    from rekindle.bench.shapes import random_shape
+    from rekindle._src.bench.shapes import random_shape
 
     draw = np.random.default_rng(0)
     prefix = draw.integers(3, 40000, shared).tolist()

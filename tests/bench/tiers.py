@@ -24,14 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 import rekindle
-import rekindle.keeper
-from rekindle.cache import CostModel, HostTier, PrefixCache, Tiers
-from rekindle.models.base import LoadedModel, random_model
-from rekindle.models.config import ModelConfig
-from rekindle.records import StepResult
-from rekindle.session import Session
-from rekindle.tasks.host import wait
-from rekindle.tasks.mailbox import Slot
+import rekindle._src.session.cache_writer
+from rekindle._src.core.records import StepResult
+from rekindle._src.dispatch.host import wait
+from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.kvcache import CostModel, HostTier, PrefixCache, Tiers
+from rekindle._src.models.base import LoadedModel, random_model
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.session.session import Session
 
 PAGE, ROWS, CHAIN = 8, 4, 100
 
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=100_000)
     arguments = parser.parse_args()
-    rekindle.keeper.TICK_SECONDS = 1e6
+    rekindle._src.session.cache_writer.TICK_SECONDS = 1e6
     draw = np.random.default_rng(0)
     room = 4 * (100 + (arguments.rounds + 1) * ROWS * (arguments.new // PAGE + 8))  # what the rounds leave in the trees
     with contextlib.ExitStack() as stack:

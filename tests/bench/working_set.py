@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import rekindle
-from rekindle.models.base import random_model
-from rekindle.models.config import ModelConfig
+from rekindle._src.models.base import random_model
+from rekindle._src.models.config import ModelConfig
 
 PAGE, PREFIX, OWN, NEW = 32, 512, 128, 4
 DEVICE_PAGES = 160

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.bench import fresh, growth, limits, workloads
-from rekindle.bench.folder import write_checkpoint
-from rekindle.bench.shapes import SHAPES, hf_config
-from rekindle.cli import bench
-from rekindle.cli.main import engine_options, main, parser
-from rekindle.models import ModelConfig, abstract_model
-from rekindle.models.checkpoint import load
-from rekindle.text import Tokenizer
+from rekindle._src.bench import fresh, growth, limits, workloads
+from rekindle._src.bench.folder import write_checkpoint
+from rekindle._src.bench.shapes import SHAPES, hf_config
+from rekindle._src.cli import bench
+from rekindle._src.cli.main import engine_options, main, parser
+from rekindle._src.models import ModelConfig, abstract_model
+from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.text import Tokenizer
 
 LIMITS = limits.Limits(read_gb_per_s=40.0, bf16_gflop_per_s=800.0, f32_gflop_per_s=400.0, int8_gflop_per_s=600.0)
 
@@ -142,7 +142,7 @@ def test_fresh_processes_start_and_restart(tmp_path: Path) -> None:
 def test_every_sweep_of_growth_has_points(tmp_path: Path) -> None:
     import anyio
 
-    from rekindle.bench.shapes import random_shape
+    from rekindle._src.bench.shapes import random_shape
 
     async def run() -> list[growth.Point]:
         return await growth.measure(random_shape("micro"), 512, {}, scale=0.01, say=lambda text: None)

@@ -9,12 +9,12 @@ import anyio
 import jax
 import pytest
 
-from rekindle.bench import breakdown, operations
-from rekindle.bench.operations import PARTS, Interval
-from rekindle.bench.shapes import random_shape
-from rekindle.bench.workloads import Prompts
-from rekindle.cli import bench
-from rekindle.cli.main import main
+from rekindle._src.bench import breakdown, operations
+from rekindle._src.bench.operations import PARTS, Interval
+from rekindle._src.bench.shapes import random_shape
+from rekindle._src.bench.workloads import Prompts
+from rekindle._src.cli import bench
+from rekindle._src.cli.main import main
 
 PROGRAM = """HloModule jit_counted, is_scheduled=true
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.cli.cache import entries, parse_size, prune
-from rekindle.cli.main import main
+from rekindle._src.cli.cache import entries, parse_size, prune
+from rekindle._src.cli.main import main
 from rekindle.errors import ConfigError
 
 

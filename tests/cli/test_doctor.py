@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.cli import doctor
-from rekindle.cli.main import main
+from rekindle._src.cli import doctor
+from rekindle._src.cli.main import main
 
 
 def test_a_broken_cache_directory_fails_with_the_fix(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from rekindle.bench.folder import write_checkpoint
-from rekindle.cli.main import main
+from rekindle._src.bench.folder import write_checkpoint
+from rekindle._src.cli.main import main
 
 
 def test_what_it_has_compiled_is_loaded_the_second_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

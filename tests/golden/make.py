@@ -50,7 +50,7 @@ def run(folder: Path, prompt: list[int] = PROMPT, new: int = NEW) -> Golden:
 
 def main() -> None:
     sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "toolkit"), str(HERE.parents[1] / "kernels")]
-    import checkpoints
+    from helpers import checkpoints
 
     arrays: dict[str, NDArray[Any]] = {}
     for name, raw in checkpoints.CASES.items():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import rekindle_kernels
-from kernel_cases import CASES, build
+from helpers.kernel_cases import CASES, build
 from rekindle_kernels import api, implementation_names, init_pages, native, paged_attention
 from rekindle_kernels.calls import Call, Implementation
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernel_cases import CASES, Case, build, tolerance
+from helpers.kernel_cases import CASES, Case, build, tolerance
 from rekindle_kernels import gather_pages, init_pages, paged_attention, pallas_gpu, pallas_gpu_write, tuning, write_kv
 
 pytestmark = [

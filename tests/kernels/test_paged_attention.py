@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from kernel_cases import CASES, Case, Problem, build, tolerance
+from helpers.kernel_cases import CASES, Case, Problem, build, tolerance
 from rekindle_kernels import native, paged_attention
 from rekindle_kernels.native.attention import LANES
 from rekindle_kernels.native.products import DTYPES

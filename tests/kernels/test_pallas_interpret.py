@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernel_cases import CASES, Case, Problem, build, tolerance
+from helpers.kernel_cases import CASES, Case, Problem, build, tolerance
 from rekindle_kernels import paged_attention, pallas_gpu, pallas_tpu, tuning
 
 # Small blocks, so that short sequences take several turns of every loop and several splits.

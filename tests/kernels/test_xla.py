@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernel_cases import CASES, Case, build, tolerance
+from helpers.kernel_cases import CASES, Case, build, tolerance
 from rekindle_kernels import paged_attention, xla
 from rekindle_kernels.calls import LayerKV
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.small import PAGE, opening, plain, prompt
 from rekindle import Session
-from small import PAGE, opening, plain, prompt
 
 SHARED = 3 * PAGE
 NEW = 12

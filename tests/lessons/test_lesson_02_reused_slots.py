@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.small import opening, plain, prompt
 from rekindle import FinishReason, Session
-from small import opening, plain, prompt
 
 NEW = 10
 

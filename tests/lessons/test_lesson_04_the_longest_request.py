@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.small import CONTEXT, PAGE, opening, plain, prompt
 from rekindle import FinishReason
 from rekindle.errors import PromptTooLong
-from small import CONTEXT, PAGE, opening, plain, prompt
 
 LENGTHS = [1, PAGE, 31, 33, CONTEXT - PAGE, CONTEXT - 2, CONTEXT - 1]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fakes import make_request
-from scheduling import Loop
+from helpers.fakes import make_request
+from helpers.scheduling import Loop
 
 
 @pytest.mark.parametrize("overlap", [False, True])

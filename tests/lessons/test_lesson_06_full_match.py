@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fakes import make_request
-from scheduling import Loop
-from small import PAGE, opening, plain, prompt
+from helpers.fakes import make_request
+from helpers.scheduling import Loop
+from helpers.small import PAGE, opening, plain, prompt
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 16, 17])

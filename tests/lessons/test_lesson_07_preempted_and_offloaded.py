@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiered import NEW, ask, opened, plain, prompt
+from helpers.tiered import NEW, ask, opened, plain, prompt
 
 
 def test_lesson_07_preempted_and_offloaded_requests_are_exact(tmp_path: Path) -> None:

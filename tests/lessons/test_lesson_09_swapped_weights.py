@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 
-from rekindle.models import LoadedModel
-from rekindle.reference import generate
-from tiered import MODEL, NEW, ask, opened, prompt
+from helpers.tiered import MODEL, NEW, ask, opened, prompt
+from rekindle._src.bench.reference import generate
+from rekindle._src.models import LoadedModel
 
 
 def other_weights() -> LoadedModel:

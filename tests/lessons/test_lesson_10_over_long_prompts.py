@@ -7,9 +7,9 @@ from typing import Any
 import anyio
 import pytest
 
+from helpers.sessions import opened
 from rekindle import Sampling, Session
 from rekindle.errors import PromptTooLong
-from sessions import opened
 
 
 def read_stream(session: Session) -> Any:

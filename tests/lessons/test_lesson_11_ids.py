@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fakes import make_request
+from helpers.fakes import make_request
+from helpers.scheduling import Loop
+from rekindle._src.core.records import FinishReason, Status
 from rekindle.errors import InvalidRequest
-from rekindle.records import FinishReason, Status
-from scheduling import Loop
 
 
 def test_lesson_11_abort_ends_exactly_the_request_it_names() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.sessions import fake_session, opened
 from rekindle.errors import RequestAborted
-from sessions import fake_session, opened
 
 
 def test_lesson_11_ids_are_unique_over_all_sessions_and_known_at_submit() -> None:

@@ -8,8 +8,8 @@ import gc
 import anyio
 import pytest
 
+from helpers.sessions import CONFIG, eventually, opened, settled
 from rekindle import Session
-from sessions import CONFIG, eventually, opened, settled
 
 
 async def by_timeout(session: Session) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fakes import EOS, FakeModel, make_request
-from rekindle.records import FinishReason
-from scheduling import Loop, NoReserve
+from helpers.fakes import EOS, FakeModel, make_request
+from helpers.scheduling import Loop, NoReserve
+from rekindle._src.core.records import FinishReason
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from helpers.sessions import CONFIG, expected, opened
 from rekindle.errors import RequestAborted
-from sessions import CONFIG, expected, opened
 
 
 @pytest.mark.parametrize("at", range(7))

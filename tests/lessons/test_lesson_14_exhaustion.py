@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fakes import make_request
+from helpers.fakes import make_request
+from helpers.scheduling import Loop, NoReserve
+from rekindle._src.core.records import FinishReason
 from rekindle.errors import OutOfPages
-from rekindle.records import FinishReason
-from scheduling import Loop, NoReserve
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.sessions import expected, opened
 from rekindle import FinishReason
 from rekindle.errors import OutOfPages
-from sessions import expected, opened
 
 PAGES = 9  # eight of eight tokens, beside the scratch page
 

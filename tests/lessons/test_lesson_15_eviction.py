@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fakes import make_request
-from scheduling import Loop
+from helpers.fakes import make_request
+from helpers.scheduling import Loop
 
 
 def hits(loop: Loop, prompt: str) -> int:

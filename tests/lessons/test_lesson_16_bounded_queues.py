@@ -8,9 +8,9 @@ import tracemalloc
 import anyio
 import pytest
 
+from helpers.sessions import CONFIG, opened
 from rekindle import Sampling
 from rekindle.errors import QueueFull
-from sessions import CONFIG, opened
 
 
 def test_lesson_16_a_flood_of_refused_submissions_holds_constant_memory() -> None:

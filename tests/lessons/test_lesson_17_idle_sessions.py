@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sessions import opened
+from helpers.sessions import opened
 
 
 def busy_share(seconds: float) -> float:

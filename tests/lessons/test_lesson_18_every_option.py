@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import plain_sampling
-from driving import plain_tokens
-from fakes import FakeModel
+from helpers import plain_sampling
+from helpers.driving import plain_tokens
+from helpers.fakes import FakeModel
+from helpers.sessions import CONFIG, expected, opened
+from helpers.small import LEAST, MODEL, VOCAB, opening, plain, prompt
 from rekindle import FinishReason, Sampling, Session
 from rekindle.errors import InvalidRequest
-from sessions import CONFIG, expected, opened
-from small import LEAST, MODEL, VOCAB, opening, plain, prompt
 
 NEW = 16
 SHAPING: dict[str, dict[str, Any]] = {  # options that change what is likeliest, which a greedy request shows exactly

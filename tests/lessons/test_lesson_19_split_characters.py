@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rekindle.text import Detokenizer
-from vocabularies import of_kind
+from helpers.vocabularies import of_kind
+from rekindle._src.text import Detokenizer
 
 BYTE_TOKENIZERS = {kind: of_kind(kind) for kind in ("byte-level", "metaspace", "metaspace without strip")}
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

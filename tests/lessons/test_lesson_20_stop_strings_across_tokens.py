@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.text import Detokenizer
-from vocabularies import of_kind
+from helpers.vocabularies import of_kind
+from rekindle._src.text import Detokenizer
 
 TOKENIZER = of_kind("byte-level")
 

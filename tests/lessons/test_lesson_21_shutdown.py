@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sessions import eventually, fake_session, threads
+from helpers.sessions import eventually, fake_session, threads
 
 
 @pytest.mark.parametrize("work", ["idle", "busy", "paused", "flooded"])

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 
-from sessions import expected, fake_session
+from helpers.sessions import expected, fake_session
 
 
 def state() -> list[object]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from helpers.sessions import expected, opened
+from rekindle._src.core.records import StepPlan
 from rekindle.errors import StepFailed
-from rekindle.records import StepPlan
-from sessions import expected, opened
 
 
 @pytest.mark.anyio

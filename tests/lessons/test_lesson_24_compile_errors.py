@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import rekindle
-from driving import tiny_model
-from rekindle.engine.programs import Key, Programs
+from helpers.driving import tiny_model
+from helpers.sessions import eventually, threads
+from rekindle._src.programs.programs import Key, Programs
 from rekindle.errors import CompileError
-from sessions import eventually, threads
 
 
 @pytest.mark.anyio

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiling import COMPILING, compiled_by_jax, counts
+from helpers.compiling import COMPILING, compiled_by_jax, counts
+from helpers.small import CONTEXT, LEAST, PAGE, VOCAB, opening, plain, prompt
 from rekindle import Session
-from small import CONTEXT, LEAST, PAGE, VOCAB, opening, plain, prompt
 
 OPTIONS: list[dict[str, Any]] = [
     {},

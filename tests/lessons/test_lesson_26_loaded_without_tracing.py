@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from compiling import compiled_by_jax, counts
-from rekindle.engine.programs import Programs
-from small import LEAST, opening, plain, prompt
+from helpers.compiling import compiled_by_jax, counts
+from helpers.small import LEAST, opening, plain, prompt
+from rekindle._src.programs.programs import Programs
 
 OPTIONS: list[dict[str, Any]] = [
     {},

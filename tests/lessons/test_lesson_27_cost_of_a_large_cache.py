@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from calls import Calls, listening
+from helpers.calls import Calls, listening
+from helpers.sessions import CONFIG, fake_session
 from rekindle import Session
-from sessions import CONFIG, fake_session
 
 FEW, MANY = 40, 4096  # pages
 ROOMY = dataclasses.replace(CONFIG, max_queue=4096)

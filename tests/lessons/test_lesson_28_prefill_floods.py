@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fakes import FakeRunner
-from rekindle.report import StepReport
-from sessions import CONFIG, expected, opened
-from small import CONTEXT, OPTIONS, opening, plain, prompt
+from helpers.fakes import FakeRunner
+from helpers.sessions import CONFIG, expected, opened
+from helpers.small import CONTEXT, OPTIONS, opening, plain, prompt
+from rekindle._src.session.stats import StepReport
 
 NEW = 40
 

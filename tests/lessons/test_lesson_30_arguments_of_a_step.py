@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import rekindle
-from calls import Calls, listening
-from driving import TINY
+from helpers.calls import Calls, listening
+from helpers.driving import TINY
+from helpers.small import OPTIONS, prompt
 from rekindle import Session
-from rekindle.models.base import LoadedModel, random_model
-from rekindle.models.config import ModelConfig
-from small import OPTIONS, prompt
+from rekindle._src.models.base import LoadedModel, random_model
+from rekindle._src.models.config import ModelConfig
 
 LAYERS = (1, 4)
 # One pair of programs: what a prompt of a few tokens and a row that decodes need.

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import checkpoints
+from helpers import checkpoints
+from rekindle._src.models import ModelConfig, Precision, abstract_model, manifest, merge, random_model
+from rekindle._src.models.config import _READERS
+from rekindle._src.models.registry import FAMILIES
 from rekindle.errors import UnsupportedModel
-from rekindle.models import ModelConfig, Precision, abstract_model, manifest, merge, random_model
-from rekindle.models.config import _READERS
-from rekindle.models.registry import FAMILIES
 
 LLAMA = checkpoints.CASES["llama"]
 

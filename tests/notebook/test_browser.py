@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import browsing
-from browsing import cell, printed, run
+from helpers import browsing
+from helpers.browsing import cell, printed, run
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 sync_api = pytest.importorskip("playwright.sync_api")

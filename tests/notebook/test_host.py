@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from rekindle.notebook.live import Live
-from rekindle.notebook.panel import _SCRIPT, _STYLE
-from sessions import opened
+from helpers.sessions import opened
+from rekindle._src.notebook.live import Live
+from rekindle._src.notebook.panel import _SCRIPT, _STYLE
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 sync_api = pytest.importorskip("playwright.sync_api")

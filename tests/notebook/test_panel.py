@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import rekindle
-from rekindle.notebook import panel
-from rekindle.notebook.panel import Panel, button, field
-from sessions import opened
+from helpers.sessions import opened
+from rekindle._src.notebook import panel
+from rekindle._src.notebook.panel import Panel, button, field
 
 SCRIPT = panel._SCRIPT
 CODE = re.sub(r"^\s*//.*$", "", SCRIPT, flags=re.MULTILINE)
@@ -33,7 +33,7 @@ def test_the_style_fits_every_theme_and_touches_nothing_else() -> None:
 
 
 def test_script_and_style_are_installed_with_the_package() -> None:
-    static = Path(rekindle.__file__).parent / "notebook" / "static"
+    static = Path(rekindle.__file__).parent / "_src" / "notebook" / "static"
     assert {path.name for path in static.iterdir()} == {"panel.js", "panel.css"}
 
 

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent.parent
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FIRST = """
 import time
-from rekindle.notebook import Progress
-from rekindle.models.progress import Progress as Loaded
+from rekindle._src.notebook import Progress
+from rekindle._src.models.loading.load_progress import Progress as Loaded
 from sessions import fake_session
 session = fake_session(step_seconds=0.002)
 session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)

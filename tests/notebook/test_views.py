@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from helpers.sessions import eventually, opened
 from rekindle import Session
+from rekindle._src.core.records import Status
+from rekindle._src.notebook import ChatView, Dashboard, StreamView
+from rekindle._src.notebook.live import Live
+from rekindle._src.notebook.recorder import Seen
+from rekindle._src.notebook.timeline import Timeline
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted
-from rekindle.notebook import ChatView, Dashboard, StreamView
-from rekindle.notebook.live import Live
-from rekindle.notebook.recorder import Seen
-from rekindle.notebook.timeline import Timeline
-from rekindle.records import Status
-from sessions import eventually, opened
 
 
 @pytest.fixture
@@ -297,8 +297,8 @@ class TestChat:
 
 
 def test_the_tree_folds_and_answers(tmp_path: object) -> None:
-    import checkpoints
     import rekindle
+    from helpers import checkpoints
 
     options = {"page_size": 8, "max_requests": 2, "max_tokens_per_step": 32, "max_model_len": 64, "dtype": "float32"}
     model = checkpoints.case("llama")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from helpers.sessions import opened
 from rekindle import Session
-from sessions import opened
 
 
 @pytest.fixture

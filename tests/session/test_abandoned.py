@@ -8,11 +8,11 @@ import threading
 import anyio
 import pytest
 
+from helpers.sessions import eventually, opened, settled
 from rekindle import EngineConfig, Sampling, Session
+from rekindle._src.core.records import Status
+from rekindle._src.session.handle import Handle
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted
-from rekindle.handle import Handle
-from rekindle.records import Status
-from sessions import eventually, opened, settled
 
 anyio_test = pytest.mark.anyio
 
@@ -94,7 +94,7 @@ async def test_a_dropped_handle_aborts(slow: Session) -> None:
 
 
 def test_a_handle_keeps_its_session_alive(session: Session) -> None:
-    from sessions import fake_session
+    from helpers.sessions import fake_session
 
     handle = fake_session(step_seconds=0.001).submit("hello", max_tokens=20)
     gc.collect()

@@ -11,10 +11,10 @@ import anyio
 import pytest
 import trio
 
-from fakes import EOS
+from helpers.fakes import EOS
+from helpers.sessions import CONFIG, expected
 from rekindle import Sampling, Session
-from rekindle.tasks.ports import AsyncioBell
-from sessions import CONFIG, expected
+from rekindle._src.dispatch.wakeups import AsyncioBell
 
 anyio_test = pytest.mark.anyio
 
@@ -78,10 +78,10 @@ def test_callers_on_several_loops_and_none_at_once(session: Session) -> None:
 
 @pytest.mark.parametrize(("backend", "options"), [("asyncio", {"use_uvloop": True}), ("trio", None)])
 def test_the_host_runs_on_other_loops_too(backend: str, options: Any) -> None:
-    from rekindle.tasks.host import Host, wait
-    from rekindle.tasks.messages import Engine
-    from rekindle.text.detokenizer import real_detokenizer
-    from sessions import byte_tokenizer, parts
+    from helpers.sessions import byte_tokenizer, parts
+    from rekindle._src.dispatch.host import Host, wait
+    from rekindle._src.dispatch.messages import Engine
+    from rekindle._src.text.detokenizer import real_detokenizer
 
     tokenizer = byte_tokenizer()
     scheduler, runner = parts()
@@ -119,7 +119,7 @@ def test_the_asyncio_loop_turns_while_somebody_waits(slow: Session) -> None:
 
 def test_bells_are_of_the_loop_that_waits(session: Session) -> None:
     async def main() -> None:
-        from rekindle.tasks.ports import new_bell
+        from rekindle._src.dispatch.wakeups import new_bell
 
         assert isinstance(new_bell(), AsyncioBell)
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fakes import FakeModel
+from helpers.fakes import FakeModel
+from helpers.sessions import expected, opened, settled, threads
 from rekindle import EngineConfig, Session
+from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle.errors import RequestAborted
-from rekindle.tasks.mailbox import Mailbox
-from sessions import expected, opened, settled, threads
 
 CONFIG = EngineConfig(max_requests=6, max_tokens_per_step=32, max_model_len=128, page_size=8, max_queue=20, seed=1)
 WAYS = ("await", "timeout", "break", "cancel", "drop", "thread", "task")

@@ -12,11 +12,11 @@ from typing import Any
 import anyio
 import pytest
 
+from helpers.sessions import eventually, fake_engine, fake_session, threads
 from rekindle import Session
+from rekindle._src.core.records import Status
+from rekindle._src.session.opening import Opening
 from rekindle.errors import SessionClosed
-from rekindle.opening import Opening
-from rekindle.records import Status
-from sessions import eventually, fake_engine, fake_session, threads
 
 
 @pytest.mark.anyio
@@ -110,7 +110,7 @@ async def test_closing_goes_on_when_its_caller_is_cancelled() -> None:
 
 
 def test_a_hanging_device_does_not_hang_closing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rekindle.tasks.host.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("rekindle._src.dispatch.host.CLOSE_SECONDS", 0.2)
     gate = threading.Event()
     session = fake_session(gate=gate)
     handle = session.submit("x", max_tokens=5)

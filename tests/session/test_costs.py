@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from helpers.sessions import fake_session, opened
 from rekindle import Sampling
-from rekindle.handle import Handle
-from rekindle.prompts import Prompt
-from rekindle.records import TextDelta
-from rekindle.tasks.device import DeviceThread
-from sessions import fake_session, opened
+from rekindle._src.core.records import TextDelta
+from rekindle._src.dispatch.device import DeviceThread
+from rekindle._src.session.handle import Handle
+from rekindle._src.session.prompts import Prompt
 
 DELTAS, RATE = 400, 1000
 

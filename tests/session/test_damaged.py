@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered import ask, opened
+from helpers.tiered import ask, opened
 
 PROMPTS = (0, 1, 2)
 ROUNDS, PLACES = 10, 10

@@ -7,11 +7,11 @@ from typing import Any
 import anyio
 import pytest
 
+from helpers.sessions import CONFIG, byte_tokenizer, eventually, fake_engine, fake_session, opened, parts, threads
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.session.opening import Opening
+from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import RequestFailed, SessionClosed, StepFailed
-from rekindle.opening import Opening
-from rekindle.tasks.messages import Engine
-from rekindle.text.detokenizer import real_detokenizer
-from sessions import CONFIG, byte_tokenizer, eventually, fake_engine, fake_session, opened, parts, threads
 
 
 @pytest.mark.anyio

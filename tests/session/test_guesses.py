@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from fakes import EchoModel
+from helpers.fakes import EchoModel
+from helpers.sessions import CONFIG, expected, opened
+from helpers.small import opening, prompt
 from rekindle import Session
+from rekindle._src.core.records import FinishReason
 from rekindle.errors import ConfigError
-from rekindle.records import FinishReason
-from sessions import CONFIG, expected, opened
-from small import opening, prompt
 
 ECHO = EchoModel(alphabet=tuple(range(97, 123)))
 GUESSING = dataclasses.replace(CONFIG, prompt_lookup=4)

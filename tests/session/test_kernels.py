@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernels_under_test import Kernel, kernel
+from helpers.kernels_under_test import Kernel, kernel
 
 # jupyter_client leaves event loops and their sockets to the garbage collector.
 pytestmark = [

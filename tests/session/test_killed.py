@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from killed_while_serving import KNOWN, look, reopened
-from tiered import plain
+from helpers.killed_while_serving import KNOWN, look, reopened
+from helpers.tiered import plain
 
-SCRIPT = Path(__file__).parents[1] / "killed_while_serving.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "killed_while_serving.py"
 
 
 def killed(folder: Path, times: int) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.sessions import opened
 from rekindle.errors import SessionForked
-from sessions import opened
 
 ROOT = Path(__file__).parents[2]
 

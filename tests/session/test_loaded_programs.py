@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiling import BUILT, compiled_by_jax, counts
+from helpers.compiling import BUILT, compiled_by_jax, counts
+from helpers.small import CONTEXT, VOCAB, opening
 from rekindle import Session
-from small import CONTEXT, VOCAB, opening
 
 Answer = tuple[Any, ...]
 

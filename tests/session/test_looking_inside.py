@@ -5,9 +5,9 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from helpers.sessions import opened
 from rekindle import Session
 from rekindle.errors import InvalidRequest, RekindleError
-from sessions import opened
 
 anyio_test = pytest.mark.anyio
 

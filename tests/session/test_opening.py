@@ -12,11 +12,11 @@ from typing import Any
 import anyio
 import pytest
 
-import checkpoints
+from helpers import checkpoints
+from helpers.sessions import eventually, fake_engine, threads
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.session.opening import Opening
 from rekindle.errors import OutOfMemory
-from rekindle.opening import Opening
-from rekindle.tasks.messages import Engine
-from sessions import eventually, fake_engine, threads
 
 
 @pytest.mark.anyio
@@ -114,7 +114,7 @@ def test_a_start_that_finds_everything_needs_neither_flax_nor_orbax(tmp_path: Pa
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
     program = """if True:
         import sys, rekindle
-        from rekindle.models import prepared
+        from rekindle._src.models import prepared
         prepared.MIN_BYTES = 0  # as if it were a real model
         with rekindle.open_sync(sys.argv[1], cache_dir=sys.argv[2], quiet=True, max_model_len=64) as session:
             print(session.generate_sync([3, 4, 5], max_tokens=4, ignore_eos=True).token_ids)

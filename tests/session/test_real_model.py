@@ -11,10 +11,10 @@ import anyio
 import pytest
 
 import rekindle
-from driving import tiny_model
+from helpers.driving import tiny_model
+from helpers.sessions import eventually, settled, threads
 from rekindle import Session
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
-from sessions import eventually, settled, threads
 
 OPTIONS: dict[str, Any] = {
     "max_requests": 2, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 16, "device_pages": 24,

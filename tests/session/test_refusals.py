@@ -48,7 +48,7 @@ async def test_chat_needs_a_template(session: Session) -> None:
 
 @anyio_test
 async def test_closed_sessions_refuse(session: Session) -> None:
-    from sessions import fake_session
+    from helpers.sessions import fake_session
 
     other = fake_session()
     await other.aclose()

@@ -8,11 +8,11 @@ import anyio
 import numpy as np
 import pytest
 
-from fakes import EOS, FakeModel
+from helpers.fakes import EOS, FakeModel
+from helpers.sessions import expected, opened
 from rekindle import Completion, Session
-from rekindle.handle import Batch
-from rekindle.records import FinishReason, Status
-from sessions import expected, opened
+from rekindle._src.core.records import FinishReason, Status
+from rekindle._src.session.handle import Batch
 
 anyio_test = pytest.mark.anyio
 
@@ -156,7 +156,7 @@ async def test_logprobs(session: Session) -> None:
 
 @anyio_test
 async def test_chat_renders_its_template(session: Session) -> None:
-    from rekindle.text.chat import ChatTemplate
+    from rekindle._src.text.chat import ChatTemplate
 
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
     session._engine = session._engine._replace(chat=template)

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.cache import PrefixCache
+from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
+from rekindle._src.core.records import Status
+from rekindle._src.dispatch.host import wait
+from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.kvcache import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
-from rekindle.records import Status
-from rekindle.tasks.host import wait
-from rekindle.tasks.mailbox import Slot
-from tiered import MODEL, NEW, ask, opened, plain, prompt
 
 
 def test_saved_pages_are_exact_in_the_next_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rekindle.cache.tiers.AHEAD_BYTES", 0)
+    monkeypatch.setattr("rekindle._src.kvcache.tiers.tiers.AHEAD_BYTES", 0)
     with opened(tmp_path) as session:
         for index in (0, 1, 2):
             ask(session, index)
@@ -111,7 +111,7 @@ def test_damaged_pages_are_reported_once_and_computed_again(tmp_path: Path, capl
 
 def test_what_was_computed_outlives_a_killed_process(tmp_path: Path) -> None:
     """Without any save: pages are kept in the background once they are cold."""
-    script = Path(__file__).parent.parent / "tiered.py"
+    script = Path(__file__).parents[1] / "helpers" / "tiered.py"
     with subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -143,7 +143,7 @@ def test_a_request_waits_aside_while_its_pages_are_read(tmp_path: Path, monkeypa
     with opened(tmp_path) as session:
         ask(session, 0)
         session.save("mine").result_sync()
-    monkeypatch.setattr("rekindle.cache.tiers.AHEAD_BYTES", 0)
+    monkeypatch.setattr("rekindle._src.kvcache.tiers.tiers.AHEAD_BYTES", 0)
     with opened(tmp_path, restore="mine") as session:
         disk = session._keeper.tiers.disk  # type: ignore[union-attr]
         assert disk is not None
@@ -189,7 +189,7 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"TICK_SECONDS": 1e6, "SLICE": 2, "BUSY_SLICES": 1}.items():
-        monkeypatch.setattr(f"rekindle.keeper.{name}", value)
+        monkeypatch.setattr(f"rekindle._src.session.cache_writer.{name}", value)
     listed, iterate = [], PrefixCache.__iter__
     monkeypatch.setattr(PrefixCache, "__iter__", lambda cache: (listed.append(len(cache)), iterate(cache))[1])
     with opened(tmp_path, device_pages=65) as session:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered import ask, opened
+from helpers.tiered import ask, opened
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.session import Session
-from tiered import ask, opened, prompt
+from helpers.tiered import ask, opened, prompt
+from rekindle._src.session.session import Session
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import vocabularies
+from helpers import vocabularies
+from rekindle._src.text import ChatTemplate
 from rekindle.errors import CheckpointError, InvalidRequest
-from rekindle.text import ChatTemplate
 
 CHATML = (
     "{%- if tools %}\n    {{- '<|im_start|>system\\n' }}\n    {%- if messages[0].role == 'system' %}\n"

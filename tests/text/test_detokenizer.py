@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.vocabularies import KINDS, SENTENCES, of_kind
+from rekindle._src.text import Detokenizer, Tokenizer
 from rekindle.errors import InvalidRequest
-from rekindle.text import Detokenizer, Tokenizer
-from vocabularies import KINDS, SENTENCES, of_kind
 
 TOKENIZERS = {kind: of_kind(kind) for kind in KINDS}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import vocabularies
+from helpers import vocabularies
+from rekindle._src.text import Tokenizer
 from rekindle.errors import CheckpointError
-from rekindle.text import Tokenizer
 
 
 def put(folder: Path, name: str, **content: object) -> None:

@@ -10,11 +10,11 @@ from random import Random
 
 import pytest
 
-from rekindle.tiny import facts, general, lists, sums
-from rekindle.tiny.corpus import HELD_OUT, SHARES, TRAIN, documents
-from rekindle.tiny.people import FACTS, WHO, ask, people, state
-from rekindle.tiny.stories import request, story
-from rekindle.tiny.words import a, count, fill, join, plural
+from rekindle._src.tiny_training import facts, general, lists, sums
+from rekindle._src.tiny_training.corpus import HELD_OUT, SHARES, TRAIN, documents
+from rekindle._src.tiny_training.people import FACTS, WHO, ask, people, state
+from rekindle._src.tiny_training.stories import request, story
+from rekindle._src.tiny_training.words import a, count, fill, join, plural
 
 CALCULATION = re.compile(r"(\d+) (plus|minus|times|[-+*]) (\d+)")
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle.models.base import merge
-from rekindle.models.config import ModelConfig
-from rekindle.tiny.recipe import Recipe
-from rekindle.tiny.train import initial
+from rekindle._src.models.base import merge
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.tiny_training.recipe import Recipe
+from rekindle._src.tiny_training.train import initial
 
 
 def looked_at(tokens: list[int]) -> np.ndarray:

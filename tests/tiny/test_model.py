@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from rekindle import reference
-from rekindle.models.base import LoadedModel
-from rekindle.models.checkpoint import load
-from rekindle.tiny import evaluate, folder
-from rekindle.tiny.batches import encoded, pack
-from rekindle.tiny.corpus import chat
-from rekindle.tiny.recipe import CONTEXT, Recipe
+from rekindle._src.bench import reference
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.tiny_training import evaluate
+from rekindle._src.tiny_training.batches import encoded, pack
+from rekindle._src.tiny_training.corpus import chat
+from rekindle._src.tiny_training.recipe import CONTEXT, Recipe
+from rekindle.tiny import folder
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from rekindle.text.chat import ChatTemplate
-from rekindle.text.tokenizer import Tokenizer as LoadedTokenizer
-from rekindle.tiny import folder, tokenizer
-from rekindle.tiny.corpus import HELD_OUT, chat, documents
+from rekindle._src.text.chat import ChatTemplate
+from rekindle._src.text.tokenizer import Tokenizer as LoadedTokenizer
+from rekindle._src.tiny_training import tokenizer
+from rekindle._src.tiny_training.corpus import HELD_OUT, chat, documents
+from rekindle.tiny import folder
 
 SHIPPED = Tokenizer.from_file(str(folder() / "tokenizer.json"))
 

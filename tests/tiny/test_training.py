@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from rekindle.models.checkpoint import load
-from rekindle.models.config import ModelConfig
-from rekindle.tiny import evaluate, export, tokenizer
-from rekindle.tiny.batches import PAD, batch, encoded, pack
-from rekindle.tiny.objective import causal, logits, losses
-from rekindle.tiny.recipe import Recipe, Stage
-from rekindle.tiny.train import Progress, initial, schedule, train
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.tiny_training import evaluate, export, tokenizer
+from rekindle._src.tiny_training.batches import PAD, batch, encoded, pack
+from rekindle._src.tiny_training.objective import causal, logits, losses
+from rekindle._src.tiny_training.recipe import Recipe, Stage
+from rekindle._src.tiny_training.train import Progress, initial, schedule, train
 
 pytest.importorskip("optax")
 SMALL = Recipe(

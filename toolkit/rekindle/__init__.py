@@ -8,27 +8,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from rekindle.config import EngineConfig, Sampling
+from rekindle._src.core.config import EngineConfig, Sampling
 
 if TYPE_CHECKING:
-    from rekindle.engine.processors import LogitsProcessor
-    from rekindle.handle import Handle
-    from rekindle.opening import open, open_sync
-    from rekindle.records import Completion, FinishReason, TextDelta
-    from rekindle.report import SessionStats, StepReport
-    from rekindle.session import Session
+    from rekindle._src.core.records import Completion, FinishReason, TextDelta
+    from rekindle._src.programs.processors import LogitsProcessor
+    from rekindle._src.session.handle import Handle
+    from rekindle._src.session.opening import open, open_sync
+    from rekindle._src.session.session import Session
+    from rekindle._src.session.stats import SessionStats, StepReport
 
 _LAZY = {
-    "Completion": "rekindle.records",
-    "FinishReason": "rekindle.records",
-    "Handle": "rekindle.handle",
-    "LogitsProcessor": "rekindle.engine.processors",
-    "Session": "rekindle.session",
-    "SessionStats": "rekindle.report",
-    "StepReport": "rekindle.report",
-    "TextDelta": "rekindle.records",
-    "open": "rekindle.opening",
-    "open_sync": "rekindle.opening",
+    "Completion": "rekindle._src.core.records",
+    "FinishReason": "rekindle._src.core.records",
+    "Handle": "rekindle._src.session.handle",
+    "LogitsProcessor": "rekindle._src.programs.processors",
+    "Session": "rekindle._src.session.session",
+    "SessionStats": "rekindle._src.session.stats",
+    "StepReport": "rekindle._src.session.stats",
+    "TextDelta": "rekindle._src.core.records",
+    "open": "rekindle._src.session.opening",
+    "open_sync": "rekindle._src.session.opening",
 }
 
 __version__ = "0.1.0"

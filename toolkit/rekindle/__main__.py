@@ -1,6 +1,6 @@
 """`python -m rekindle`."""
 
-from rekindle.cli.main import program
+from rekindle._src.cli.main import program
 
 if __name__ == "__main__":
     raise SystemExit(program())

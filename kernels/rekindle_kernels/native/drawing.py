@@ -1,4 +1,4 @@
-"""A token for each row by its temperature, top-k, top-p, min-p and seed: `rekindle.engine.sampling` says how.
+"""A token for each row by its temperature, top-k, top-p, min-p and seed: `rekindle._src.programs.sampling` says how.
 
 The same algorithm with the same random words as the one in XLA, which is 1,300 instructions of every step program: a
 third of the time that loading one takes.

@@ -25,8 +25,8 @@ from process import EngineFailed  # noqa: E402
 from rounds import Race, say  # noqa: E402
 
 from engine import ENGINES, Setting  # noqa: E402
-from rekindle.bench import fresh, shapes  # noqa: E402
-from rekindle.bench.folder import write_checkpoint  # noqa: E402
+from rekindle._src.bench import fresh, shapes  # noqa: E402
+from rekindle._src.bench.folder import write_checkpoint  # noqa: E402
 
 
 def main() -> None:

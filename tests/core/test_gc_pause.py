@@ -1,0 +1,70 @@
+"""Keeping the search for garbage off: by several threads, nested, through errors, and where it was off before."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from rekindle._src.core.gc_pause import no_search
+
+
+def test_it_is_off_until_the_last_thread_is_done() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with no_search():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with no_search():
+        thread.start()
+        assert inside.wait(10)
+        with no_search():
+            assert not gc.isenabled()
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_an_error_turns_it_on_again() -> None:
+    with pytest.raises(ValueError, match="so"), no_search():
+        raise ValueError("so")
+    assert gc.isenabled()
+
+
+def test_who_turned_it_off_before_finds_it_off() -> None:
+    gc.disable()
+    try:
+        with no_search():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_stays_is_not_looked_through_next(stays: bool) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(1 << 30)
+    try:
+        with no_search(stays=stays):
+            made = [[]]
+        young = {id(one) for one in gc.get_objects(generation=0)}
+    finally:
+        gc.set_threshold(*before)
+    assert (id(made) in young) is not stays
+
+
+def test_what_somebody_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with no_search(stays=True):
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,96 @@
+"""Rich reprs: escaped, static, and readable numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from rekindle._src.core import html
+
+
+def test_what_comes_from_a_model_is_escaped() -> None:
+    evil = "<script>alert('x')</script>"
+    for made in (
+        html.table([evil], [[evil]]),
+        html.pairs({evil: evil}),
+        html.text(evil),
+        html.tokens([html.Token(evil, -0.1, ((evil, -1.0),)), html.Token(evil)]),
+        html.bar({evil: 1.0}),
+        html.line(evil),
+        html.block(html.text("fine"), title=evil),
+    ):
+        assert "<script" not in made
+        assert evil not in made
+
+
+def test_a_title_can_not_be_left_with_a_quote() -> None:
+    made = html.tokens([html.Token('"', -0.1, (('" onmouseover="x', -1.0),))])
+    assert 'onmouseover="x' not in made
+
+
+def test_tables_align_numbers_and_count_what_they_leave_out() -> None:
+    made = html.table(["name", "size"], [[f"row {index}", index] for index in range(60)], limit=50)
+    assert made.count("<tr>") == 51
+    assert "and 10 more" in made
+    assert re.search(r"text-align:right[^>]*>size", made)
+
+
+def test_markup_is_not_escaped_twice() -> None:
+    assert "<b>" in html.pairs({"x": html.Markup("<b>bold</b>")})
+
+
+def test_numbers() -> None:
+    assert [html.number(value) for value in (1234567, 0.12345, 1234.5, True, "x", float("inf"))] == [
+        "1,234,567", "0.123", "1,234", True, "x", "inf",
+    ]  # fmt: skip
+
+
+def test_unlikely_tokens_are_shaded_stronger() -> None:
+    def opacity(logprob: float) -> float:
+        found = re.search(r"rgba\([\d,]+,([\d.]+)\)", html.tokens([html.Token("x", logprob)]))
+        assert found
+        return float(found[1])
+
+    assert opacity(-5.0) > opacity(-1.0) > opacity(-0.01)
+
+
+def test_one_is_singular() -> None:
+    assert [html.count(amount, "token") for amount in (0, 1, 2, 1000)] == [
+        "0 tokens",
+        "1 token",
+        "2 tokens",
+        "1,000 tokens",
+    ]
+
+
+def test_names_tell_what_they_mean_when_they_are_hovered_over() -> None:
+    made = html.pairs({"a": 1, "b": 2}, {"a": "the <first>"})
+    assert 'title="the &lt;first&gt;">a</td>' in made
+    assert made.count("title=") == 1
+
+
+def test_units() -> None:
+    assert [html.seconds(value) for value in (0.0, 2e-5, 0.0037, 1.25)] == ["0 ms", "20 µs", "3.7 ms", "1.25 s"]
+    assert html.mebibytes(41_984_000) == "40.0 MiB"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Kept(html.Record):
+    host_memory: int
+    seed: int
+    queued: float
+    pages: int
+
+    _seconds = ("queued",)
+
+
+def test_figures_of_a_record_have_units_and_a_seed_can_be_copied() -> None:
+    made = Kept(1 << 30, 1601714712, 0.00072735399, 2048)
+    for shown in ("1,024.0 MiB", "1601714712", "727 µs", "2,048"):
+        assert f">{shown}</td>" in made._repr_html_()
+    assert repr(made) == "Kept(host_memory=1073741824, seed=1601714712, queued=0.0007274, pages=2048)"
+
+
+def test_numbers_are_aligned_where_all_are_numbers() -> None:
+    assert "text-align:right" in html.pairs({"a": 1, "b": 20})
+    assert "text-align:right" not in html.pairs({"a": 1, "b": "x"})

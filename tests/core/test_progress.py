@@ -1,0 +1,135 @@
+"""One progress, three places to show it, and silence when it is quick or asked to be quiet."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import rekindle
+from helpers.driving import tiny_model
+from rekindle._src.core import progress
+from rekindle._src.core.progress import Progress
+from rekindle._src.models.loading.load_progress import Progress as Loaded
+from rekindle._src.session import builder
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(progress, "time", made)
+    return made
+
+
+def run(shown: Progress, clock: Clock, seconds: float, steps: int = 100) -> None:
+    for step in range(1, steps + 1):
+        clock.now += seconds / steps
+        shown(Loaded(step, steps, clock.now))
+
+
+def test_a_terminal_gets_a_bar_on_one_line(clock: Clock) -> None:
+    out = io.StringIO()
+    run(Progress("loading", backend="terminal", stream=out), clock, 4.0)
+    text = out.getvalue()
+    assert text.count("\n") == 1
+    assert text.endswith("\n")
+    assert "[████████████████████] loading" in text.split("\r")[-1]
+    assert 2 < text.count("\r") <= 4.0 / progress.INTERVAL + 1
+
+
+def test_what_is_quick_shows_nothing(clock: Clock) -> None:
+    out = io.StringIO()
+    run(Progress("loading", backend="terminal", stream=out), clock, 0.4)
+    assert out.getvalue() == ""
+
+
+def test_quiet_shows_nothing(clock: Clock) -> None:
+    out = io.StringIO()
+    run(Progress("loading", backend="terminal", stream=out, quiet=True), clock, 4.0)
+    assert out.getvalue() == ""
+
+
+def test_a_log_gets_few_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rekindle.progress"):
+        run(Progress("loading", stream=io.StringIO()), clock, 60.0)  # no terminal, no notebook
+    assert 5 <= len(caplog.records) <= 8
+
+
+def test_a_notebook_gets_an_output_that_ends_as_one_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("IPython")
+    shown: list[Any] = []
+
+    class Output:
+        def update(self, data: Any, *, raw: bool) -> None:
+            shown.append(data)
+
+    def display(data: Any, *, raw: bool, display_id: bool) -> Output:
+        shown.append(data)
+        return Output()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    bar = Progress("loading <x>", backend="notebook")
+    clock.now = 1.0
+    bar(Loaded(1, 4, 1.0))
+    assert 'title="done: 0.25"' in shown[0]["text/html"]
+    assert "loading &lt;x&gt;" in shown[0]["text/html"]
+    clock.now = 2.0
+    bar(Loaded(4, 4, 2.0))
+    assert len(shown) == 2
+    assert "title=" not in shown[1]["text/html"]
+    assert shown[1]["text/plain"].startswith("loading <x>: ")
+
+
+def test_programs_are_named(clock: Clock) -> None:
+    class Record(NamedTuple):
+        name: str
+
+    class Warmed(NamedTuple):
+        program: Record
+        done: int
+        total: int
+
+    shown = Progress("compiling")
+    clock.now = 2.0
+    assert shown.line(Warmed(Record("r2t32"), 1, 8)) == "compiling: 1 of 8 programs, r2t32, 14 s left"
+    assert shown.line(Warmed(Record("admit"), 8, 8)) == "compiling: 8 of 8 programs, admit"
+
+
+@pytest.mark.anyio
+async def test_opening_tells_a_terminal_of_its_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+    lines: list[str] = []
+
+    class Recorded(Progress):
+        def __init__(self, label: str, *, backend: progress.Backend) -> None:
+            assert backend == "terminal"
+            labels.append(label)
+            super().__init__(label, backend=backend, quiet=True)
+
+        def __call__(self, report: Any) -> None:
+            lines.append(self.line(report))
+
+    monkeypatch.setattr(builder, "Progress", Recorded)
+    options: dict[str, Any] = {
+        "max_model_len": 64, "device_pages": 8, "page_size": 16, "max_requests": 2, "max_tokens_per_step": 32,
+        "cache_dir": str(tmp_path),
+    }  # fmt: skip
+    for terminal, quiet, expected in ((True, True, 0), (False, False, 0), (True, False, 1)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        session = await rekindle.open(tiny_model(), precompile="all", quiet=quiet, **options)
+        programs = len(session.programs())
+        await session.aclose()
+        assert len(labels) == expected
+    assert labels == ["opening llama"]
+    assert len(lines) == programs > 2
+    assert f"{programs} of {programs} programs" in lines[-1]

@@ -1,0 +1,104 @@
+"""Intake by itself: submissions in, requests out."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from helpers.fakes import EOS
+from helpers.sessions import byte_tokenizer, fake_engine
+from helpers.task_streams import rest, submission
+from rekindle._src.dispatch import intake
+from rekindle._src.dispatch.detokenize import Ticket
+from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.messages import Drain, Submission
+from rekindle.errors import InvalidRequest, RequestAborted, RequestFailed
+
+pytestmark = pytest.mark.anyio
+
+
+class TestIntake:
+    async def run(self, *submissions: Submission) -> tuple[list[Any], dict[str, Ticket]]:
+        tickets: dict[str, Ticket] = {}
+        send, receive = anyio.create_memory_object_stream[Submission](10)
+        out, messages = anyio.create_memory_object_stream[Any](100)
+        for one in submissions:
+            send.send_nowait(one)
+        send.close()
+        with anyio.fail_after(10):
+            await intake.run(receive, out, fake_engine(), tickets)
+            return await rest(messages), tickets
+
+    async def test_hands_on_requests_then_drains(self) -> None:
+        given = submission("abc", n=3, seed=5, stop_token_ids=(7,))
+        messages, tickets = await self.run(given)
+        *requests, last = messages
+        assert last == Drain()
+        assert [request.id for request in requests] == ["s.0", "s.1", "s.2"] == list(tickets)
+        assert [request.sampling.seed for request in requests] == [5, 6, 7]
+        assert all(request.token_ids.tolist() == [97, 98, 99] for request in requests)
+        assert all(request.stop_ids == {7} and request.eos_ids == {EOS} for request in requests)
+        assert given.mailbox.request_ids == ["s.0", "s.1", "s.2"]
+
+    async def test_ignoring_eos_leaves_no_eos_ids(self) -> None:
+        messages, _ = await self.run(submission(ignore_eos=True))
+        assert messages[0].eos_ids == frozenset()
+
+    async def test_seeds_are_drawn_from_the_configs_seed(self) -> None:
+        drawn = [(await self.run(submission(), submission()))[0] for _ in range(2)]
+        seeds = [[message.sampling.seed for message in messages[:-1]] for messages in drawn]
+        assert seeds[0] == seeds[1] and seeds[0][0] != seeds[0][1]
+
+    @pytest.mark.parametrize(
+        ("given", "field"),
+        [
+            (submission(""), "prompt"),
+            (submission(ids=[5, 999]), "prompt"),
+            (submission(stop_token_ids=(999,)), "stop_token_ids"),
+            (submission(logit_bias={999: 1.0}), "logit_bias"),
+        ],
+    )
+    async def test_what_does_not_fit_the_model_is_refused_and_the_next_one_is_not(
+        self, given: Submission, field: str
+    ) -> None:
+        given = given._replace(mailbox=Mailbox(1))  # parameters are shared by both backends
+        messages, tickets = await self.run(given, submission("fine"))
+        assert isinstance(given.mailbox.error, InvalidRequest) and given.mailbox.error.field == field
+        assert len(messages) == 2 and len(tickets) == 1
+
+    async def test_a_broken_tokenizer_fails_that_request_with_the_cause(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+            raise ZeroDivisionError("a defect")
+
+        monkeypatch.setattr(byte_tokenizer(), "encode", encode)
+        given = submission("abc")
+        messages, tickets = await self.run(given)
+        assert messages == [Drain()] and not tickets
+        assert isinstance(given.mailbox.error, RequestFailed)
+        assert isinstance(given.mailbox.error.__cause__, ZeroDivisionError)
+
+    async def test_what_was_abandoned_meanwhile_goes_nowhere(self) -> None:
+        given = submission("abc")
+        given.mailbox.abandoned = True
+        messages, tickets = await self.run(given)
+        assert messages == [Drain()] and not tickets
+        assert isinstance(given.mailbox.error, RequestAborted)
+
+    async def test_a_long_text_is_encoded_in_a_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads = []
+        tokenizer = byte_tokenizer()
+        monkeypatch.setattr(
+            tokenizer, "encode", lambda text, **_: threads.append(threading.get_ident()) or [1] * len(text)
+        )
+        ids = await intake.tokenize(submission("x" * intake.LONG_TEXT), fake_engine())
+        assert len(ids) == intake.LONG_TEXT and threads != [threading.get_ident()]
+
+
+async def test_preparing_is_a_plain_function() -> None:
+    (request,) = intake.prepare(submission("abc"), np.array([1, 2], np.int32), fake_engine(), random.Random(0))
+    assert request.prompt_length == 2 and request.sampling.seed is not None

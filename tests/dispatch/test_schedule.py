@@ -1,0 +1,216 @@
+"""Schedule by itself: the test plays the step task and the detokenize task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from helpers.fakes import FakeModel, make_request
+from helpers.sessions import fake_engine
+from helpers.task_streams import rest
+from rekindle._src.core.records import FinishReason, Request, StepPlan
+from rekindle._src.dispatch import schedule, step
+from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.messages import (
+    Abort,
+    Drain,
+    Events,
+    Exclusive,
+    Outcome,
+    Pause,
+    Resume,
+    StepOnce,
+    Stepped,
+    Turn,
+)
+from rekindle.errors import PromptTooLong
+
+pytestmark = pytest.mark.anyio
+
+
+def run_calls(batch: Events) -> None:
+    for call in batch.then:
+        call()
+
+
+class TestSchedule:
+    """The test plays the step task, so it sees every turn."""
+
+    async def start(self, group: Any, **options: Any) -> Any:
+        made = fake_engine(**options)
+        self.runner = made.runner
+        self.inbox, receive = anyio.create_memory_object_stream[Any](100)
+        turns, self.turns = anyio.create_memory_object_stream[Turn](1)
+        events, self.events = anyio.create_memory_object_stream[Events](100)
+        self.last = None
+        group.start_soon(schedule.run, receive, turns, events, made.scheduler)
+        return made.scheduler
+
+    async def turn(self) -> Turn:
+        with anyio.fail_after(10):
+            return await self.turns.receive()
+
+    async def answer(self, turn: Turn) -> None:
+        outcome, self.last = step.advance(self.runner, turn.plan, self.last)
+        await self.inbox.send(outcome)
+
+    async def delivered(self) -> None:
+        """Play the detokenize task for what is there by now."""
+        await anyio.wait_all_tasks_blocked()
+        while self.events.statistics().current_buffer_used:
+            run_calls(self.events.receive_nowait())
+
+    async def test_plans_ahead_of_results_and_ends_after_the_last_one(self) -> None:
+        plans: list[StepPlan | None] = []
+        async with anyio.create_task_group() as group:
+            await self.start(group)
+            await self.inbox.send(make_request("abc", id="a", max_tokens=3))
+            await self.inbox.send(Drain())
+            async for turn in self.turns:
+                plans.append(turn.plan)
+                await self.answer(turn)
+        # Three steps, each dispatched before the one before was read, then one turn that only reads.
+        assert [plan.step if plan else None for plan in plans] == [0, 1, 2, None]
+        events = [event for batch in await rest(self.events) for event in batch.events]
+        assert [event.finish_reason for event in events] == [None, None, FinishReason.LENGTH]
+        tokens = [token for event in events for token in event.token_ids]
+        assert tokens == FakeModel().generate(make_request("abc", max_tokens=3))
+
+    async def test_says_when_a_request_first_ran(self) -> None:
+        async with anyio.create_task_group() as group:
+            await self.start(group)
+            await self.inbox.send(make_request("abc", id="a", max_tokens=2))
+            await self.inbox.send(Drain())
+            async for turn in self.turns:
+                await self.answer(turn)
+        batches = await rest(self.events)
+        assert batches[0].started == ("a",) and batches[0].at > 0
+        assert not any(batch.started for batch in batches[1:])
+
+    async def test_refusals_of_the_scheduler_become_events(self) -> None:
+        async with anyio.create_task_group() as group:
+            await self.start(group)
+            await self.inbox.send(make_request("x" * 600, id="long"))
+            await self.inbox.send(Drain())
+        (batch,) = await rest(self.events)
+        (event,) = batch.events
+        assert event.finish_reason is FinishReason.FAILED and isinstance(event.error, PromptTooLong)
+
+    async def test_takes_messages_while_the_device_works(self) -> None:
+        async with anyio.create_task_group() as group:
+            scheduler = await self.start(group)
+            await self.inbox.send(make_request("abc", id="a", max_tokens=9))
+            turn = await self.turn()
+            await self.inbox.send(Abort("a"))
+            with anyio.fail_after(5):
+                batches = [await self.events.receive(), await self.events.receive()]
+            reasons = [event.finish_reason for batch in batches for event in batch.events]
+            assert reasons == [FinishReason.ABORTED]
+            await self.inbox.send(Drain())
+            await self.answer(turn)
+            async for turn in self.turns:
+                await self.answer(turn)
+        scheduler.check_integrity()
+
+    async def test_a_failed_step_fails_its_requests(self) -> None:
+        async with anyio.create_task_group() as group:
+            scheduler = await self.start(group, fail=lambda plan: ValueError("no") if plan.step == 1 else None)
+            await self.inbox.send(make_request("abc", id="a", max_tokens=9))
+            await self.inbox.send(Drain())
+            async for turn in self.turns:
+                await self.answer(turn)
+        events = [event for batch in await rest(self.events) for event in batch.events]
+        assert events[-1].finish_reason is FinishReason.FAILED
+        assert isinstance(events[-1].error.__cause__, ValueError)
+        scheduler.check_integrity()
+
+    async def test_pausing_waits_for_the_step_in_flight_and_steps_run_singly(self) -> None:
+        quiet: Slot[None] = Slot()
+        reports: list[Slot[Stepped]] = [Slot(), Slot()]
+        async with anyio.create_task_group() as group:
+            await self.start(group)
+            await self.inbox.send(make_request("abc", id="a", max_tokens=5))
+            turn = await self.turn()
+            await self.inbox.send(Pause(quiet))
+            await anyio.wait_all_tasks_blocked()
+            assert not quiet.filled
+            await self.answer(turn)
+            turn = await self.turn()
+            assert turn.plan is None, "a step was planned in a paused session"
+            await self.answer(turn)
+            await self.delivered()
+            assert quiet.filled
+            for report in reports:
+                await self.inbox.send(StepOnce(report))
+            for _ in reports:
+                for expects_plan in (True, False):
+                    turn = await self.turn()
+                    assert (turn.plan is not None) == expects_plan
+                    await self.answer(turn)
+            await self.inbox.send(Resume())
+            await self.inbox.send(Drain())
+            batches = []
+            async for turn in self.turns:
+                await self.answer(turn)
+            batches = await rest(self.events)
+        for batch in batches:
+            run_calls(batch)
+        steps = [(await report.get()).result.plan.step for report in reports]
+        assert steps == [1, 2]
+
+    async def test_a_step_of_a_running_session_is_refused(self) -> None:
+        report: Slot[Stepped] = Slot()
+        async with anyio.create_task_group() as group:
+            await self.start(group)
+            await self.inbox.send(StepOnce(report))
+            await self.inbox.send(Drain())
+        with pytest.raises(Exception, match="paused"):
+            await report.get()
+
+    async def test_exclusive_jobs_run_between_steps(self) -> None:
+        done: Slot[Any] = Slot()
+        after: list[Any] = []
+        async with anyio.create_task_group() as group:
+            await self.start(group)
+            await self.inbox.send(make_request("abc", id="a", max_tokens=4))
+            turn = await self.turn()
+            await self.inbox.send(Exclusive(lambda: 42, after.append, done))
+            await self.answer(turn)
+            turn = await self.turn()
+            assert turn.plan is None and turn.job is None
+            await self.answer(turn)
+            turn = await self.turn()
+            assert turn.job is not None
+            await self.inbox.send(Outcome(returned=turn.job()))
+            turn = await self.turn()
+            assert turn.plan is not None, "the session did not go on"
+            await self.answer(turn)
+            await self.inbox.send(Drain())
+            async for turn in self.turns:
+                await self.answer(turn)
+        assert after == [42] and await done.get() == 42
+
+    async def test_a_scheduler_that_waits_for_a_copy_is_asked_again(self) -> None:
+        class Waiting:
+            has_work, asked = True, 0
+
+            def plan(self) -> None:
+                self.asked += 1
+                if self.asked == 5:
+                    self.has_work = False
+
+            def submit(self, request: Request) -> None: ...
+
+        scheduler: Any = Waiting()
+        send, receive = anyio.create_memory_object_stream[Any](10)
+        turns, _turns = anyio.create_memory_object_stream[Turn](1)
+        events, _events = anyio.create_memory_object_stream[Events](10)
+        send.send_nowait(make_request("abc"))
+        send.send_nowait(Drain())
+        with anyio.fail_after(10):
+            await schedule.run(receive, turns, events, scheduler)
+        assert scheduler.asked >= 5
+        for stream in (send, _turns, _events):
+            stream.close()

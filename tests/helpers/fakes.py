@@ -1,0 +1,328 @@
+"""Typed fakes: a model that is a hash of what it reads from its pages, the runner around it, a tokenizer, a host tier.
+
+The fake's KV value of a position chains over every token before it, and its next token hashes all values that it reads
+back through the row's page table. A page that is reused, published early, shared wrongly or restored from the wrong
+place therefore changes the output, as it would in a real model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core.config import Sampling
+from rekindle._src.core.records import IntArray, Request, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+
+EOS = 256
+KV = NDArray[np.uint64]
+PRINTABLE = tuple(range(32, 127))
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeModel:
+    """The next token is a pure function of the KV values of every position so far, the seed and the options."""
+
+    alphabet: tuple[int, ...] = PRINTABLE
+    eos_id: int = EOS
+    eos_rate: float = 0.0  # how often the next token is `eos_id`
+    salt: int = 0  # other weights
+
+    def extend(self, before: KV, tokens: Iterable[int]) -> KV:
+        """KV values of `tokens` after positions whose values are `before`."""
+        state = int(before[-1]) if len(before) else self.salt
+        values = []
+        for token in tokens:
+            state = (state ^ (int(token) + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+            state ^= state >> 29
+            values.append(state)
+        return np.array(values, np.uint64)
+
+    def choose(self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int]) -> int:
+        """The token after positions whose KV values are `values`."""
+        salt = b"" if sampling.greedy else f"{sampling.seed}:{sampling.temperature}".encode()
+        digest = hashlib.blake2b(values.tobytes() + salt, digest_size=16).digest()
+        number = int.from_bytes(digest[:8], "little")
+        ends = int.from_bytes(digest[8:], "little") / 2**64 < self.eos_rate
+        banned = forbidden | {self.eos_id} if generated < sampling.min_tokens else frozenset[int]()
+        if ends and self.eos_id not in banned:
+            return self.eos_id
+        allowed = [token for token in self.alphabet if token not in banned]
+        return allowed[number % len(allowed)]
+
+    def generate(self, request: Request, count: int | None = None) -> list[int]:
+        """The plain loop that everything is compared with: what `request` gives alone; `count` ignores every end."""
+        values = self.extend(np.zeros(0, np.uint64), request.token_ids)
+        output: list[int] = []
+        sampling = request.sampling
+        while len(output) < (count or sampling.max_tokens):
+            token = self.choose(values, sampling, len(output), request.eos_ids | request.stop_ids)
+            output.append(token)
+            if count is None and len(output) > sampling.min_tokens and token in request.eos_ids | request.stop_ids:
+                break
+            values = np.concatenate([values, self.extend(values, [token])])
+        return output
+
+
+@dataclasses.dataclass(frozen=True)
+class EchoModel(FakeModel):
+    """Says again what it read `period` tokens ago, but for a surprise now and then, so that its text can be guessed."""
+
+    period: int = 5
+    surprises: float = 0.1
+
+    def extend(self, before: KV, tokens: Iterable[int]) -> KV:
+        """As FakeModel's, with the token itself in the low bits."""
+        values = before
+        for token in tokens:
+            value = super().extend(values, [token]) & ~np.uint64(0xFFFF) | np.uint64(token)
+            values = np.concatenate([values, value])
+        return values[len(before) :]
+
+    def choose(self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int]) -> int:
+        other = super().choose(values, sampling, generated, forbidden)
+        digest = hashlib.blake2b(values.tobytes() + b"surprise", digest_size=8).digest()
+        if len(values) < self.period or int.from_bytes(digest, "little") / 2**64 < self.surprises:
+            return other
+        echo = int(values[-self.period]) & 0xFFFF
+        return other if echo in forbidden and generated < sampling.min_tokens else echo
+
+
+class DictTier:
+    """A host tier: page payloads by digest, at most `limit` of them, oldest out first."""
+
+    def __init__(self, limit: int = 1 << 30) -> None:
+        self.limit = limit
+        self.payloads: dict[bytes, tuple[Any, ...]] = {}
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self.payloads
+
+    def put(self, digest: bytes, payload: tuple[Any, ...]) -> None:
+        self.payloads.pop(digest, None)
+        self.payloads[digest] = payload
+        while len(self.payloads) > self.limit:
+            del self.payloads[next(iter(self.payloads))]
+
+    def get(self, digest: bytes) -> tuple[Any, ...]:
+        return self.payloads[digest]
+
+    def knows(self, digest: bytes) -> bool:
+        return digest in self.payloads
+
+    def wants(self, digest: bytes) -> bool:
+        return digest not in self.payloads
+
+    def worth(self, pages: int) -> bool:
+        return True
+
+    def clear(self) -> None:
+        """Keeps everything: what a digest names never changes."""
+
+    def trim(self) -> None: ...
+
+    def touch(self, digest: bytes) -> None: ...
+
+    def copied(self, pages: int, seconds: float) -> None: ...
+
+    def hold(self, digest: bytes) -> None: ...
+
+    def release(self, digest: bytes) -> None: ...
+
+    def observe(self, result: StepResult) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeInFlight:
+    plan: StepPlan
+    rows: tuple[RowResult, ...]
+    leaving: tuple[tuple[bytes, KV], ...]
+
+
+class FakeRunner:
+    """Satisfies `RunnerLike` over host memory; checks every rule that a plan must keep while it runs it."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_requests: int = 16,
+        max_tokens_per_step: int = 512,
+        max_prefill_rows: int = 1 << 30,
+        model: FakeModel | None = None,
+        host_tier: DictTier | None = None,
+        step_seconds: float = 0.0,
+        fail: Callable[[StepPlan], BaseException | None] | None = None,
+        fail_fetch: Callable[[StepPlan], BaseException | None] | None = None,
+        gate: threading.Event | None = None,
+    ) -> None:
+        self.model = model if model is not None else FakeModel()
+        self.page_size, self.max_requests = page_size, max_requests
+        self.max_tokens_per_step, self.max_prefill_rows = max_tokens_per_step, max_prefill_rows
+        self.host_tier, self.step_seconds = host_tier, step_seconds
+        self.fail, self.fail_fetch, self.gate = fail, fail_fetch, gate
+        self.memory: KV = np.full((num_pages, page_size), 0xDEAD, np.uint64)
+        self.slots: dict[int, tuple[str, int, int | None]] = {}  # request, epoch, last sampled token
+        self.plans: list[StepPlan] = []  # every dispatched plan, in order
+        self.computed: dict[str, int] = {}  # tokens computed for each request, cached ones excluded
+        self.fetched = 0
+        self.closed = False
+
+    def dispatch(self, plan: StepPlan) -> FakeInFlight:
+        assert not self.closed, "dispatched after close"
+        self.check(plan)
+        self.plans.append(plan)
+        if self.fail is not None and (error := self.fail(plan)) is not None:
+            raise error
+        leaving = tuple((move.digest, self.memory[move.page].copy()) for move in plan.offload)
+        for move in plan.restore:
+            assert self.host_tier is not None
+            self.memory[move.page] = self.host_tier.get(move.digest)[0][0]
+        return FakeInFlight(plan, tuple(self.run(row) for row in plan.rows), leaving)
+
+    def fetch(self, in_flight: FakeInFlight) -> StepResult:
+        if self.gate is not None:
+            self.gate.wait()
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        if self.fail_fetch is not None and (error := self.fail_fetch(in_flight.plan)) is not None:
+            raise error
+        for digest, values in in_flight.leaving:
+            assert self.host_tier is not None
+            self.host_tier.put(digest, (values[None],))
+        self.fetched += 1
+        return StepResult(in_flight.plan, in_flight.rows, program="fake", device_seconds=self.step_seconds)
+
+    def program(self, plan: StepPlan) -> str:
+        return "fake"
+
+    def statistics(self) -> dict[str, int]:
+        return {"steps": len(self.plans), "compilations": 0, "traces": 0}
+
+    def close(self) -> None:
+        self.closed = True
+
+    def run(self, row: Row) -> RowResult:
+        request, size = row.request, self.page_size
+        if row.fresh:
+            self.slots[row.slot] = (request.id, row.epoch, None)
+        owner, epoch, last = self.slots[row.slot]
+        assert (owner, epoch) == (request.id, row.epoch), f"slot {row.slot} belongs to {owner}, epoch {epoch}"
+        if row.token_ids is None:
+            assert last is not None, f"{request.id} decodes before it sampled anything"
+            tokens = [last]
+        else:
+            tokens = row.token_ids.tolist()
+        end = row.start + row.length
+        positions = np.arange(row.start, end)
+        before = self.memory[row.pages].reshape(-1)[: row.start]
+        places, written = (row.pages[positions // size], positions % size), self.model.extend(before, tokens)
+        if row.kept:
+            assert (self.memory[places] == written).all(), "a page that is kept has another content"
+        else:
+            self.memory[places] = written
+        values = self.memory[row.pages].reshape(-1)[:end]
+        self.computed[request.id] = self.computed.get(request.id, 0) + row.length
+        token, logprobs = None, None
+        if row.samples:
+            token = self.model.choose(values, request.sampling, row.generated, request.eos_ids | request.stop_ids)
+            if not row.draft:
+                self.slots[row.slot] = (owner, epoch, token)
+            if request.sampling.logprobs is not None:
+                logprobs = self.logprobs(token, request.sampling.logprobs)
+        prompt: tuple[TokenLogprobs, ...] = ()
+        if request.sampling.prompt_logprobs is not None:
+            scored = request.token_ids[row.start + 1 : end + 1].tolist()
+            prompt = tuple(self.logprobs(scored_token, request.sampling.prompt_logprobs) for scored_token in scored)
+        return RowResult(request.id, row.epoch, token, logprobs, prompt)
+
+    def logprobs(self, token: int, count: int) -> TokenLogprobs:
+        top = self.model.alphabet[:count]
+        return TokenLogprobs(token, -1.0, top, tuple(-1.0 - index for index in range(len(top))))
+
+    def check(self, plan: StepPlan) -> None:
+        rows = plan.rows
+        assert rows, "an empty step was planned"
+        assert plan.tokens <= self.max_tokens_per_step, f"{plan.tokens} tokens are over the budget"
+        assert len(plan.prefill) <= self.max_prefill_rows, f"{len(plan.prefill)} sequences prefill in one step"
+        owners = [row for row in rows if not row.draft]
+        assert len({row.slot for row in owners}) == len(owners) <= self.max_requests, "a slot is used twice"
+        assert len(plan.decode) <= max(self.max_requests, 2), "there is no program of so many rows"
+        assert all(0 <= row.slot < self.max_requests for row in rows)
+        assert len({row.request.id for row in owners}) == len(owners), "a request has two rows"
+        for before, row in itertools.pairwise(plan.decode):
+            if row.draft:
+                assert row.token_ids is not None and not row.fresh and not row.kept
+                assert (row.request.id, row.epoch, row.slot, row.start, row.generated) == (
+                    before.request.id, before.epoch, before.slot, before.start + 1, before.generated + 1,
+                ), "a draft does not follow what it continues"  # fmt: skip
+        assert not any(row.draft for row in (*plan.decode[:1], *plan.prefill))
+        assert all(row.length == 1 and row.samples for row in plan.decode)
+        assert all(row.start + 1 >= row.request.prompt_length for row in plan.decode), "a prompt has more tokens"
+        assert not any(row.kept for row in plan.prefill)
+        written: dict[int, str] = {}  # pages, and by which request
+        for row in rows:
+            assert row.token_ids is None or len(row.token_ids) == row.length >= 1
+            assert row.fresh or row.outputs is None
+            assert not row.fresh or (0 if row.outputs is None else len(row.outputs)) == row.generated
+            assert len(row.pages) >= -(-(row.start + row.length) // self.page_size), "the page table is too short"
+            assert row.pages.min() > 0 and row.pages.max() < len(self.memory), "a page is out of range"
+            first, last = row.start // self.page_size, (row.start + row.length - 1) // self.page_size
+            mine = set(row.pages[first : last + 1].tolist())
+            if not row.kept:
+                assert all(written.get(page, row.request.id) == row.request.id for page in mine), (
+                    "a page has two writers"
+                )
+                written |= dict.fromkeys(mine, row.request.id)
+        restored = {move.page for move in plan.restore}
+        assert len(restored) == len(plan.restore) and restored.isdisjoint(written)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as token ids; 256 ends the sequence."""
+
+    vocab_size = EOS + 1
+    eos_ids = frozenset({EOS})
+    bos_id: int | None = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in ids if token < EOS).decode("utf-8", errors="replace")
+
+
+_counter = iter(range(1 << 62))
+
+
+def make_request(
+    prompt: str | Sequence[int] | IntArray,
+    *,
+    id: str | None = None,
+    eos_ids: Iterable[int] = (EOS,),
+    stop_ids: Iterable[int] = (),
+    group: str = "",
+    index: int = 0,
+    **sampling: Any,
+) -> Request:
+    """A validated request with its seed drawn, as intake would hand it over."""
+    tokens = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    sampling.setdefault("seed", 0)
+    options = Sampling(**sampling)
+    return Request(
+        id=id if id is not None else f"r{next(_counter)}",
+        token_ids=np.asarray(tokens, np.int32),
+        sampling=options,
+        stop_ids=frozenset(stop_ids),
+        eos_ids=frozenset() if options.ignore_eos else frozenset(eos_ids),
+        group=group,
+        index=index,
+    )

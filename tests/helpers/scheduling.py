@@ -1,0 +1,128 @@
+"""A dispatch loop in twenty lines, for tests that drive the scheduler with the fake runner."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner
+from rekindle._src.core.records import FinishReason, Request, StepPlan, TokenEvent
+from rekindle._src.kvcache import PagePool, PrefixCache, root_digest
+from rekindle._src.scheduling.reserve import Reserve
+from rekindle._src.scheduling.scheduler import Limits, Scheduler
+from rekindle._src.scheduling.sequence import Sequence
+
+
+class NoReserve(Reserve):
+    """Admits whoever fits right now, so that pages run out and requests are preempted."""
+
+    def pages(self, sequences: Iterable[Sequence]) -> int:
+        return 0
+
+
+class Loop:
+    """Plans, dispatches and commits; with `overlap` a step is planned before the one in flight is committed."""
+
+    def __init__(
+        self,
+        *,
+        pages: int = 256,
+        page_size: int = 8,
+        max_requests: int = 4,
+        max_tokens_per_step: int = 32,
+        max_prefill_rows: int = 4,
+        max_model_len: int = 1024,
+        overlap: bool = True,
+        model: FakeModel | None = None,
+        prefix_cache: bool = True,
+        host_tier: DictTier | None = None,
+        policy: str = "fcfs",
+        max_queue: int = 1024,
+        seed: int | None = None,
+        max_overtakes: int = 64,
+        reserve: Reserve | None = None,
+        fail: Callable[[StepPlan], BaseException | None] | None = None,
+        prompt_lookup: int = 0,
+        max_beside_decode: int = 1 << 30,
+    ) -> None:
+        self.model = model if model is not None else FakeModel()
+        self.overlap = overlap
+        limits = Limits(
+            max_requests,
+            max_tokens_per_step,
+            max_model_len,
+            page_size,
+            max_prefill_rows,
+            max_queue,
+            prompt_lookup,
+            max_beside_decode,
+        )
+        self.pool = PagePool(pages + 1)
+        self.pool_page_size = page_size
+        self.ticks = itertools.count(1)
+        self.cache = PrefixCache(
+            self.pool, page_size, root_digest("fake"), host_tier=host_tier, clock=lambda: float(next(self.ticks))
+        )
+        self.scheduler = Scheduler(
+            limits,
+            self.pool,
+            cache=self.cache if prefix_cache else None,
+            policy=policy,
+            seed=seed,
+            max_overtakes=max_overtakes,
+            reserve=reserve,
+        )
+        self.runner = FakeRunner(
+            num_pages=pages + 1,
+            page_size=page_size,
+            max_requests=max_requests,
+            max_tokens_per_step=max_tokens_per_step,
+            max_prefill_rows=max_prefill_rows,
+            model=self.model,
+            host_tier=host_tier,
+            fail=fail,
+        )
+        self.events: dict[str, list[TokenEvent]] = {}
+        self.in_flight: list[FakeInFlight] = []
+
+    def submit(self, request: Request) -> None:
+        self.scheduler.submit(request)
+        self.events[request.id] = []
+
+    def take(self, *events: TokenEvent | None) -> None:
+        for event in events:
+            if event is not None:
+                past = self.events[event.request_id]
+                assert not past or past[-1].finish_reason is None, f"{event} after the end"
+                past.append(event)
+
+    def step(self) -> bool:
+        """One turn; False when there is nothing to do."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            try:
+                self.in_flight.append(self.runner.dispatch(plan))
+            except RuntimeError as error:
+                self.take(*self.scheduler.fail(plan, error))
+                return True
+        if self.in_flight and (plan is None or len(self.in_flight) > self.overlap):
+            self.commit()
+            return True
+        return plan is not None
+
+    def commit(self) -> None:
+        self.take(*self.scheduler.commit(self.runner.fetch(self.in_flight.pop(0))))
+
+    def run(self, most: int = 100_000) -> None:
+        for _ in range(most):
+            if not self.step():
+                assert not self.scheduler.has_work, "the scheduler has work but plans nothing"
+                self.scheduler.check_integrity()
+                return
+        raise AssertionError(f"not done after {most} steps")
+
+    def output(self, request: Request) -> list[int]:
+        return [token for event in self.events[request.id] for token in event.token_ids]
+
+    def reason(self, request: Request) -> FinishReason | None:
+        return self.events[request.id][-1].finish_reason if self.events[request.id] else None

@@ -1,0 +1,111 @@
+"""Sessions over the fake model: real tasks, threads and text, a real scheduler, and a runner without a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from helpers.fakes import EOS, FakeModel, FakeRunner
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.kvcache import PagePool, PrefixCache
+from rekindle._src.scheduling.scheduler import Limits, Scheduler
+from rekindle._src.session.session import Session
+from rekindle._src.text.detokenizer import _byte_of_character, real_detokenizer
+from rekindle._src.text.tokenizer import Tokenizer
+
+CONFIG = EngineConfig(max_requests=8, max_tokens_per_step=64, max_model_len=512, page_size=8, max_queue=256, seed=0)
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    """UTF-8 bytes as token ids, as fakes.ByteTokenizer, but with everything that detokenizing asks for."""
+    vocabulary = _byte_of_character()
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken("</s>", special=True)])
+    assert backend.token_to_id("</s>") == EOS
+    return Tokenizer(backend, eos_ids=(EOS,))
+
+
+def parts(config: EngineConfig = CONFIG, *, num_pages: int = 512, **runner: Any) -> tuple[Scheduler, FakeRunner]:
+    """A scheduler and a fake runner that agree with each other."""
+    assert config.page_size is not None
+    limits = Limits.of(config, max_prefill_rows=8)
+    limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
+    pool = PagePool(num_pages)
+    fake = FakeRunner(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_requests=config.max_requests,
+        max_tokens_per_step=config.max_tokens_per_step,
+        max_prefill_rows=8,
+        **runner,
+    )
+    cache = PrefixCache(pool, config.page_size, b"root") if config.prefix_cache else None
+    return Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed), fake
+
+
+def fake_session(config: EngineConfig = CONFIG, **options: Any) -> Session:
+    """An open session over fakes; keyword options are the runner's and `num_pages`."""
+    scheduler, runner = parts(config, **options)
+    return Session(scheduler, runner, byte_tokenizer(), config, model="fake")
+
+
+def fake_engine(config: EngineConfig = CONFIG, **options: Any) -> Engine:
+    """The parts of such a session, as `open` would build them."""
+    scheduler, runner = parts(config, **options)
+    tokenizer = byte_tokenizer()
+    return Engine(scheduler, runner, tokenizer, real_detokenizer(tokenizer), config, EOS + 1, model="fake")
+
+
+@contextmanager
+def opened(config: EngineConfig = CONFIG, **options: Any) -> Iterator[Session]:
+    """A session that has to be whole again afterwards: no live request, every page back, no thread left."""
+    before = threads()
+    session = fake_session(config, **options)
+    try:
+        yield session
+        settled(session)
+    finally:
+        session.close()
+    eventually(lambda: threads() <= before)
+
+
+def threads() -> set[threading.Thread]:
+    """Those that a session may have started; trio keeps threads of its own for ten seconds."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("rekindle", "AnyIO"))}
+
+
+def settled(session: Session) -> None:
+    """Wait until nothing lives in the session any more, and check that nothing leaked."""
+    eventually(lambda: session.stats().live == 0 and not session._engine.scheduler.has_work)
+    session.check_integrity()
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def expected(prompt: str | list[int], model: FakeModel | None = None, **sampling: Any) -> list[int]:
+    """What the fake model generates for a prompt, computed in a plain loop."""
+    from helpers.fakes import make_request
+
+    return (model or FakeModel()).generate(make_request(prompt, **sampling))
+
+
+__all__ = [
+    "CONFIG", "byte_tokenizer", "eventually", "expected", "fake_engine", "fake_session", "opened", "parts", "settled",
+]  # fmt: skip

@@ -1,0 +1,321 @@
+"""The prefix tree: exact matches, publication, merging, eviction order, tiers, pins; and that size costs nothing."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from helpers.fakes import DictTier
+from rekindle._src.core.records import IntArray, PageMove
+from rekindle._src.kvcache import Node, PagePool, PrefixCache, page_digest, root_digest
+from rekindle._src.kvcache import node as node_module
+
+SIZE = 4
+
+
+def tokens(*values: int) -> IntArray:
+    """Pages of one repeated token each."""
+    return np.repeat(np.array(values, np.int32), SIZE)
+
+
+class Tree:
+    """A cache over a small pool, and a caller that holds its pages properly."""
+
+    def __init__(self, pages: int = 16, tier: DictTier | None = None) -> None:
+        self.pool = PagePool(pages + 1)
+        self.tier = tier
+        ticks = itertools.count(1)
+        self.cache = PrefixCache(self.pool, SIZE, root_digest("m"), host_tier=tier, clock=lambda: float(next(ticks)))
+
+    def insert(self, text: IntArray) -> list[int]:
+        """Admit, compute, publish and finish a prompt; returns its pages."""
+        keys = self.cache.keys(text)
+        match = self.cache.match(keys, text)
+        pages = self.cache.lock(match)
+        taken = self.pool.take(len(keys) - match.on_device)
+        self.cache.restore(match, taken[: len(match.nodes) - match.on_device])
+        pages += taken
+        start, parent = len(match.nodes), match.nodes[-1] if match.nodes else self.cache.root
+        done = self.cache.publish(parent, keys[start:], text[start * SIZE : len(keys) * SIZE], pages[start:])
+        assert done is not None
+        self.pool.release(done.duplicates)
+        final = pages[:start] + done.pages
+        self.pool.release(final)
+        self.cache.settle(done.node)
+        self.check()
+        return final
+
+    def found(self, text: IntArray) -> int:
+        return len(self.cache.match(self.cache.keys(text), text).nodes)
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+
+    def land(self, moves: Sequence[PageMove]) -> None:
+        """What the runner does: payloads reach the tier."""
+        assert self.tier is not None
+        for move in moves:
+            self.tier.put(move.digest, (np.zeros(1),))
+        self.cache.landed(moves)
+
+
+def test_the_longest_prefix_of_whole_pages_is_found() -> None:
+    tree = Tree()
+    pages = tree.insert(tokens(1, 2, 3))
+    keys = tree.cache.keys(tokens(1, 2, 9))
+    match = tree.cache.match(keys, tokens(1, 2, 9))
+    assert match.pages == pages[:2] and match.on_device == 2
+    assert tree.found(tokens(1, 2, 3, 4)) == 3
+    assert tree.found(tokens(2, 1)) == 0
+    assert tree.found(tokens(1, 2)[:-1]) == 1
+
+
+def test_a_partial_page_is_not_in_the_tree_until_it_is_full() -> None:
+    tree = Tree()
+    tree.insert(tokens(1, 2)[:-1])
+    assert len(tree.cache) == 1
+    tree.insert(tokens(1, 2))
+    assert len(tree.cache) == 2
+
+
+def test_branches_share_their_stem() -> None:
+    tree = Tree()
+    first = tree.insert(tokens(1, 2, 3))
+    second = tree.insert(tokens(1, 2, 4))
+    assert first[:2] == second[:2] and first[2] != second[2]
+    assert len(tree.cache) == 4 == tree.pool.cached
+
+
+def test_a_key_collision_costs_a_hit_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Tree()
+    tree.insert(tokens(1, 2))
+    monkeypatch.setattr(tree.cache, "keys", lambda text: list(range(len(text) // SIZE)))
+    tree.insert(tokens(5, 6))
+    assert tree.found(tokens(5, 6)) == 2
+    assert tree.found(tokens(5, 7)) == 1  # the key of 6 and 7 is the same, their tokens are not
+    assert tree.found(tokens(7, 6)) == 0
+    pages = tree.pool.take(2)
+    assert tree.cache.publish(tree.cache.root, [0, 1], tokens(7, 8), pages) is None
+    tree.pool.release(pages)
+    tree.check()
+
+
+def test_a_page_computed_twice_is_kept_once() -> None:
+    tree = Tree()
+    kept = tree.insert(tokens(1, 2))
+    mine = tree.pool.take(3)
+    text = tokens(1, 2, 3)
+    done = tree.cache.publish(tree.cache.root, tree.cache.keys(text), text, mine)
+    assert done is not None
+    assert done.pages == [*kept, mine[2]] and done.duplicates == mine[:2]
+    assert tree.pool.held == 5, "the duplicates are still the caller's, until no step reads them"
+    tree.pool.release(done.duplicates)
+    assert tree.pool.held == 3
+    tree.pool.release(done.pages)
+    tree.cache.settle(done.node)
+    assert (tree.pool.held, tree.pool.cached) == (0, 3)
+    tree.check()
+
+
+def test_least_recently_used_leaves_go_first() -> None:
+    tree = Tree()
+    tree.insert(tokens(1, 2))
+    tree.insert(tokens(3))
+    tree.insert(tokens(4, 5))
+    tree.insert(tokens(1))  # page 2 stays as old as it was
+    order = []
+    for _ in range(5):
+        tree.cache.evict(1)
+        order.append([tree.found(tokens(*text)) for text in ((1, 2), (3,), (4, 5))])
+        tree.check()
+    assert order == [[1, 1, 2], [1, 0, 2], [1, 0, 1], [1, 0, 0], [0, 0, 0]]
+
+
+def test_of_equally_recent_leaves_the_least_visited_goes_first() -> None:
+    tree = Tree()
+    tree.insert(tokens(1))
+    tree.insert(tokens(1))
+    tree.cache.clock = lambda: 100.0
+    tree.insert(tokens(1))
+    tree.insert(tokens(2))
+    tree.cache.evict(1)
+    assert tree.found(tokens(1)) == 1 and tree.found(tokens(2)) == 0
+
+
+def test_held_pages_and_their_ancestors_stay() -> None:
+    tree = Tree()
+    tree.insert(tokens(1, 2, 3))
+    match = tree.cache.match(tree.cache.keys(tokens(1, 2)), tokens(1, 2))
+    pages = tree.cache.lock(match)
+    assert tree.pool.cached == 1
+    tree.cache.evict(10)
+    assert tree.found(tokens(1, 2, 3)) == 2
+    tree.pool.release(pages)
+    tree.cache.settle(match.nodes[-1])
+    tree.cache.evict(10)
+    assert len(tree.cache) == 0 and tree.pool.free == tree.pool.total
+    tree.check()
+
+
+def test_a_page_was_used_until_it_was_let_go() -> None:
+    tree = Tree()
+    tree.insert(tokens(1))
+    match = tree.cache.match(tree.cache.keys(tokens(1)), tokens(1))
+    pages = tree.cache.lock(match)
+    tree.insert(tokens(2))
+    tree.pool.release(pages)
+    tree.cache.settle(match.nodes[-1])
+    tree.cache.evict(1)
+    assert tree.found(tokens(1)) == 1 and tree.found(tokens(2)) == 0
+
+
+def test_without_a_tier_an_evicted_page_is_forgotten() -> None:
+    tree = Tree()
+    tree.insert(tokens(1, 2))
+    assert tree.cache.evict(1) == []
+    assert len(tree.cache) == 1 and tree.cache.statistics().forgotten_nodes == 1
+
+
+def test_an_evicted_page_goes_to_the_host_and_comes_back() -> None:
+    tree = Tree(tier=DictTier())
+    pages = tree.insert(tokens(1, 2))
+    moves = tree.cache.evict(2)
+    expected = page_digest(page_digest(root_digest("m"), tokens(1)), tokens(2))
+    assert [move.page for move in moves] == pages[::-1] and moves[0].digest == expected
+    assert tree.found(tokens(1, 2)) == 0, "its payload is on its way"
+    tree.land(moves)
+    match = tree.cache.match(tree.cache.keys(tokens(1, 2)), tokens(1, 2))
+    assert len(match.nodes) == 2 and match.on_device == 0
+    fresh = tree.pool.take(2)
+    assert [move.page for move in tree.cache.restore(match, fresh)] == fresh
+    tree.pool.release(fresh)
+    tree.cache.settle(match.nodes[-1])
+    tree.check()
+    assert tree.cache.evict(2) == [], "the host still has both"
+
+
+def test_what_the_host_pruned_is_forgotten_when_a_match_reaches_it() -> None:
+    tier = DictTier()
+    tree = Tree(tier=tier)
+    tree.insert(tokens(1, 2))
+    tree.land(tree.cache.evict(2))
+    tier.payloads.clear()
+    assert tree.found(tokens(1, 2)) == 0
+    tree.cache.match(tree.cache.keys(tokens(1)), tokens(1))
+    assert len(tree.cache) == 2, "the first page has a child that was not asked about yet"
+    assert tree.insert(tokens(1, 2)) and tree.pool.cached == 2
+
+
+def test_pruned_nodes_do_not_pile_up() -> None:
+    tree = Tree(pages=8, tier=DictTier(limit=4))
+    for value in range(0, 2000, 2):
+        if tree.pool.free < 2:
+            tree.land(tree.cache.evict(2))
+        tree.insert(tokens(value, value + 1))
+    assert len(tree.cache) < 40
+
+
+def test_a_failed_restore_takes_everything_below_off_the_device() -> None:
+    tree = Tree(tier=DictTier())
+    tree.insert(tokens(1, 2))
+    tree.land(tree.cache.evict(2))
+    match = tree.cache.match(tree.cache.keys(tokens(1, 2)), tokens(1, 2))
+    fresh = tree.pool.take(2)
+    moves = tree.cache.restore(match, fresh)
+    tree.cache.detach(moves[:1])
+    assert not any(node.page for node in tree.cache)
+    tree.pool.release(fresh)
+    assert tree.pool.free == tree.pool.total
+    tree.check()
+
+
+def test_pinned_prefixes_stay_until_unpinned_as_often_as_pinned() -> None:
+    tree = Tree()
+    tree.insert(tokens(1, 2, 3))
+    tree.insert(tokens(7))
+    text = tokens(1, 2, 2)
+    assert tree.cache.pin(text) == tree.cache.pin(text) == 2 * SIZE
+    tree.cache.evict(10)
+    assert tree.found(tokens(1, 2, 3)) == 2 and tree.found(tokens(7)) == 0
+    tree.cache.unpin(text)
+    tree.cache.evict(10)
+    assert tree.found(text) == 2 == tree.cache.pinned_pages
+    assert tree.cache.unpin(text) == 2 * SIZE
+    tree.cache.evict(10)
+    assert len(tree.cache) == 0 == tree.cache.pinned_pages
+    tree.check()
+
+
+def test_a_reset_forgets_pages_that_are_held_too() -> None:
+    tree = Tree()
+    tree.insert(tokens(1, 2))
+    tree.cache.pin(tokens(1))
+    match = tree.cache.match(tree.cache.keys(tokens(1, 2)), tokens(1, 2))
+    pages = tree.cache.lock(match)
+    tree.cache.reset(root_digest("other weights"))
+    assert tree.found(tokens(1, 2)) == 0 and tree.pool.held == 2
+    tree.pool.release(pages)
+    assert tree.pool.free == tree.pool.total
+    tree.check()
+
+
+def test_a_snapshot_can_be_written_and_grafted() -> None:
+    tree, tier = Tree(), DictTier()
+    tree.insert(tokens(1, 2, 3))
+    tree.insert(tokens(1, 4))
+    other = Tree(tier=tier)
+    seen: set[Node] = {tree.cache.root}
+    for node in tree.cache:
+        assert node.parent in seen, "parents come first"
+        seen.add(node)
+        tier.put(tree.cache.digest_of(node), (np.zeros(1),))
+        grafted = other.cache.graft(tree.cache.prefix_of(node), visits=node.visits, last_use=node.last_use)
+        assert grafted is not None and other.cache.digest_of(grafted) == tree.cache.digest_of(node)
+    other.check()
+    assert len(other.cache) == 4 and other.found(tokens(1, 2, 3)) == 3 and other.found(tokens(1, 4)) == 2
+    assert other.insert(tokens(1, 2, 3)) and other.cache.statistics().host_hit_pages == 3
+
+
+def test_restored_tokens_are_those_of_the_page() -> None:
+    tree = Tree()
+    tree.insert(tokens(1, 2, 3))
+    last = list(tree.cache)[-1]
+    assert tree.cache.tokens_of(last).tolist() == tokens(3).tolist()
+    assert tree.cache.prefix_of(last).tolist() == tokens(1, 2, 3).tolist()
+    assert [step.depth for step in node_module.path(last)] == [1, 2, 3]
+
+
+def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None:
+    """A 32,768-token prompt against 100,000 pages: in 2 ms when it is quiet; the bounds leave room."""
+    size, rng = 16, np.random.default_rng(0)
+    pool = PagePool(110_000)
+    cache = PrefixCache(pool, size, root_digest("big"))
+
+    def insert() -> tuple[IntArray, float]:
+        text = rng.integers(0, 50_000, 2048 * size).astype(np.int32)
+        pages = pool.take(2048)
+        start = time.thread_time()
+        done = cache.publish(cache.root, cache.keys(text), text, pages)
+        spent = time.thread_time() - start
+        assert done is not None
+        pool.release(pages)
+        cache.settle(done.node)
+        return text, spent
+
+    def match(text: IntArray) -> float:
+        start = time.thread_time()
+        assert cache.match(cache.keys(text), text).on_device == 2048
+        return time.thread_time() - start
+
+    text, _ = insert()
+    small = min(match(text) for _ in range(5))
+    inserts = [insert()[1] for _ in range(48)]
+    assert len(cache) > 100_000
+    large = min(match(text) for _ in range(5))
+    assert large < 2 * small + 0.0005
+    assert large < 0.004
+    assert min(inserts[-8:]) < 0.006

@@ -1,0 +1,44 @@
+"""Every family against logits and greedy tokens that transformers computed (tests/golden), without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from golden.make import KEPT, NEW, PROMPT
+from helpers import checkpoints
+from rekindle._src.bench import reference
+from rekindle._src.models.registry import FAMILIES
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "logits.npz"
+TOLERANCE = 2e-4  # of the logits' standard deviation
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, NDArray[np.float32]]:
+    with np.load(GOLDEN) as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize("name", checkpoints.CASES)
+def test_matches_transformers(name: str, golden: dict[str, NDArray[np.float32]]) -> None:
+    model = checkpoints.case(name)
+    expected, greedy = golden[f"{name}/logits"], golden[f"{name}/greedy"].tolist()
+    room = reference.empty_cache(model, len(PROMPT) + NEW)
+    for chunk in (None, 8):
+        logits, _ = reference.prefill(model, PROMPT, room, chunk)
+        worst = np.abs(np.asarray(logits)[list(KEPT)] - expected).max() / expected.std()
+        assert worst <= TOLERANCE, f"prefill in chunks of {chunk}: off by {worst:.1e} of the logits' deviation"
+    assert reference.generate(model, PROMPT, NEW) == greedy, "decoding went another way"
+
+
+def test_every_family_has_a_case() -> None:
+    assert {raw["model_type"] for raw in checkpoints.CASES.values()} == set(FAMILIES)
+
+
+def test_greedy_tokens_say_something(golden: dict[str, NDArray[np.float32]]) -> None:
+    for name in checkpoints.CASES:
+        assert len(set(golden[f"{name}/greedy"].tolist())) >= 8, f"{name} repeats itself, so decoding is not tested"

@@ -1,0 +1,115 @@
+"""Experts: the loop that CPUs run and the grouped product that accelerators run, against one token at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from helpers import checkpoints
+from rekindle._src.models import ModelConfig, MoeSpec, Precision
+from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.loading.swap_weights import replace_weights
+from rekindle._src.models.nn.moe import Experts, block_rows
+
+E, INNER, G, K = 32, 24, 5, 2
+CONFIG = ModelConfig.from_hf(
+    {"model_type": "llama", "vocab_size": 8, "hidden_size": E, "num_hidden_layers": 1, "num_attention_heads": 2,
+     "intermediate_size": INNER}
+)  # fmt: skip
+SPEC = MoeSpec(num_experts=G, top_k=K, intermediate_size=INNER, normalize=True)
+
+
+def experts(precision: Precision, seed: int = 0) -> Experts:
+    module = Experts(CONFIG, SPEC, precision)
+    graph, state = nnx.split(module)
+    rng = np.random.default_rng(seed)
+
+    def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if leaf.dtype == jnp.int8:
+            return jnp.asarray(rng.integers(-127, 128, leaf.shape, np.int8))
+        if len(leaf.shape) == 2 and leaf.shape[-1] != E:  # a scale
+            return jnp.full(leaf.shape, 2e-3, jnp.float32)
+        values = jnp.asarray(rng.standard_normal(leaf.shape, np.float32) * 0.2)
+        if leaf.dtype == jnp.uint16:
+            return jax.lax.bitcast_convert_type(values.astype(precision.weights), jnp.uint16)
+        return values.astype(leaf.dtype)
+
+    return nnx.merge(graph, jax.tree.map(fill, state))
+
+
+def one_by_one(module: Experts, x: jax.Array) -> np.ndarray:
+    """float32 arithmetic on the stored values, each token with its own experts."""
+
+    def values(stack: nnx.Module) -> np.ndarray:
+        weight = stack.weight[...]
+        if stack.values is not None:
+            weight = jax.lax.bitcast_convert_type(weight, jnp.dtype(stack.values))
+        wide = np.asarray(weight.astype(jnp.float32))
+        return wide if stack.scale is None else wide * np.asarray(stack.scale[...])[..., None]
+
+    gate_up, down = values(module.gate_up), values(module.down)
+    weights, chosen = (np.asarray(a) for a in module.route(x))
+    out = np.zeros(x.shape, np.float32)
+    for token, row in enumerate(np.asarray(x)):
+        for weight, expert in zip(weights[token], chosen[token], strict=True):
+            gate, up = np.split(gate_up[expert] @ row, 2)
+            out[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+@pytest.mark.parametrize("looped", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "tolerance"),
+    [("float32", None, 1e-5), ("bfloat16", None, 2e-2), ("float32", "int8", 4e-2), ("bfloat16", "int8-weight", 2e-2)],
+)
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_each_token_gets_its_own_experts(
+    looped: bool, dtype: str, quantize: str | None, tolerance: float, tokens: int
+) -> None:
+    module = experts(Precision(dtype, quantize, loop_experts=looped))
+    x = jnp.asarray(np.random.default_rng(tokens).standard_normal((tokens, E), np.float32))
+    expected = one_by_one(module, x)
+    got = np.asarray(jax.jit(lambda x: module(x))(x))
+    assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loop_never_touches_an_expert_that_nobody_chose(dtype: str) -> None:
+    module = experts(Precision(dtype, loop_experts=True))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((1, E), np.float32))
+    _, chosen = module.route(x)
+    idle = [expert for expert in range(G) if expert not in np.asarray(chosen)]
+    poison = 0x7FC0 if dtype == "bfloat16" else np.nan  # a NaN's bits
+    module.down.weight[...] = module.down.weight[...].at[np.array(idle)].set(poison)
+    assert np.isfinite(np.asarray(module(x))).all()
+
+
+def test_all_tokens_may_choose_the_same_experts() -> None:
+    module = experts(Precision(loop_experts=True))
+    x = jnp.broadcast_to(jnp.asarray(np.random.default_rng(2).standard_normal(E), jnp.float32), (33, E))
+    np.testing.assert_allclose(np.asarray(module(x)), one_by_one(module, x), rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_follow_the_share_of_an_expert() -> None:
+    assert [block_rows(rows, 8) for rows in (2, 16, 64, 512, 4096)] == [2, 4, 16, 64, 64]
+
+
+def test_sixteen_bit_experts_are_loaded_and_replaced_as_bits(tmp_path: Path) -> None:
+    raw = checkpoints.CASES["mixtral"]
+    state = checkpoints.tensors(raw)
+    loaded = load(checkpoints.write(tmp_path, raw, state, dtype="bfloat16"), dtype="bfloat16")
+    leaves = dict(zip(loaded.graph.paths, loaded.leaves, strict=True))
+    stack = leaves["layers.1.mlp.down.weight"]
+    assert stack.dtype == jnp.uint16, "floats of 16 bits would be widened as a whole in every step"
+    values = jax.lax.bitcast_convert_type(stack, jnp.bfloat16)
+    stored = np.stack([state[f"model.layers.1.block_sparse_moe.experts.{n}.w2.weight"] for n in range(4)])
+    np.testing.assert_array_equal(np.asarray(values), stored.astype(jnp.bfloat16))
+    given = leaves | {"layers.1.mlp.down.weight": values * 2}
+    replaced = dict(zip(loaded.graph.paths, replace_weights(loaded, given).leaves, strict=True))
+    doubled = jax.lax.bitcast_convert_type(replaced["layers.1.mlp.down.weight"], jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(doubled), np.asarray(values) * 2)

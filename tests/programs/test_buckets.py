@@ -1,0 +1,63 @@
+"""The lattice is small, covers every step that fits the limits, and picks the cheapest program."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.programs.buckets import Bucket, bucket_for, lattice, prefill_rows
+from rekindle.errors import ConfigError
+
+
+def test_a_single_row_has_a_program_where_that_pays() -> None:
+    buckets = lattice(EngineConfig(), single=True)
+    assert [bucket.name for bucket in buckets[:2]] == ["r1t0", "r2t0"]
+    assert len(buckets) == len(lattice(EngineConfig())) + 1, "beside prefill tokens it would save nothing"
+    assert bucket_for(buckets, 16, rows=1, tokens=0, prefills=0) == Bucket(1, 0)
+
+
+def test_the_default_lattice_is_small_and_has_no_row_bucket_of_one() -> None:
+    buckets = lattice(EngineConfig())
+    assert [bucket.name for bucket in buckets] == [
+        "r2t0", "r4t0", "r8t0", "r16t0", "r2t32", "r2t128", "r2t512", "r16t32", "r16t128", "r16t512",
+    ]  # fmt: skip
+    assert len(lattice(EngineConfig(max_requests=1))) == 4
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 16, 100, 256])
+@pytest.mark.parametrize("tokens", [1, 8, 32, 33, 512, 5000])
+def test_names_differ_and_the_largest_sizes_are_there(requests: int, tokens: int) -> None:
+    buckets = lattice(EngineConfig(max_requests=requests, max_tokens_per_step=tokens), processed=True)
+    assert len({bucket.name for bucket in buckets}) == len(buckets)
+    assert max(bucket.tokens for bucket in buckets) == tokens
+    assert {max(requests, 2)} == {max(b.rows for b in buckets if b.tokens == t) for t in {b.tokens for b in buckets}}
+    assert min(bucket.rows for bucket in buckets) == 2
+
+
+@hypothesis.given(st.data())
+def test_every_step_within_the_limits_has_a_program_and_it_is_the_cheapest(data: st.DataObject) -> None:
+    requests, most = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 600))
+    buckets = lattice(EngineConfig(max_requests=requests, max_tokens_per_step=most))
+    rows, tokens = data.draw(st.integers(0, requests)), data.draw(st.integers(0, most))
+    prefills = data.draw(st.integers(min(tokens, 1), min(tokens, prefill_rows(most, requests))))
+    found = bucket_for(buckets, requests, rows=rows, tokens=tokens, prefills=prefills)
+    assert found.rows >= rows
+    assert found.tokens >= tokens
+    assert prefill_rows(found.tokens, requests) >= prefills
+    for other in buckets:
+        if other.cost < found.cost:
+            assert other.rows < rows or other.tokens < tokens or prefill_rows(other.tokens, requests) < prefills
+
+
+def test_a_step_beyond_the_lattice_raises() -> None:
+    with pytest.raises(ConfigError, match="17 decode rows"):
+        bucket_for(lattice(EngineConfig()), 16, rows=17, tokens=0, prefills=0)
+
+
+def test_many_short_prefills_take_a_bucket_with_enough_rows() -> None:
+    buckets = lattice(EngineConfig())
+    assert bucket_for(buckets, 16, rows=0, tokens=30, prefills=4).tokens == 32
+    assert bucket_for(buckets, 16, rows=0, tokens=30, prefills=5).tokens == 128
+    assert bucket_for(buckets, 16, rows=1, tokens=0, prefills=0) == Bucket(2, 0)

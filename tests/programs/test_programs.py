@@ -1,0 +1,200 @@
+"""Programs are built from shapes alone, once, from any thread; failures surface."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from helpers.driving import TINY, tiny_config
+from rekindle._src.models.base import abstract_model
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.programs import ADMIT, Programs
+from rekindle._src.programs.warming import Warming, warm
+from rekindle.errors import CompileError, ConfigError, StoreError
+
+CONFIG = ModelConfig.from_hf(TINY)
+GRAPH, LEAVES = abstract_model(CONFIG)
+SMALL = Bucket(2, 0)
+
+
+def programs_of(**changes: Any) -> Programs:
+    return Programs(CONFIG, GRAPH, LEAVES, tiny_config(), **changes)
+
+
+def test_a_program_compiles_without_weights_and_only_once() -> None:
+    programs = programs_of()
+    assert not programs.ready(SMALL)
+    first = programs.get(SMALL)
+    assert programs.ready(SMALL)
+    assert programs.get(SMALL) is first
+    assert (programs.traces, programs.compilations) == (1, 1)
+
+
+def test_threads_that_want_one_program_share_one_compilation() -> None:
+    programs = programs_of()
+    gate = threading.Barrier(4)
+
+    def get() -> Any:
+        gate.wait()
+        return programs.get(SMALL)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [future.result() for future in [pool.submit(get) for _ in range(4)]]
+    assert len({id(each) for each in found}) == 1
+    assert programs.compilations == 1
+
+
+def test_a_program_beyond_the_lattice_is_refused() -> None:
+    with pytest.raises(KeyError, match="r3t0 is not in the lattice"):
+        programs_of().get(Bucket(3, 0))
+
+
+def test_an_error_while_compiling_surfaces_with_its_cause_and_can_be_tried_again() -> None:
+    broken = [True]
+
+    def function(logits: Any, context: Any) -> Any:
+        if broken[0]:
+            raise RuntimeError("no such op")
+        return logits
+
+    programs = programs_of(processors=[LogitsProcessor(function, "mine")])
+    with pytest.raises(CompileError, match=r"r2t0p .*no such op") as caught:
+        programs.get(Bucket(2, 0, True))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    broken[0] = False
+    assert programs.get(Bucket(2, 0, True)) is not None
+
+
+def test_a_processor_that_changes_the_shape_is_named() -> None:
+    programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
+    with pytest.raises(CompileError, match="shorter"):
+        programs.get(Bucket(2, 0, True))
+
+
+@pytest.mark.parametrize("names", [("a", "a"), tuple("abcdefghijklmnopq")])
+def test_processors_are_checked(names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="processors"):
+        programs_of(processors=[LogitsProcessor(lambda logits, context: logits, name) for name in names])
+
+
+@pytest.mark.parametrize("changes", [{"function": 3}, {"name": ""}, {"version": 2}])
+def test_a_processor_is_validated(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        LogitsProcessor(**{"function": jnp.negative, "name": "n", **changes})
+
+
+class DictStore:
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def load(self, name: str) -> Any:
+        if name not in self.kept:
+            raise StoreError("not stored yet")
+        return self.kept[name]
+
+    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
+        self.kept[name] = compiled
+        return compile_seconds > 0
+
+
+def test_what_the_store_has_is_neither_traced_nor_compiled() -> None:
+    store = DictStore()
+    first = programs_of(store=store)
+    warm(first, [SMALL, ADMIT])
+    assert sorted(store.kept) == ["admit", "r2t0"]
+    seen: list[str] = []
+    second = programs_of(store=store)
+    warm(second, [ADMIT, SMALL], progress=lambda warmed: seen.append(warmed.program.name), workers=1)
+    assert seen == ["admit", "r2t0"]
+    assert (second.traces, second.compilations) == (0, 0)
+    assert [(record.name, record.origin, record.why) for record in first.manifest()] == [
+        ("r2t0", "compiled", "not stored yet"),
+        ("admit", "compiled", "not stored yet"),
+    ]
+    assert {record.origin for record in second.manifest()} == {"loaded"}
+
+
+def test_moves_are_compiled_only_where_pages_can_leave() -> None:
+    names = {key.name for key in programs_of().keys}
+    bare = Programs(CONFIG, GRAPH, LEAVES, tiny_config(host_memory=0, disk_memory=0))
+    assert names - {key.name for key in bare.keys} == {"gather", "scatter"}
+
+
+def test_warming_in_the_background_gets_everything_and_can_be_stopped() -> None:
+    store = DictStore()
+    warm(programs_of(store=store))
+    programs = programs_of(store=store)
+    background = Warming(programs, "background")
+    background.opened()
+    background.stop(timeout=60)
+    ready = len(programs.manifest())
+    warm(programs)
+    assert ready <= len(programs.manifest()) == len(programs.keys)
+    assert programs.compilations == 0
+
+
+def test_all_programs_are_ready_when_the_session_is_open() -> None:
+    programs = programs_of()
+    warming = Warming(programs, "all")
+    warming.opened()
+    assert len(programs.manifest()) == len(programs.keys)
+
+
+def test_a_program_that_has_to_be_ready_and_does_not_compile_fails_the_opening() -> None:
+    programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
+    with pytest.raises(CompileError, match="shorter"):
+        Warming(programs, "all").opened()
+    background = Warming(programs, "background")
+    background.opened()
+    background.stop(timeout=60)
+
+
+@pytest.mark.parametrize("restoring", [False, True])
+def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(restoring: bool) -> None:
+    store = DictStore()
+    warm(programs_of(store=store))
+    programs = programs_of(store=store)
+    Warming(programs, "lazy", restoring=restoring).stop(timeout=60)  # before the weights were read
+    decode = f"r{min(programs.lattice).rows}t0"
+    del store.kept[decode]
+    again = programs_of(store=store)
+    lazy = Warming(again, "lazy", restoring=restoring)
+    lazy._thread.join()
+    lazy.opened()
+    assert {record.name for record in again.manifest()} == {"r2t32", *(["scatter"] if restoring else [])}
+    assert again.compilations == programs.compilations == 0
+
+
+def test_a_program_that_does_not_compile_ends_the_warming() -> None:
+    programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
+    with pytest.raises(CompileError, match="shorter"):
+        warm(programs, [Bucket(2, 0, True)])
+
+
+def test_an_interpreter_that_exits_while_programs_warm_ends_cleanly() -> None:
+    """A daemon thread inside XLA would abort the process."""
+    code = (
+        "from test_programs import programs_of\n"
+        "from rekindle._src.programs.warming import Warming\n"
+        "Warming(programs_of(), 'background')"
+    )
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "FATAL" not in done.stderr

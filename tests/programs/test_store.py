@@ -1,0 +1,280 @@
+"""The executable store: loads without tracing, survives every kind of damage, stays within its bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rekindle._src.core.atomic_checkpoint import PARTIAL, orbax
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.loading.fingerprint import files_digest
+from rekindle._src.programs import program_key
+from rekindle._src.programs.store import META, PROGRAM, ExecutableStore
+from rekindle.errors import StoreError
+
+TRACES = 0
+
+
+def function(weights: list[Any], x: Any) -> tuple[Any, dict[str, Any]]:
+    global TRACES
+    TRACES += 1
+    return weights[0] @ x, {"more": x + 1}
+
+
+def compiled() -> Any:
+    return jax.jit(function, donate_argnums=1).lower([jnp.ones((4, 4))], jnp.ones(4)).compile()
+
+
+def save(store: ExecutableStore, key: str = "a" * 32) -> str:
+    assert store.save(key, compiled(), name="r2t0", model="llama", compile_seconds=1.5)
+    return key
+
+
+def call(program: Any) -> float:
+    out, more = program([jnp.ones((4, 4))], jnp.arange(4.0))
+    assert more["more"][3] == 4.0
+    return float(out[0])
+
+
+def test_a_stored_program_loads_without_tracing(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path)
+    key = save(store)
+    before = TRACES
+    assert call(ExecutableStore(tmp_path).load(key)) == 6.0
+    assert before == TRACES
+    (entry,) = store.entries()
+    assert (entry.key, entry.name, entry.model, entry.compile_seconds) == (key, "r2t0", "llama", 1.5)
+
+
+def test_another_process_loads_it(tmp_path: Path) -> None:
+    key = save(ExecutableStore(tmp_path))
+    code = (
+        "import sys, pathlib, jax.numpy as jnp; from rekindle._src.programs.store import ExecutableStore\n"
+        f"program = ExecutableStore(pathlib.Path({str(tmp_path)!r})).load({key!r})\n"
+        "print(float(program([jnp.ones((4, 4))], jnp.arange(4.0))[0][0]))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    assert done.stdout.split() == ["6.0"], done.stderr
+
+
+def payload_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def replace(path: Path) -> None:
+    path.write_bytes(b"something else entirely" * 50)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, replace, Path.unlink], ids=lambda f: f.__name__)
+def test_a_damaged_program_is_said_once_dropped_and_saved_again(
+    tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ExecutableStore(tmp_path)
+    key = save(store)
+    largest = max(payload_files(tmp_path), key=lambda path: path.stat().st_size)
+    damage(largest)
+    with caplog.at_level(logging.WARNING, "rekindle.store"), pytest.raises(StoreError):
+        store.load(key)
+    assert len(caplog.records) == 1
+    with pytest.raises(StoreError, match="not stored yet"):
+        store.load(key)
+    save(store)
+    assert call(store.load(key)) == 6.0
+
+
+def test_any_single_flipped_byte_is_found_or_harmless(tmp_path: Path) -> None:
+    """Whatever is hit, the program either loads and computes the right thing or is refused."""
+    store = ExecutableStore(tmp_path / "store")
+    key = save(store)
+    originals = {path: path.read_bytes() for path in payload_files(tmp_path)}
+    logging.getLogger("rekindle.store").setLevel(logging.ERROR)
+    try:
+        for path in originals:
+            for other, content in originals.items():
+                other.parent.mkdir(parents=True, exist_ok=True)
+                other.write_bytes(content)
+            flip(path)
+            try:
+                program = store.load(key)
+            except StoreError:
+                continue
+            assert call(program) == 6.0
+    finally:
+        logging.getLogger("rekindle.store").setLevel(logging.NOTSET)
+
+
+def test_a_foreign_format_is_refused(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path)
+    key = save(store)
+    meta = tmp_path / key / META
+    meta.write_text(meta.read_text().replace('"format": 2', '"format": 99'))
+    with pytest.raises(StoreError, match="99"):
+        store.load(key)
+
+
+def test_a_folder_that_can_not_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = ExecutableStore(tmp_path / "file" / "store")
+    with caplog.at_level(logging.WARNING, "rekindle.store"):
+        for _ in range(3):
+            assert not store.save("k", compiled(), name="r2t0", model="m", compile_seconds=0.0)
+    assert len(caplog.records) == 1
+    assert str(tmp_path / "file") in caplog.text
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    store = ExecutableStore(tmp_path)
+    assert not store.save("k", compiled(), name="r2t0", model="m", compile_seconds=0.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+UNSERIALISABLE = """
+import sys, jax, jax.monitoring
+from jax.experimental import serialize_executable
+def serialize(compiled):
+    raise ValueError("not implemented on this backend")
+serialize_executable.serialize = serialize
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
+from small import opening, prompt
+with opening(max_requests=1, precompile="lazy", cache_dir=sys.argv[1]).result_sync() as session:
+    tokens = session.generate_sync(prompt(1, 5), max_tokens=3, ignore_eos=True).token_ids
+    print(len(hits), *{program.why for program in session.programs()}, sep="|")
+    print(tokens)
+"""
+
+
+def test_a_backend_that_can_not_serialise_leaves_its_programs_to_the_cache_of_jax(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    runs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", UNSERIALISABLE, str(tmp_path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("can't be serialised") == 1, "it is said once"
+        runs.append(done.stdout.splitlines())
+    (first, *tokens), (second, *again) = runs
+    assert first.startswith("0|")
+    hits, *why = second.split("|")
+    assert int(hits) >= 2 and tokens == again
+    assert len(why) == 1 and "JAX's compilation cache" in why[0]
+
+
+def test_the_least_recently_used_program_leaves_first(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path, capacity=2)
+    for age, key in enumerate(("old", "new")):
+        save(store, key)
+        os.utime(tmp_path / key, (1e9 + age, 1e9 + age))
+    store.load("old")
+    save(store, "newest")
+    assert {entry.key for entry in store.entries()} == {"old", "newest"}
+    store.max_bytes = 1
+    store.prune()
+    assert store.entries() == []
+
+
+def test_orbax_finds_the_checkpoint_that_is_read_without_it(tmp_path: Path) -> None:
+    folder = orbax().load(tmp_path / save(ExecutableStore(tmp_path)))
+    assert sorted(path.name for path in folder.iterdir()) == sorted(Path(name).name for name in (META, PROGRAM))
+
+
+def test_what_nobody_can_read_is_dropped_when_it_is_old(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path)
+    old, new = tmp_path / ("b" * 32), tmp_path / f"{PARTIAL}0"
+    for path in (old, new):
+        path.mkdir()
+    os.utime(old, (1e9, 1e9))
+    key = save(store)
+    assert {path.name for path in tmp_path.iterdir()} == {key, new.name}
+
+
+def test_many_writers_of_one_program(tmp_path: Path) -> None:
+    stores = [ExecutableStore(tmp_path) for _ in range(6)]
+    program = compiled()
+    threads = [
+        threading.Thread(
+            target=store.save, args=("k", program), kwargs={"name": "r2t0", "model": "m", "compile_seconds": 0.0}
+        )
+        for store in stores
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["k"]
+    assert call(stores[0].load("k")) == 6.0
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "dtype": "float16", "kv_dtype": "int8", "quantize": "int8", "policy": "lpm", "precompile": "all",
+    "cache_dir": "elsewhere", "restore": "name", "kernels": "reference", "prefix_cache": False, "quiet": True,
+    "page_size": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EngineConfig)])
+def test_every_option_changes_the_key_unless_it_is_known_not_to_matter(field: str) -> None:
+    config = EngineConfig()
+    value = OTHER_VALUES.get(field)
+    if value is None:
+        value = (getattr(config, field) or 1000) + 7
+    changed = dataclasses.replace(config, **{field: value})
+    same = program_key.digest(program_key.config_fields(config)) == program_key.digest(
+        program_key.config_fields(changed)
+    )
+    assert same == (field in program_key.NOT_IN_PROGRAMS)
+
+
+def test_options_that_do_not_matter_exist() -> None:
+    assert {field.name for field in dataclasses.fields(EngineConfig)} >= program_key.NOT_IN_PROGRAMS
+
+
+def test_the_environment_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = program_key.environment()
+    assert before == program_key.environment()
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=true")
+    monkeypatch.setattr(program_key, "cpu_features", lambda: "other")
+    monkeypatch.setattr(program_key.jax, "__version__", "9.9.9")
+    changed = program_key.environment()
+    assert {name for name in before if before[name] != changed[name]} == {"xla_flags", "cpu", "jax"}
+
+
+def test_a_changed_source_changes_the_digest(tmp_path: Path) -> None:
+    path = tmp_path / "step.py"
+    path.write_text("x = 1")
+    before = files_digest([path])
+    path.write_text("x = 2")
+    assert files_digest([path]) != before
+    assert len(program_key.source_digest()) == 32

@@ -1,0 +1,46 @@
+"""Imports point down: no folder imports from one above it, and no modules import each other in a circle."""
+
+from __future__ import annotations
+
+from project.import_graph import FOLDERS, ROOT, circles, edges, folder_of, graph_of, modules
+
+
+def test_a_folder_imports_only_from_those_below_it() -> None:
+    upwards = [
+        f"{edge.path.relative_to(ROOT)}:{edge.line}: {edge.source} imports {edge.target}"
+        for edge in edges()
+        if not edge.typing_only
+        and edge.source != "rekindle"  # its lazy exports reach every folder
+        and FOLDERS.index(folder_of(edge.target) or "") > FOLDERS.index(folder_of(edge.source) or "")
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and by name count too: they only hide a circle."""
+    found = [edge for edge in edges() if edge.target != "rekindle" and edge.source != "rekindle"]
+    assert circles(graph_of(found, by_folder=False)) == []
+    assert circles(graph_of(found, by_folder=True)) == []
+
+
+def test_every_module_lies_in_a_folder_of_the_architecture() -> None:
+    loose = [module for module in modules() if folder_of(module) == "rekindle" and module.count(".") > 1]
+    assert not loose, f"{loose} lie in no folder of FOLDERS"
+
+
+def test_the_top_level_holds_only_what_is_public() -> None:
+    package = ROOT / "toolkit" / "rekindle"
+    entries = {path.name for path in package.iterdir() if path.name != "__pycache__"}
+    assert len(entries) <= 18, sorted(entries)
+    loose = {name for name in entries if name.endswith(".py")}
+    assert loose <= {"__init__.py", "__main__.py", "errors.py", "models.py"}, sorted(loose)
+
+
+def test_kernels_import_nothing_of_the_toolkit() -> None:
+    found = [edge for edge in edges() if edge.source.startswith("rekindle_kernels")]
+    assert [edge for edge in found if not edge.target.startswith("rekindle_kernels")] == []
+
+
+def test_containers_are_no_packages() -> None:
+    assert not (ROOT / "toolkit" / "__init__.py").exists()
+    assert not (ROOT / "kernels" / "__init__.py").exists()

@@ -1,0 +1,105 @@
+"""Admission orders of each policy, and the bound on how often a request is overtaken."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.fakes import make_request
+from helpers.scheduling import Loop
+from rekindle._src.core.records import Request
+from rekindle._src.scheduling.policies import WINDOW
+
+PAGE = 4
+
+
+def served(loop: Loop, requests: list[Request]) -> list[str]:
+    """Submit together; the ids in the order in which they were first computed."""
+    for request in requests:
+        loop.submit(request)
+    loop.run()
+    order: list[str] = []
+    for plan in loop.runner.plans:
+        order += [row.request.id for row in plan.rows if row.request.id not in order]
+    wanted = {request.id for request in requests}
+    return [id for id in order if id in wanted]
+
+
+def one_at_a_time(policy: str, **options: int) -> Loop:
+    return Loop(policy=policy, page_size=PAGE, max_requests=1, seed=3, **options)
+
+
+def text(*pages: int, tail: int = 0) -> list[int]:
+    """Whole pages of one token each, and one token that has to be computed."""
+    return [page for page in pages for _ in range(PAGE)] + [tail]
+
+
+def test_fcfs() -> None:
+    requests = [make_request("x" * (9 - index), id=f"q{index}", max_tokens=1 + index) for index in range(6)]
+    assert served(one_at_a_time("fcfs"), requests) == ["q0", "q1", "q2", "q3", "q4", "q5"]
+
+
+def test_priority_puts_larger_first_and_equals_in_order() -> None:
+    requests = [make_request("x", id=f"q{index}", max_tokens=1, priority=index // 2) for index in range(6)]
+    assert served(one_at_a_time("priority"), requests) == ["q4", "q5", "q2", "q3", "q0", "q1"]
+
+
+def test_lof_puts_the_longest_output_first() -> None:
+    requests = [make_request("x", id=f"q{index}", max_tokens=count) for index, count in enumerate((3, 9, 6))]
+    assert served(one_at_a_time("lof"), requests) == ["q1", "q2", "q0"]
+
+
+def test_random_is_shuffled_and_reproducible() -> None:
+    def order(seed: int) -> list[str]:
+        loop = Loop(policy="random", max_requests=1, seed=seed)
+        return served(loop, [make_request("x", id=f"q{index}", max_tokens=1) for index in range(8)])
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_lpm_puts_the_longest_cached_prefix_first() -> None:
+    loop = one_at_a_time("lpm")
+    served(loop, [make_request(text(1, 2, 3), max_tokens=1)])
+    requests = [
+        make_request(text(9), id="miss", max_tokens=1),
+        make_request(text(1, 8), id="one", max_tokens=1),
+        make_request(text(1, 2, 3, tail=5), id="three", max_tokens=1),
+        make_request(text(1, 2, 7), id="two", max_tokens=1),
+    ]
+    assert served(loop, requests) == ["three", "two", "one", "miss"]
+
+
+def test_dfs_weight_serves_the_branch_with_most_waiting_requests_together() -> None:
+    loop = Loop(policy="dfs-weight", page_size=PAGE, max_requests=8, max_prefill_rows=8)
+    served(loop, [make_request(text(1, 2), max_tokens=1), make_request(text(1, 3), max_tokens=1)])
+    served(loop, [make_request(text(4, 5), max_tokens=1)])
+    requests = [
+        make_request(text(4, 5), id="lonely", max_tokens=1),
+        make_request(text(1, 2, tail=1), id="a", max_tokens=1),
+        make_request(text(1, 3, tail=1), id="b", max_tokens=1),
+        make_request(text(1), id="stem", max_tokens=1),
+        make_request(text(1, 3, tail=2), id="c", max_tokens=1),
+        make_request([7], id="miss", max_tokens=1),
+    ]
+    # Below page 1 wait four: its branch 3 with two of them first, then branch 2, then who ends at the stem.
+    assert served(loop, requests) == ["b", "c", "a", "stem", "lonely", "miss"]
+
+
+@pytest.mark.parametrize("policy", ["priority", "lof", "lpm", "dfs-weight"])
+def test_nobody_is_overtaken_for_ever(policy: str) -> None:
+    loop = one_at_a_time(policy, max_overtakes=5)
+    loop.submit(make_request(text(1, 2), max_tokens=2, priority=9))
+    loop.run()
+    loop.submit(make_request([9], id="humble", max_tokens=1, priority=-1))
+    for _ in range(12):  # a stream of requests that every policy likes better
+        loop.submit(make_request(text(1, 2), max_tokens=2, priority=9))
+    loop.run()
+    order: list[str] = []
+    for plan in loop.runner.plans:
+        order += [row.request.id for row in plan.rows if row.request.id not in order]
+    assert order.index("humble") == 1 + 5
+
+
+def test_a_cache_aware_window_moves_on() -> None:
+    loop = one_at_a_time("lpm")
+    requests = [make_request([5, index % 7], id=f"q{index}", max_tokens=1) for index in range(2 * WINDOW)]
+    assert served(loop, requests) == [request.id for request in requests]

@@ -1,0 +1,202 @@
+"""Any interleaving of submits, aborts, plans, commits and failures keeps the pool whole and the outputs exact."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from helpers.fakes import EOS, DictTier, EchoModel, FakeModel, make_request
+from helpers.scheduling import Loop, NoReserve
+from rekindle._src.core.config import POLICIES
+from rekindle._src.core.records import FinishReason, IntArray, Request
+from rekindle.errors import OutOfPages, PromptTooLong, QueueFull
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Prompts are cut from a few long texts, so that prefixes are shared, found, and computed at the same time."""
+
+    loop: Loop
+    requests: dict[str, Request]
+
+    @initialize(
+        pages=st.integers(4, 24),
+        page_size=st.sampled_from([2, 4]),
+        max_requests=st.integers(1, 4),
+        budget=st.integers(1, 24),
+        prefill_rows=st.integers(1, 4),
+        max_model_len=st.sampled_from([20, 40, 80]),
+        policy=st.sampled_from(POLICIES),
+        cached=st.sampled_from([True, True, False]),
+        tier=st.sampled_from([None, 0, 5, 1000]),
+        depth=st.integers(0, 2),
+        eos_rate=st.sampled_from([0.0, 0.05, 0.3]),
+        overtakes=st.integers(0, 3),
+        greedy=st.booleans(),
+        guessed=st.sampled_from([0, 1, 4]),
+    )
+    def start(
+        self,
+        pages: int,
+        page_size: int,
+        max_requests: int,
+        budget: int,
+        prefill_rows: int,
+        max_model_len: int,
+        policy: str,
+        cached: bool,
+        tier: int | None,
+        depth: int,
+        eos_rate: float,
+        overtakes: int,
+        greedy: bool,
+        guessed: int,
+    ) -> None:
+        self.depth = depth
+        self.turns = 0
+        self.pinned: list[IntArray] = []
+        model = functools.partial(EchoModel, period=3, surprises=0.3) if guessed else FakeModel
+        self.loop = Loop(
+            pages=pages,
+            page_size=page_size,
+            max_requests=max_requests,
+            max_tokens_per_step=budget,
+            max_prefill_rows=prefill_rows,
+            max_model_len=max_model_len,
+            max_queue=6,
+            model=model(eos_rate=eos_rate, alphabet=tuple(range(4))),
+            prompt_lookup=guessed,
+            prefix_cache=cached,
+            host_tier=None if tier is None else DictTier(tier),
+            policy=policy,
+            seed=0,
+            max_overtakes=overtakes,
+            reserve=NoReserve() if greedy else None,
+        )
+        self.requests = {}
+        self.expected_reason: dict[str, FinishReason] = {}
+
+    @rule(
+        text=st.integers(0, 2),
+        length=st.integers(1, 30),
+        suffix=st.lists(st.integers(0, 3), max_size=3),
+        max_tokens=st.integers(1, 30),
+        min_tokens=st.integers(0, 3),
+        temperature=st.sampled_from([0.0, 1.0]),
+        priority=st.integers(-1, 1),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
+        n=st.integers(1, 3),
+    )
+    def submit(self, text: int, length: int, suffix: list[int], n: int, **options: Any) -> None:
+        options["min_tokens"] = min(options["min_tokens"], options["max_tokens"])
+        prompt = [(position * (text + 3)) % 4 for position in range(length)] + suffix
+        for index in range(n):
+            request = make_request(prompt, stop_ids=(3,), seed=index, **options)
+            waiting = self.loop.scheduler.statistics().waiting
+            try:
+                self.loop.submit(request)
+            except PromptTooLong:
+                assert len(prompt) >= self.loop.scheduler.limits.max_model_len
+            except OutOfPages:
+                pinned = self.loop.cache.pinned_pages
+                assert -(-len(prompt) // self.loop.pool_page_size) > self.loop.pool.total - pinned
+            except QueueFull:
+                assert waiting >= 6
+            else:
+                self.requests[request.id] = request
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORTED, FinishReason.STOP]))
+    def end_from_outside(self, data: st.DataObject, reason: FinishReason) -> None:
+        request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        ended = self.loop.reason(request)
+        event = self.loop.scheduler.finish(request.id, reason)
+        assert (event is None) == (ended is not None)
+        self.loop.take(event)
+        if event is not None:
+            self.expected_reason[request.id] = reason
+
+    @rule(steps=st.integers(1, 12))
+    def plan_and_dispatch(self, steps: int) -> None:
+        self.turns += 1
+        for _ in range(steps):
+            while len(self.loop.in_flight) > self.depth:
+                self.loop.commit()
+            plan = self.loop.scheduler.plan()
+            if plan is not None:
+                self.loop.in_flight.append(self.loop.runner.dispatch(plan))
+
+    @rule()
+    def commit(self) -> None:
+        if self.loop.in_flight:
+            self.loop.commit()
+
+    @precondition(lambda self: self.turns % 8 == 7)
+    @rule()
+    def fail_a_dispatch(self) -> None:
+        plan = self.loop.scheduler.plan()
+        if plan is not None:
+            self.loop.take(*self.loop.scheduler.fail(plan, RuntimeError("the device is on fire")))
+
+    @rule(text=st.integers(0, 2), length=st.integers(1, 40))
+    def pin(self, text: int, length: int) -> None:
+        tokens = make_request([(position * (text + 3)) % 4 for position in range(length)]).token_ids
+        try:
+            self.loop.scheduler.pin(tokens)
+        except OutOfPages:
+            return
+        self.pinned = [*self.pinned, tokens]
+
+    @rule()
+    def unpin(self) -> None:
+        if self.pinned:
+            self.loop.scheduler.unpin(self.pinned.pop())
+
+    @precondition(lambda self: self.turns % 8 == 3)
+    @rule(recompute=st.booleans())
+    def flush(self, recompute: bool) -> None:
+        self.loop.scheduler.flush_cache(recompute=recompute)
+        self.pinned = []
+
+    @invariant()
+    def is_whole(self) -> None:
+        if hasattr(self, "loop"):
+            self.loop.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        self.loop.run()
+        statistics = self.loop.scheduler.statistics()
+        assert statistics.pages_held == sum(bool(node.pins and node.page) for node in self.loop.cache)
+        assert statistics.running == statistics.waiting == statistics.leaving == 0
+        for request in self.requests.values():
+            self.compare(request)
+
+    def compare(self, request: Request) -> None:
+        output, reason = self.loop.output(request), self.loop.reason(request)
+        assert reason is not None, f"{request.id} never ended"
+        expected = self.loop.model.generate(request, len(output)) if output else []
+        assert output == expected, f"{request.id} differs from the plain loop"
+        if reason is FinishReason.FAILED or request.id in self.expected_reason:
+            return
+        plain = self.loop.model.generate(request)
+        if output != plain:
+            assert reason is FinishReason.CONTEXT and output == plain[: len(output)]
+        elif plain[-1] in (EOS, 3) and len(plain) > request.sampling.min_tokens:
+            assert reason is (FinishReason.EOS if plain[-1] == EOS else FinishReason.STOP)
+        else:
+            assert reason in (FinishReason.LENGTH, FinishReason.CONTEXT)
+        if request.sampling.prompt_logprobs:
+            scored = [score.token_id for event in self.loop.events[request.id] for score in event.prompt_logprobs]
+            assert scored == request.token_ids[1:].tolist()
+
+
+TestSchedulerMachine = pytest.mark.timeout(900)(SchedulerMachine.TestCase)
+TestSchedulerMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

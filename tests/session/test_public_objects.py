@@ -1,0 +1,227 @@
+"""Every object that a user can get from a session shows itself in a notebook: none is forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import rekindle
+from rekindle import Session
+from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.session.cache_view import CacheView
+from rekindle._src.session.call import Call
+from rekindle.tiny import folder as tiny_folder
+
+EVIL = "<script>alert('x')</script>"
+PLAIN = (str, bytes, int, float, bool, type(None), enum.Enum, Path, np.ndarray, np.generic, BaseException)
+OPTIONS: dict[str, Any] = {
+    "max_requests": 2, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 8, "precompile": "lazy",
+}  # fmt: skip
+Recipe = Callable[[Any, Path], Any]
+ENDS = {"aclose", "close", "attached"}  # of a session, or its beginning: nothing comes back that has not been seen
+LIVE = {"watch", "view"}  # widgets, which tests/notebook looks at
+
+
+def awaited(call: Call[Any]) -> list[Any]:
+    return [call, call.result_sync()]
+
+
+SESSION: dict[str, Recipe] = {
+    "config": lambda session, path: session.config,
+    "tokenizer": lambda session, path: session.tokenizer,
+    "model": lambda session, path: session.model,
+    "closed": lambda session, path: session.closed,
+    "generate": lambda session, path: [
+        awaited(session.generate(EVIL, max_tokens=3, logprobs=2, prompt_logprobs=1)),
+        awaited(session.generate([EVIL, "two"], max_tokens=2)),
+    ],
+    "stream": lambda session, path: [stream := session.stream(EVIL, max_tokens=3), aiter(stream), stream.result_sync()],
+    "submit": lambda session, path: awaited(session.submit(EVIL, max_tokens=3)),
+    "admit": lambda session, path: anyio.run(functools.partial(session.admit, EVIL, max_tokens=2)),
+    "chat": lambda session, path: awaited(session.chat([{"role": "user", "content": EVIL}], max_tokens=3)),
+    "fork": lambda session, path: awaited(session.fork(session.generate_sync(EVIL, max_tokens=4), at=2)),
+    "generate_sync": lambda session, path: session.generate_sync(EVIL, max_tokens=2, n=2),
+    "stream_sync": lambda session, path: list(session.stream_sync(EVIL, max_tokens=3, logprobs=1)),
+    "stats": lambda session, path: session.stats(),
+    "programs": lambda session, path: list(session.programs()),
+    "explain": lambda session, path: session.explain(session.generate_sync(EVIL, max_tokens=2)),
+    "check_integrity": lambda session, path: session.check_integrity(),
+    "cache": lambda session, path: session.cache,
+    "save": lambda session, path: awaited(session.save("kept")),
+    "pin": lambda session, path: session.pin(EVIL * 3),
+    "unpin": lambda session, path: session.unpin(EVIL * 3),
+    "flush_cache": lambda session, path: awaited(session.flush_cache()),
+    "swap_weights": lambda session, path: session.swap_weights("x"),
+    "paused": lambda session, path: session.paused(),
+    "step": lambda session, path: stepped(session, lambda: awaited(session.step())),
+    "step_sync": lambda session, path: stepped(session, session.step_sync),
+}
+CACHE: dict[str, Recipe] = {
+    "tree": lambda cache, path: cache.tree(),
+    "stats": lambda cache, path: cache.stats(),
+    "explain": lambda cache, path: cache.explain(EVIL * 3),
+    "snapshots": lambda cache, path: [cache.save("one").result_sync(), cache.snapshots()],
+    "pin": lambda cache, path: cache.pin(EVIL * 3),
+    "unpin": lambda cache, path: cache.unpin(EVIL * 3),
+    "prune": lambda cache, path: cache.prune(to=0),
+    "clear": lambda cache, path: awaited(cache.clear(tier="host")),
+    "delete": lambda cache, path: cache.delete("nothing"),
+    "save": lambda cache, path: awaited(cache.save("two")),
+    "export_prefix": lambda cache, path: awaited(cache.export_prefix(EVIL * 3, path / "prefix")),
+    "import_prefix": lambda cache, path: awaited(cache.import_prefix(path / "prefix")),
+}
+
+
+def stepped(session: Session, step: Callable[[], Any]) -> Any:
+    with session.paused():
+        handle = session.submit(EVIL, max_tokens=1)
+        report = step()
+    handle.result_sync()
+    return report
+
+
+def public(kind: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with rekindle.open_sync("tiny", **OPTIONS, cache_dir=str(tmp_path_factory.mktemp("cache"))) as made:
+        made.generate_sync(EVIL * 3, max_tokens=2)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefixes")
+
+
+def parts(thing: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Objects of ours in a result, its fields and properties included."""
+    seen = set() if seen is None else seen
+    if isinstance(thing, PLAIN) or id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        for value in thing.values():
+            yield from parts(value, seen)
+        return
+    if type(thing).__module__.startswith("rekindle"):
+        yield thing
+    if isinstance(thing, list | tuple):
+        for value in thing:
+            yield from parts(value, seen)
+    names = [field.name for field in dataclasses.fields(thing)] if dataclasses.is_dataclass(thing) else []
+    names += [name for name, entry in inspect.getmembers(type(thing)) if isinstance(entry, property) and name[0] != "_"]
+    if isinstance(thing, Session | CacheView | rekindle.Handle | Call) or dataclasses.is_dataclass(thing):
+        for name in names:
+            yield from parts(getattr(thing, name), seen)
+
+
+def check(thing: Any) -> str:
+    """What has to hold for every object; gives its HTML."""
+    kind = type(thing).__name__
+    line = repr(thing)
+    assert "\n" not in line, kind
+    assert len(line) <= 200, line
+    assert " object at 0x" not in line, line
+    assert hasattr(thing, "_repr_html_"), f"{kind} has no HTML"
+    made = thing._repr_html_()
+    assert isinstance(made, str) and made, kind
+    Balanced(made)
+    assert EVIL not in made, kind
+    for name, value in re.findall(r"(?<![-\w])(color|background):([^;\"]+)", made):
+        # Text in the theme's own colour, shades that let the theme's background through, hues that both can bear.
+        readable = ("rgba(", "hsla(") if name == "background" else ("hsl(", "inherit")
+        assert value.startswith(readable), f"{kind}: {name}:{value} is for one theme"
+    return made
+
+
+class Balanced(HTMLParser):
+    """Static HTML: every element that is opened is closed, nothing runs, nothing is loaded."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "style", "link", "iframe", "img", "object", "form"), tag
+        for name, value in attrs:
+            assert not name.startswith("on") and name not in ("src", "href"), f"{name}={value}"
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def cases(kind: type, recipes: dict[str, Recipe]) -> list[Any]:
+    return [pytest.param(kind, name, id=f"{kind.__name__}.{name}") for name in recipes]
+
+
+def test_every_public_name_has_a_recipe() -> None:
+    """Whoever adds a method adds what it returns here."""
+    assert public(Session) - ENDS - LIVE == set(SESSION)
+    assert public(CacheView) - LIVE == set(CACHE)
+
+
+@pytest.mark.parametrize(("kind", "name"), [*cases(Session, SESSION), *cases(CacheView, CACHE)])
+def test_what_it_gives_shows_itself(session: Session, folder: Path, kind: type, name: str) -> None:
+    result = SESSION[name](session, folder) if kind is Session else CACHE[name](session.cache, folder)
+    for thing in parts(result):
+        check(thing)
+
+
+def test_every_exported_class_shows_itself() -> None:
+    for name in rekindle.__all__:
+        kind = getattr(rekindle, name)
+        if isinstance(kind, type) and not issubclass(kind, enum.Enum):
+            assert hasattr(kind, "_repr_html_"), name
+
+
+def test_what_is_made_before_a_session(tmp_path: Path) -> None:
+    opening = rekindle.open("tiny")
+    assert "await rekindle.open" in check(opening)
+    check(rekindle.Sampling(stop=(EVIL,)))
+    check(rekindle.EngineConfig(cache_dir=EVIL))
+    check(rekindle.LogitsProcessor(lambda logits, context: logits, EVIL))
+    model = load(tiny_folder())
+    assert "parameters" in check(model)
+
+
+def test_the_walk_finds_what_is_inside(session: Session, folder: Path) -> None:
+    """It would be of no use if it stopped early."""
+    found = {type(thing).__name__ for recipe in SESSION.values() for thing in parts(recipe(session, folder))}
+    found |= {type(thing).__name__ for recipe in CACHE.values() for thing in parts(recipe(session.cache, folder))}
+    assert found >= {
+        "Batch", "CacheStatistics", "CacheStats", "CacheView", "Completion", "EngineConfig", "Explanation", "Handle",
+        "HostStatistics", "NodeView", "Once", "Paused", "PrefixExplanation", "ProgramRecord", "RowReport",
+        "RunnerStatistics", "Sampling", "SaveReport", "SchedulerStatistics", "SessionStats", "SnapshotInfo",
+        "Snapshots", "StepReport", "Stream", "TextDelta", "Timings", "TokenLogprobs", "Tokenizer", "TreeView", "Usage",
+    }  # fmt: skip
+
+
+def test_the_line_tells_what_is_unusual() -> None:
+    assert repr(rekindle.Sampling(temperature=0.5, seed=3)) == "Sampling(temperature=0.5, seed=3)"
+    assert repr(rekindle.Sampling()) == "Sampling()"
+
+
+@pytest.mark.parametrize(
+    "wrong", ["<div>", "<b><i></b></i>", "<script></script>", '<b onclick="x"></b>', '<img src="x">']
+)
+def test_the_check_finds_what_is_wrong(wrong: str) -> None:
+    with pytest.raises(AssertionError):
+        Balanced(wrong)

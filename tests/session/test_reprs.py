@@ -1,0 +1,110 @@
+"""Public objects in a notebook: one line of text, and HTML that is static, escaped and complete."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from helpers.sessions import fake_session, opened
+from rekindle import Session
+from rekindle._src.session import stat_groups
+
+EVIL = "<script>alert('x')</script>"
+
+
+def shown(thing: object) -> str:
+    """Its HTML, after what has to hold for every object."""
+    text = repr(thing)
+    assert "\n" not in text
+    assert len(text) < 200, text
+    made = thing._repr_html_()  # type: ignore[attr-defined]
+    assert "<script" not in made
+    assert made.count("<div") == made.count("</div>")
+    assert made.count("<table") == made.count("</table>")
+    return made
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with opened() as made:
+        yield made
+
+
+def test_completions_shade_their_tokens_and_show_alternatives(session: Session) -> None:
+    done = session.generate_sync("hello", max_tokens=6, logprobs=3)
+    made = shown(done)
+    assert made.count("<span title=") == 6
+    assert "".join(done.token_texts) == done.text
+    alternative = done.text_of(done.logprobs[0].top_ids[1])
+    assert f"{alternative!r} 13.5%" in made.replace("&#x27;", "'").replace("&quot;", '"').replace("&amp;", "&")
+    assert "ended by length" in repr(done)
+
+
+def test_prompts_are_shaded_when_they_were_scored(session: Session) -> None:
+    made = shown(session.generate_sync("hello", max_tokens=2, prompt_logprobs=1))
+    assert made.count("<span title=") == 4, "the first token has no probability"
+
+
+def test_completions_without_logprobs_show_their_text(session: Session) -> None:
+    done = session.generate_sync(EVIL, max_tokens=6)
+    assert "<span" not in shown(done)
+    assert len(done.token_texts) == 6
+
+
+def test_completions_travel_without_the_tokenizer(session: Session) -> None:
+    done = session.generate_sync("hello", max_tokens=6, logprobs=1)
+    again = pickle.loads(pickle.dumps(done))
+    assert again == done
+    assert again.token_texts[0] == f"[{done.token_ids[0]}]"
+    shown(again)
+
+
+def test_handles_and_batches_at_every_stage(session: Session) -> None:
+    with session.paused():
+        call = session.generate(EVIL, max_tokens=4)
+        assert "not submitted" in shown(call)
+        handle = session.submit(EVIL, max_tokens=4)
+        session.step_sync()
+        assert "decode" in shown(handle)
+        batch = session.generate(["a", EVIL], max_tokens=4)
+        assert "0 of 2" in repr(batch)
+        shown(batch)
+    done = handle.result_sync()
+    assert done._repr_html_() in shown(handle)
+    assert batch.result_sync()
+    assert "2 of 2" in repr(batch)
+    cancelled = session.submit("a", max_tokens=400)
+    cancelled.cancel()
+    with pytest.raises(Exception, match="cancelled"):
+        cancelled.result_sync()
+    assert "RequestAborted" in shown(cancelled)
+    assert shown(session.generate_sync(["x"], max_tokens=2, n=2)[0][1])
+
+
+def test_step_reports(session: Session) -> None:
+    with session.paused():
+        handle = session.submit("hello", max_tokens=2)
+        report = session.step_sync()
+        assert handle.id in shown(report)
+        assert "0–4" in shown(report)
+    handle.result_sync()
+
+
+def test_the_session_its_figures_and_its_explanations(session: Session) -> None:
+    done = session.generate_sync("hello", max_tokens=2)
+    stats = session.stats()
+    assert "pages total" in shown(stats)
+    known = {name for group in stat_groups.GROUPS.values() for name in group}
+    nested = {*stats.as_dict()["cache"].__dataclass_fields__} if stats.as_dict()["cache"] else set()
+    assert {*stats.as_dict(), *nested} - {"model", "programs", "cache"} <= known, "a figure that nobody explains"
+    assert "fake" in shown(session)
+    assert "came from the cache" in shown(session.explain(done)) or "cached" in shown(session.explain(done))
+    assert "0 of 0 programs" in shown(session.programs())
+
+
+def test_a_closed_session() -> None:
+    with fake_session() as session:
+        pass
+    assert "closed" in shown(session)

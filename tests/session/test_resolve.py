@@ -1,0 +1,69 @@
+"""What the user left open becomes numbers, once; what cannot work is refused with its numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from helpers.checkpoints import CASES
+from helpers.driving import TINY
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs.kv_layout import abstract, page_bytes
+from rekindle._src.session.resolve import resolve
+from rekindle.errors import ConfigError, OutOfMemory
+
+MODEL = ModelConfig.from_hf(TINY)
+
+
+def test_defaults_become_numbers_and_resolving_again_changes_nothing() -> None:
+    resolved = resolve(EngineConfig(), MODEL)
+    assert resolved.dtype == resolved.kv_dtype == "bfloat16"
+    assert resolved.max_model_len == MODEL.max_position_embeddings
+    for name in ("max_model_len", "page_size", "device_pages", "device_memory"):
+        assert getattr(resolved, name) is not None
+    assert resolve(resolved, MODEL) == resolved
+
+
+def test_a_long_model_is_cut_to_the_default_length() -> None:
+    longer = dataclasses.replace(MODEL, max_position_embeddings=131072)
+    assert resolve(EngineConfig(), longer).max_model_len == 4096
+    assert resolve(EngineConfig(max_model_len=8192), longer).max_model_len == 8192
+
+
+def test_prefixes_are_not_shared_where_keys_depend_on_the_length_of_the_prompt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    longrope = ModelConfig.from_hf(CASES["phi3-longrope-crossing"])  # its original context is 48 tokens
+    assert resolve(EngineConfig(max_model_len=48), longrope).prefix_cache
+    assert not caplog.records
+    assert not resolve(EngineConfig(max_model_len=64), longrope).prefix_cache
+    assert "no prefix cache" in caplog.text
+
+
+def test_memory_becomes_whole_pages() -> None:
+    size = page_bytes(MODEL, 16, "float32")
+    resolved = resolve(EngineConfig(page_size=16, kv_dtype="float32", device_memory=10 * size + 7), MODEL)
+    assert (resolved.device_pages, resolved.device_memory) == (10, 10 * size)
+    kv = abstract(MODEL, 10, 16, "float32")
+    assert sum(leaf.size * leaf.dtype.itemsize for layer in kv for leaf in layer if leaf is not None) == 10 * size
+
+
+def test_given_pages_are_kept() -> None:
+    assert resolve(EngineConfig(device_pages=33), MODEL).device_pages == 33
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"max_model_len": 1000}, ConfigError, "256 positions"),
+        ({"max_tokens_per_step": 8}, ConfigError, "max_requests=16"),
+        ({"prompt_lookup": 16}, ConfigError, "Use at most 15"),
+        ({"max_requests": 1, "prompt_lookup": 2}, ConfigError, "Use at most 1"),
+        ({"device_memory": 100}, OutOfMemory, "Raise device_memory"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, int], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        resolve(EngineConfig(**changes), MODEL)

@@ -1,0 +1,199 @@
+"""What the time of a step is made of, by the profiler.
+
+W1 a step that decodes one row    W2 a step full of prefill tokens    W3 one of decode rows and prefill tokens together
+
+A step's parts add up to its wall time, which begins when the step before it has ended. Recording costs time itself;
+`untraced_ms` is what such a step takes without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from rekindle._src.bench import workloads
+from rekindle._src.bench.operations import executions, own_times, parts_of
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.dispatch.device import capture_contexts
+from rekindle._src.session.builder import Order, build
+from rekindle._src.session.opening import Opening
+from rekindle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rekindle._src.core.records import StepPlan, StepResult
+    from rekindle._src.dispatch.messages import Engine
+    from rekindle._src.models.base import LoadedModel
+    from rekindle._src.session.session import Session
+
+TURNS = 2  # of a workload, each once as it is and once recorded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Breakdown:
+    """The mean of the middle half of a workload's steps, by their time."""
+
+    program: str
+    rows: float  # decode rows and prefill tokens of such a step, padding not counted
+    tokens: float
+    steps: int
+    step_ms: float  # from the end of the step before to its own end
+    untraced_ms: float
+    parts_ms: dict[str, float]  # by PARTS; their sum is step_ms
+
+
+class Step(NamedTuple):
+    """A step that ran, and when the host had its result."""
+
+    program: str
+    rows: int
+    tokens: int
+    ended: float
+
+
+def traced_times(
+    steps: Sequence[Step], trace: Path, parts: Mapping[str, str], chosen: Callable[[Step], bool]
+) -> list[dict[str, float]]:
+    """Milliseconds by part of each of `steps` that is chosen and had one before it."""
+    runs = executions(trace)
+    assert len(runs) == len(steps), f"{len(steps)} steps ran, and the profiler saw {len(runs)} programs"
+    found = []
+    for (_, before), (step, run) in itertools.pairwise(zip(steps, runs, strict=True)):
+        if chosen(step):
+            times = own_times(run, parts)
+            times["idle"] = max(0.0, run[0].start - max(interval.end for interval in before))
+            found.append({part: time / 1e6 for part, time in times.items()})
+    return found
+
+
+def middle(times: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The mean of those between the quartiles of the sum: undisturbed, and means add up where medians do not."""
+    ordered = sorted(times, key=lambda parts: sum(parts.values()))
+    chosen = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+    return {name: statistics.fmean(parts[name] for parts in chosen) for name in chosen[0]}
+
+
+# -- the steps
+
+
+class Noting:
+    """A runner that notes which steps ran."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.steps: list[Step] = []
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        return self._runner.dispatch(plan)
+
+    def fetch(self, in_flight: Any) -> StepResult:
+        result: StepResult = self._runner.fetch(in_flight)
+        if result.program:
+            plan = result.plan
+            step = Step(result.program, len(plan.decode), plan.prefill_tokens, time.perf_counter())
+            self.steps.append(step)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+async def full_prefills(session: Session, prompts: workloads.Prompts) -> None:
+    """W2 with prompts that wait for each other, so that one step follows the next."""
+    await session.flush_cache()
+    await session.generate([prompts(1024) for _ in range(8)], max_tokens=1, ignore_eos=True)
+
+
+Round = Callable[["Session", workloads.Prompts], Awaitable[object]]
+ROUNDS: dict[str, Round] = {"W1": workloads.single_stream, "W2": full_prefills, "W3": workloads.batch}
+
+
+def about(name: str, step: Step) -> bool:
+    """Whether a workload is about such steps."""
+    return (step.rows > 0, step.tokens > 0) == (name != "W2", name != "W1")
+
+
+async def measure(
+    model: LoadedModel | str, name: str, vocab_size: int, options: Mapping[str, Any], round_: Round | None = None
+) -> Breakdown | None:
+    """Of W1, W2 or W3, in a session of its own; None if `options` are such that no such step ever runs."""
+    if jax.default_backend() != "cpu":
+        raise ConfigError("--breakdown", jax.default_backend(), "is not read yet, only CPU is", "Leave it out")
+    with tempfile.TemporaryDirectory() as folder, separate_calls():
+        own = {"precompile": "lazy", "quiet": True, "host_memory": 0, "disk_memory": 0, "cache_dir": f"{folder}/cache"}
+        opening = Opening(functools.partial(_build, model, EngineConfig.of({**options, **own})))
+        async with opening as session:
+            runner = session._engine.runner
+            assert isinstance(runner, Noting), "made by _build"
+            prompts, one = workloads.Prompts(vocab_size), round_ or ROUNDS[name]
+
+            async def ran() -> list[Step]:
+                runner.steps = []
+                await one(session, prompts)
+                async with session.paused():  # no step is in flight now
+                    return runner.steps
+
+            found = Counter(step.program for step in await ran() if about(name, step))  # compiles as well
+            if not found:
+                return None
+            program = max(found, key=found.__getitem__)
+
+            def chosen(step: Step) -> bool:
+                return step.program == program and about(name, step)
+
+            (key,) = (bucket for bucket in runner.programs.lattice if bucket.name == program)
+            parts = parts_of(runner.programs.get(key).as_text())
+            kept, plain, traced = [], [], []
+            for turn in range(TURNS):  # in turn, so that what else the machine does meets both
+                plain += [
+                    {"": 1e3 * (step.ended - last.ended)}
+                    for last, step in itertools.pairwise(await ran())
+                    if chosen(step)
+                ]
+                with recorded(trace := Path(folder, str(turn))):
+                    steps = await ran()
+                traced += traced_times(steps, trace, parts, chosen)
+                kept += [step for step in steps if chosen(step)]
+    if not plain or not traced:
+        return None
+    rows, tokens = (statistics.fmean(getattr(step, field) for step in kept) for field in ("rows", "tokens"))
+    parts_ms = middle(traced)
+    return Breakdown(program, rows, tokens, len(traced), sum(parts_ms.values()), middle(plain)[""], parts_ms)
+
+
+def _build(model: LoadedModel | str, config: EngineConfig) -> Engine:
+    engine = build(Order(model, config, contexts=capture_contexts()))
+    return engine._replace(runner=Noting(engine.runner))
+
+
+@contextlib.contextmanager
+def separate_calls() -> Iterator[None]:
+    """Programs that are compiled meanwhile call each native kernel by itself, so that each is seen."""
+    before = os.environ.get("REKINDLE_CHAIN")
+    os.environ["REKINDLE_CHAIN"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["REKINDLE_CHAIN"]
+        if before is not None:
+            os.environ["REKINDLE_CHAIN"] = before
+
+
+@contextlib.contextmanager
+def recorded(folder: Path) -> Iterator[None]:
+    """The profiler's trace of the block, without Python's own calls, which would slow the host down."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(str(folder), profiler_options=options):
+        yield

@@ -1,0 +1,66 @@
+"""A shape as a checkpoint folder on disk, so that whatever reads Hugging Face folders can open the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+from rekindle._src.bench.shapes import hf_config
+from rekindle._src.models.base import abstract_model
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import manifest
+
+SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1 and 2
+DONE = "generation_config.json"  # is written last: a folder that has it is complete
+
+
+def write_checkpoint(shape: str, folder: Path, *, seed: int = 0) -> Path:
+    """Random bfloat16 weights of a shape with a tokenizer; a complete folder is left as it is."""
+    if (folder / DONE).exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = hf_config(shape)
+    save_file(_tensors(raw, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw, indent=1))
+    _tokenizer(raw["vocab_size"]).save(str(folder / "tokenizer.json"))
+    named = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "unk_token": SPECIAL[0]}
+    limits = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": raw["max_position_embeddings"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, **limits}, indent=1))
+    (folder / DONE).write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2, "do_sample": False}))
+    return folder
+
+
+def _tensors(raw: dict[str, Any], seed: int) -> dict[str, NDArray[Any]]:
+    config = ModelConfig.from_hf(raw)
+    graph, leaves = abstract_model(config)
+    sources = manifest(config).sources
+    rng = np.random.default_rng(seed)
+    state: dict[str, NDArray[Any]] = {}
+    for path, leaf in zip(graph.paths, leaves, strict=True):
+        for part in sources[path].parts(leaf.shape):
+            if "norm" in path:
+                values = np.ones(part.shape, np.float32)
+            else:
+                # Wide enough that greedy decoding wanders, narrow enough that it does not repeat its input.
+                values = rng.standard_normal(part.shape, np.float32) * np.float32(1.6 * config.hidden_size**-0.5)
+            state[part.name] = values.astype(ml_dtypes.bfloat16)
+    return state
+
+
+def _tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
+    """One token per byte; the rest of the vocabulary are words that are never merged, only generated."""
+    names = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"Ġw{number}" for number in range(len(names), vocab_size)]
+    made = tokenizers.Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(SPECIAL))
+    return made

@@ -1,0 +1,117 @@
+"""What only a new process can show: the time to its first token (W5), and a restart that restores its caches (W8)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rekindle._src.bench.workloads import SHARED, Figures, Prompts, together
+
+FIRST_PROMPT = 32
+SNAPSHOT = "bench"
+RESTART = {"max_model_len": 2048, "max_requests": 32, "precompile": "all"}
+
+
+def first_token(model: str, options: Mapping[str, Any]) -> Figures:
+    """W5: from the start of a process to its first token, with an empty store and with what that left there."""
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for store in ("cold", "warm"):
+            start = time.perf_counter()
+            answer = _child({"do": "first", "model": model, "options": {**options, "cache_dir": cache}}, start)
+            figures[f"{store}_s"] = answer["seconds"]
+            figures[f"{store}_peak_mb"] = answer["peak_bytes"] / 1e6
+    return figures
+
+
+def restart(model: str, options: Mapping[str, Any], *, seed: int = 0, programs: Path | None = None) -> Figures:
+    """W8: W4 on a cold cache, then the same in a new process that restores the first one's pages.
+
+    Prefill ends with the last request's first token. `programs` is a cache directory with compiled programs, to spare
+    the first process compiling its own; neither process compiles while it is measured.
+    """
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as cache:
+        if programs is not None and (programs / "programs").exists():
+            shutil.copytree(programs / "programs", Path(cache) / "programs")
+        for role in ("cold", "restored"):
+            order = {"do": role, "model": model, "seed": seed, "options": {**RESTART, **options, "cache_dir": cache}}
+            answer = _child(order, time.perf_counter())
+            figures |= {f"{role}_{name}": value for name, value in answer["figures"].items()}
+    return figures | {"restored_share": figures["restored_prefill_s"] / figures["cold_prefill_s"]}
+
+
+def _child(order: dict[str, Any], start: float) -> dict[str, Any]:
+    """Runs `main` in another process; the first line that it prints ends the measurement."""
+    command = [sys.executable, "-m", "rekindle._src.bench.fresh", json.dumps(order)]
+    # An installed package is compiled to bytecode; a source tree has to be able to write its own.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        seconds = time.perf_counter() - start
+        child.stdout.read()
+    if child.returncode or not line:
+        raise RuntimeError(f"{' '.join(command[:3])} {order['do']} ended with status {child.returncode}")
+    return {**json.loads(line), "seconds": seconds}
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    answer = _first(order) if order["do"] == "first" else _shared_prefix(order)
+    if answer:
+        print(json.dumps(answer), flush=True)
+
+
+def _first(order: dict[str, Any]) -> dict[str, Any]:
+    import rekindle
+
+    with rekindle.open_sync(order["model"], quiet=True, **order["options"]) as session:
+        session.generate_sync(list(range(3, 3 + FIRST_PROMPT)), max_tokens=1, ignore_eos=True)
+        # Now, and not when the session has closed.
+        print(json.dumps({"peak_bytes": peak_bytes()}), flush=True)
+    return {}
+
+
+def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
+    import anyio
+
+    import rekindle
+
+    prompts = Prompts(500, order["seed"])  # ids that every vocabulary has
+    prefix, other = prompts(SHARED), prompts(SHARED)
+    mine, warm_up = ([start + prompts(32) for _ in range(16)] for start in (prefix, other))
+    restored = order["do"] == "restored"
+    with rekindle.open_sync(
+        order["model"], quiet=True, restore=SNAPSHOT if restored else None, **order["options"]
+    ) as session:
+        if not restored:  # what a first run costs is not what restoring saves
+            anyio.run(together, session, warm_up, [32] * 16)
+        found = anyio.run(together, session, mine, [32] * 16)
+        if not restored:
+            session.save(SNAPSHOT).result_sync()
+        figures = {"wall_s": found["wall_s"], "prefill_s": found["ttft_max_ms"] / 1e3}
+        return {"figures": {**figures, "ttft_p50_ms": found["ttft_p50_ms"]}}
+
+
+def peak_bytes() -> int:
+    """The largest resident size since the process was executed; ru_maxrss would begin with its parent's."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

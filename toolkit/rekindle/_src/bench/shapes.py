@@ -1,0 +1,60 @@
+"""Models by their shape: what speed depends on, without weights that would have to be downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rekindle._src.models.base import LoadedModel, random_model
+from rekindle._src.models.config import ModelConfig
+from rekindle.errors import ConfigError
+
+_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 1e5}
+_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "micro": {  # so small that what shows is everything but the model
+        **_LLAMA, **_IDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
+        "max_position_embeddings": 16384,
+    },
+    "135m": {  # SmolLM2-135M
+        **_LLAMA, **_IDS, "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    "360m": {  # SmolLM2-360M
+        **_LLAMA, **_IDS, "hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15,
+        "num_key_value_heads": 5, "intermediate_size": 2560, "vocab_size": 49152, "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    "0.6b": {  # Qwen3-0.6B
+        **_IDS, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "max_position_embeddings": 40960,
+    },
+    "8b": {  # Llama-3-8B
+        **_LLAMA, **_IDS, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
+def hf_config(shape: str) -> dict[str, Any]:
+    """The config.json of a shape."""
+    if shape not in SHAPES:
+        raise ConfigError("shape", shape, "is not known", f"Use one of {', '.join(SHAPES)}")
+    return {"torch_dtype": "bfloat16", "hidden_act": "silu", **SHAPES[shape]}
+
+
+def random_shape(shape: str, *, dtype: str = "bfloat16", quantize: str | None = None, seed: int = 0) -> LoadedModel:
+    """A model of that shape with random weights, made in memory."""
+    config = ModelConfig.from_hf(hf_config(shape))
+    return random_model(config, seed=seed, dtype=dtype, quantize=quantize)
+
+
+def write_config(shape: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(shape), indent=1))

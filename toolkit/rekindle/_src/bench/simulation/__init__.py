@@ -1,0 +1,1 @@
+"""Offline simulations of cache policies on made-up traces."""

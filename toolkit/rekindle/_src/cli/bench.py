@@ -1,0 +1,243 @@
+"""`rekindle bench`: the workloads on this machine, as medians, beside what its memory and arithmetic allow."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+import rekindle
+from rekindle._src.bench import workloads
+from rekindle._src.bench.shapes import SHAPES, hf_config, random_shape
+from rekindle._src.cli.main import engine_options
+from rekindle._src.core.config import cache_folder
+from rekindle.errors import ConfigError, RekindleError
+
+if TYPE_CHECKING:
+    from rekindle._src.bench.limits import Limits, Work
+    from rekindle._src.models.base import LoadedModel
+
+FRESH = ("W5", "W8")  # in processes of their own
+BROKEN_DOWN = ("W1", "W2", "W3")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    names = [name.strip().upper() for name in arguments.workloads.split(",") if name.strip()]
+    for name in names:
+        if name not in (*workloads.WORKLOADS, *FRESH):
+            known = ", ".join(sorted((*workloads.WORKLOADS, *FRESH)))
+            raise ConfigError("--workloads", name, "is not known", f"Use some of {known}")
+    if arguments.breakdown and (arguments.growth or not set(names) & set(BROKEN_DOWN)):
+        raise ConfigError("--breakdown", True, f"is of {', '.join(BROKEN_DOWN)} alone", "Name one in --workloads")
+    if arguments.growth:
+        report = grow(arguments.model, engine_options(arguments), arguments.scale, arguments.plots)
+        print(json.dumps(report, indent=1)) if arguments.json else show_growth(report)
+        return 0
+    options = engine_options(arguments)
+    found = {"breakdown": break_down(arguments.model, names, options)} if arguments.breakdown else {}
+    report = measure(arguments.model, names, arguments.repeat, options) | found
+    print(json.dumps(report, indent=1)) if arguments.json else show(report)
+    return 0
+
+
+def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Medians of `repeat` runs of each workload, every one in a warm session or, W5 and W8, in processes of its own."""
+    from rekindle._src.bench import limits
+
+    options = {"dtype": "bfloat16", **options} if _is_shape(model) else options
+    _say("limits …")
+    found = limits.measure()
+    report: dict[str, Any] = {"model": model, **options, "limits": dataclasses.asdict(found)}
+    loaded = _loaded(model, options)
+    work = _work(model, options)
+    for name in names:
+        _say(f"{name} …")
+        if name in FRESH:
+            report[name] = _fresh(model, name, repeat, options)
+        else:
+            report[name] = anyio.run(_workload, loaded, name, repeat, options)
+            report[name] |= shares(name, report[name], work, found, options)
+    return report
+
+
+def shares(
+    name: str, figures: dict[str, float], work: Work, limits: Limits, options: dict[str, Any]
+) -> dict[str, float]:
+    """How much of the limit a workload reaches: one stream is bound by memory, a long prompt by products."""
+    if name == "W1":
+        return {"share_of_read": work.decode_share(limits, figures["decode_tok_s"])}
+    if name == "W2":
+        rate = limits.product(options.get("dtype", "auto"), options.get("quantize"))
+        return {"share_of_product": work.prefill_share(rate, figures["prefill_tok_s"])}
+    return {}
+
+
+async def _workload(model: LoadedModel | str, name: str, repeat: int, options: dict[str, Any]) -> dict[str, float]:
+    options = {"precompile": "all", "quiet": True, **needed(model, name, options), **options}
+    async with rekindle.open(model, **options) as session:
+        prompts = workloads.Prompts(session.tokenizer.vocab_size if model == "tiny" else vocab_size(model))
+        runs = [await workloads.WORKLOADS[name](session, prompts) for _ in range(repeat + 1)][1:]
+        stats = session.stats()
+    figures = _medians(runs)
+    if stats.drafted_tokens:
+        figures["guessed_share"] = stats.accepted_tokens / stats.generated_tokens
+    return figures
+
+
+def needed(model: LoadedModel | str, name: str, options: dict[str, Any]) -> dict[str, int]:
+    """The sizes that a workload wants."""
+    length = max(workloads.LENGTHS.get(name, 0), workloads.MODEL_LEN)
+    requests = workloads.REQUESTS.get(name, 2)
+    return {
+        "max_model_len": min(length, 1024) if model == "tiny" else length,
+        "max_requests": max(requests, options.get("prompt_lookup", 0) + 1),  # guesses are rows of their own
+    }
+
+
+def _fresh(model: str, name: str, repeat: int, options: dict[str, Any]) -> dict[str, float]:
+    from rekindle._src.bench import fresh
+    from rekindle._src.bench.folder import write_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = str(write_checkpoint(model.lower(), Path(folder) / "model")) if _is_shape(model) else model
+        if name == "W5":
+            one: Callable[..., dict[str, float]] = fresh.first_token
+        else:
+            limit = {"max_model_len": 1024} if model == "tiny" else {}
+            options = {**limit, **options}
+            one = functools.partial(fresh.restart, programs=cache_folder(options.get("cache_dir")))
+        try:
+            return _medians([one(source, options) for _ in range(repeat)])
+        except RuntimeError as error:
+            raise RekindleError(f"{name} failed: {error}. What it printed says why") from error
+
+
+def grow(model: str, options: dict[str, Any], scale: float, plots: Path | None) -> dict[str, Any]:
+    """The step time against rows, context, cached pages and queued requests."""
+    from rekindle._src.bench import growth
+
+    loaded = _loaded(model, options)
+    measured = functools.partial(growth.measure, loaded, vocab_size(loaded), options, scale=scale, say=_say)
+    points = anyio.run(measured)
+    if plots is not None:
+        for file in growth.plot(points, plots):
+            _say(f"wrote {file}")
+    return {"model": model, **options, "points": [dataclasses.asdict(point) for point in points]}
+
+
+def break_down(model: str, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """What a step of each workload is made of; None where `options` are such that there is none."""
+    from rekindle._src.bench import breakdown
+
+    loaded, found = _loaded(model, options), {}
+    for name in (name for name in names if name in BROKEN_DOWN):
+        _say(f"breakdown of {name} …")
+        sizes = {**needed(loaded, name, options), **options}
+        one = anyio.run(breakdown.measure, loaded, name, vocab_size(loaded), sizes)
+        found[name] = None if one is None else dataclasses.asdict(one)
+    return found
+
+
+def _loaded(model: str, options: dict[str, Any]) -> LoadedModel | str:
+    if not _is_shape(model):
+        return model
+    dtype = options.get("dtype", "auto")
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    return random_shape(model.lower(), dtype=dtype, quantize=options.get("quantize"))
+
+
+def _work(model: str, options: dict[str, Any]) -> Work:
+    """From the shapes alone."""
+    from rekindle import tiny
+    from rekindle._src.bench.limits import Work
+    from rekindle._src.models.base import abstract_model
+    from rekindle._src.models.config import ModelConfig
+    from rekindle._src.models.loading.checkpoint import inspect, resolve_dtype
+
+    if _is_shape(model):
+        config = ModelConfig.from_hf(hf_config(model.lower()))
+    else:
+        config = inspect(tiny.folder() if model == "tiny" else model).config
+    dtype = resolve_dtype(options.get("dtype", "auto"), config)
+    graph, leaves = abstract_model(config, dtype, options.get("quantize"))
+    return Work.of(graph.paths, leaves)
+
+
+def _is_shape(model: str) -> bool:
+    return model.lower() in SHAPES and not Path(model).exists()
+
+
+def vocab_size(model: LoadedModel | str) -> int:
+    """Of a model in memory; a folder's prompts are drawn from the ids that every vocabulary has."""
+    return 1000 if isinstance(model, str) else model.config.vocab_size
+
+
+def _medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
+
+
+def show(report: dict[str, Any]) -> None:
+    limits = report["limits"]
+    print(
+        f"{report['model']}: this machine reads {limits['read_gb_per_s']:.0f} GB/s and multiplies "
+        f"{limits['bf16_gflop_per_s']:.0f} (bfloat16), {limits['f32_gflop_per_s']:.0f} (float32), "
+        f"{limits['int8_gflop_per_s']:.0f} (int8) GFLOP/s"
+    )
+    for name, figures in report.items():
+        if name.startswith("W"):
+            print(f"{name}  " + "  ".join(f"{figure} {_number(figure, value)}" for figure, value in figures.items()))
+
+    if "breakdown" in report:
+        show_breakdown(report["breakdown"])
+
+
+def show_breakdown(found: dict[str, dict[str, Any] | None]) -> None:
+    """A column per workload, a line per part: milliseconds and the share of the step."""
+    from rekindle._src.bench.operations import PARTS
+
+    columns = {name: one for name, one in found.items() if one is not None}
+    for name, one in found.items():
+        if one is None:
+            print(f"{name}: with these options no such step runs")
+    if not columns:
+        return
+
+    def line(title: str, cells: Iterable[str], note: str = "") -> None:
+        print(f"{title:10}" + "".join(f"{cell:>20}" for cell in cells) + (f"   {note}" if note else ""))
+
+    print()
+    line("", (f"{name} {one['program']}" for name, one in columns.items()))
+    line("", (f"{one['rows']:.0f} + {one['tokens']:.0f} tokens" for one in columns.values()), "decoded + prefilled")
+    for part, note in PARTS.items():
+        times = ((one["parts_ms"][part], one["step_ms"]) for one in columns.values())
+        line(part, (f"{ms:.3f} ms {ms / step:6.1%}" for ms, step in times), note)
+    line("step", (f"{one['step_ms']:.3f} ms       " for one in columns.values()), "recorded by the profiler")
+    line("", (f"{one['untraced_ms']:.3f} ms       " for one in columns.values()), "otherwise")
+
+
+def _number(figure: str, value: float) -> str:
+    if "share" in figure:
+        return f"{value:.1%}" if figure.startswith("idle") else f"{value:.0%}"
+    return f"{value:,.2f}" if figure.endswith("_s") and not figure.endswith("tok_s") else f"{value:,.1f}"
+
+
+def show_growth(report: dict[str, Any]) -> None:
+    """One line per point, with how its step compares with the sweep's first."""
+    first: dict[str, float] = {}
+    for point in report["points"]:
+        beside = point["step_ms"] / first.setdefault(point["sweep"], point["step_ms"])
+        print(f"{point['sweep']:16} {point['x']:>8,}  step {point['step_ms']:8.2f} ms  {beside:5.2f}×")
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)

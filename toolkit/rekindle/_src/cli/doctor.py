@@ -1,0 +1,194 @@
+"""`rekindle doctor`: what works on this machine, what does not, and the fix for each."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from rekindle._src.core.config import cache_folder
+from rekindle._src.core.memory import available
+
+REQUIRED = ("jax", "jaxlib", "flax", "anyio", "numpy", "orbax-checkpoint", "tokenizers", "safetensors", "jinja2")
+NOTEBOOK = ("ipywidgets", "anywidget")
+LOW_DISK = 1 << 30
+LOW_MEMORY = 2 << 30
+
+
+class Check(NamedTuple):
+    """One line of the report."""
+
+    status: Literal["pass", "warn", "fail"]
+    title: str
+    detail: str
+    fix: str = ""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print every check as it ends; 1 if any failed."""
+    failed = False
+    checks = []
+    for check in examine(cache_folder(arguments.cache_dir)):
+        failed |= check.status == "fail"
+        checks.append(check)
+        if not arguments.json:
+            print(
+                f"{check.status:4}  {check.title}: {check.detail}" + (f"\n      fix: {check.fix}" if check.fix else "")
+            )
+    if arguments.json:
+        print(json.dumps([check._asdict() for check in checks], indent=1))
+    return int(failed)
+
+
+def examine(folder: Path) -> Iterator[Check]:
+    """Every check in order; one that raises is a failed check."""
+    for look in (_python, _packages, _notebook, _shadowing, _devices, _native, _memory):
+        yield from _guarded(look)
+    yield from _guarded(lambda: _cache(folder))
+    for look in (_compile, _tiny):
+        yield from _guarded(look)
+
+
+def _guarded(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    try:
+        yield from look()
+    except Exception as error:
+        name = getattr(look, "__name__", "check").strip("_<>")
+        yield Check(
+            "fail", name, f"{type(error).__name__}: {error}", "Reinstall: pip install --force-reinstall rekindle"
+        )
+
+
+def _python() -> Iterator[Check]:
+    yield Check("pass", "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _packages() -> Iterator[Check]:
+    for package in REQUIRED:
+        yield _installed(package, "fail", "pip install rekindle")
+
+
+def _notebook() -> Iterator[Check]:
+    for package in NOTEBOOK:
+        yield _installed(package, "fail", "pip install rekindle")
+    yield _installed("jupyterlab", "warn", "pip install 'rekindle[notebook]', if you want to open the tutorials here")
+
+
+def _installed(package: str, otherwise: Literal["warn", "fail"], fix: str) -> Check:
+    try:
+        return Check("pass", package, importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(otherwise, package, "is not installed", fix)
+
+
+def _shadowing() -> Iterator[Check]:
+    """A folder called `kernels` on the path hides Hugging Face's package, which transformers imports."""
+    try:
+        importlib.metadata.version("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        yield Check("pass", "imports", "nothing shadows Hugging Face's `kernels` (not installed)")
+        return
+    found = importlib.util.find_spec("kernels")
+    origin = found.origin if found else None
+    if origin and ("site-packages" in origin or "dist-packages" in origin):
+        yield Check("pass", "imports", "nothing shadows Hugging Face's `kernels`")
+    else:
+        place = origin or (list(found.submodule_search_locations or [])[:1] if found else "nowhere")
+        yield Check(
+            "warn", "imports", f"`kernels` comes from {place}, not from Hugging Face's package",
+            "Start Python from another folder, or rename that one",
+        )  # fmt: skip
+
+
+def _devices() -> Iterator[Check]:
+    import jax
+
+    devices = jax.devices()
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    yield Check("pass", "devices", f"{len(devices)} × {jax.default_backend()} ({kinds}), {os.cpu_count()} CPU cores")
+
+
+def _native() -> Iterator[Check]:
+    """Kernels for what XLA:CPU is slow at; on another platform nobody misses them."""
+    import jax
+
+    from rekindle_kernels import native
+
+    if jax.default_backend() != "cpu":
+        return
+    reason = native.reason_against()
+    if reason is None:
+        yield Check("pass", "native kernels", "numba compiles them for this CPU at first use")
+    else:
+        yield Check("warn", "native kernels", f"{reason.split(':')[0]}; tokens take about half as long again",
+                    "pip install 'rekindle[cpu]'")  # fmt: skip
+
+
+def _memory() -> Iterator[Check]:
+    if not hasattr(os, "sysconf"):
+        return
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = os.sysconf("SC_PHYS_PAGES") * page, available()
+    if free is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * page
+    detail = f"{free / 2**30:.1f} GiB available of {total / 2**30:.1f} GiB"
+    if free < LOW_MEMORY:
+        yield Check("warn", "memory", detail, "Close other programs, or open smaller models, or quantize='int8'")
+    else:
+        yield Check("pass", "memory", detail)
+
+
+def _cache(folder: Path) -> Iterator[Check]:
+    """Writable, with room, and what is in it."""
+    fix = "Point $REKINDLE_CACHE or cache_dir= to a folder you can write to"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"embers")
+            file.flush()
+    except OSError as error:
+        yield Check("fail", "cache directory", f"{folder} can't be written: {error.strerror or error}", fix)
+        return
+    usage = {entry.name: _size(entry) for entry in sorted(folder.iterdir())}
+    contents = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in usage.items()) or "empty"
+    yield Check("pass", "cache directory", f"{folder}: {contents}")
+    status = os.statvfs(folder) if hasattr(os, "statvfs") else None
+    if status and status.f_bavail * status.f_frsize < LOW_DISK:
+        free = status.f_bavail * status.f_frsize
+        yield Check("warn", "disk", f"{free / 2**20:.0f} MiB free below {folder}", "rekindle cache prune, or free disk")
+
+
+def _size(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _compile() -> Iterator[Check]:
+    import jax
+    import jax.numpy as jnp
+
+    start = time.perf_counter()
+    total = jax.jit(lambda x: (x @ x).sum())(jnp.ones((8, 8)))
+    seconds = time.perf_counter() - start
+    if float(total) == 512.0:
+        yield Check("pass", "compile", f"a program compiled and ran in {seconds:.2f} s")
+    else:
+        yield Check("fail", "compile", f"a program computed {float(total)} instead of 512", "Reinstall jax and jaxlib")
+
+
+def _tiny() -> Iterator[Check]:
+    import rekindle
+
+    start = time.perf_counter()
+    with rekindle.open_sync("tiny", quiet=True, max_model_len=256, max_requests=2) as session:
+        done = session.generate_sync("Once upon a time", max_tokens=8)
+    yield Check("pass", "generate", f"the embedded model said {done.text!r} after {time.perf_counter() - start:.1f} s")

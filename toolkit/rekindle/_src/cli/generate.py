@@ -1,0 +1,62 @@
+"""`rekindle generate`: print a continuation as its tokens come."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import rekindle
+from rekindle._src.cli.main import engine_options, sampling_options
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prompt = arguments.prompt
+    if prompt is None or prompt == "-":
+        prompt = sys.stdin.read()
+    with rekindle.open_sync(arguments.model, quiet=True, **engine_options(arguments)) as session:
+        handle = session.submit(prompt, **sampling_options(arguments))
+        if arguments.json:
+            done = handle.result_sync()
+            print(json.dumps(as_json(done), ensure_ascii=False))
+            return 0
+        print(prompt, end="", flush=True)
+        interrupted = False
+        try:
+            for delta in handle.stream_sync():
+                print(delta.text, end="", flush=True)
+        except KeyboardInterrupt:
+            interrupted = True
+            handle.cancel()
+        print()
+        if interrupted:
+            print("[interrupted]", file=sys.stderr)
+            return 130
+        done = handle.result_sync()
+        rate = done.timings.decode_rate(done.usage.completion_tokens)
+        print(
+            f"[{done.usage.prompt_tokens} prompt + {done.usage.completion_tokens} new tokens, first after "
+            f"{done.timings.first_token * 1e3:.0f} ms, then {rate:.0f} tokens/s, ended by {done.finish_reason}]",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def as_json(done: rekindle.Completion) -> dict[str, object]:
+    return {
+        "prompt": done.prompt,
+        "text": done.text,
+        "token_ids": list(done.token_ids),
+        "finish_reason": str(done.finish_reason),
+        "seed": done.seed,
+        "usage": {
+            "prompt_tokens": done.usage.prompt_tokens,
+            "cached_tokens": done.usage.cached_tokens,
+            "completion_tokens": done.usage.completion_tokens,
+        },
+        "timings": {
+            "queued": done.timings.queued,
+            "first_token": done.timings.first_token,
+            "total": done.timings.total,
+        },
+    }

@@ -1,0 +1,62 @@
+"""`rekindle warm MODEL`: compile a model's programs into the store, so that the first session only loads them.
+
+Reads no weights: programs depend on shapes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+
+import jax
+
+from rekindle import tiny
+from rekindle._src.cli.main import engine_options
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.loading.checkpoint import describe
+from rekindle._src.programs.warming import Warmed, warm
+from rekindle._src.session.builder import stored_programs
+from rekindle._src.session.resolve import resolve
+from rekindle.errors import ConfigError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = EngineConfig.of(engine_options(arguments))
+    if arguments.device_kind is not None:
+        check_kind(arguments.device_kind)
+    model = describe(
+        tiny.folder() if arguments.model == "tiny" else arguments.model, dtype=options.dtype, quantize=options.quantize
+    )
+    config = resolve(options, model.found.config, weight_bytes=model.nbytes)
+    programs = stored_programs(model.found.config, model.graph, model.shapes, config)
+    start = time.perf_counter()
+    warm(programs, progress=None if arguments.json else show)
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(record) for record in programs.manifest()], indent=1))
+    else:
+        print(f"{len(programs.manifest())} programs are ready after {time.perf_counter() - start:.2f} s")
+    return 0
+
+
+def check_kind(asked: str) -> None:
+    """Programs are compiled for the device at hand: there is no compiling for another kind without one."""
+    kind = jax.local_devices()[0].device_kind
+    if asked.casefold() != kind.casefold():
+        raise ConfigError(
+            "--device-kind",
+            asked,
+            f"can't be compiled for here, where the device is {kind!r}",
+            "Run this on such a machine and copy its cache directory's `programs` folder",
+        )
+
+
+def show(warmed: Warmed) -> None:
+    program = warmed.program
+    print(
+        f"[{warmed.done:2}/{warmed.total}] {program.name:8} {program.origin} in {program.seconds:.2f} s",
+        file=sys.stderr,
+        flush=True,
+    )

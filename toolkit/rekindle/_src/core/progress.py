@@ -1,0 +1,108 @@
+"""How far something slow is, shown where it is read: an output in a notebook, a bar on a terminal, lines in a log.
+
+session = await rekindle.open(folder, progress=Progress("loading"))
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal, TextIO
+
+from rekindle._src.core import html
+
+log = logging.getLogger("rekindle.progress")
+PATIENCE = 0.5  # seconds before anything is shown: most loads are over by then
+INTERVAL = 0.05
+LOG_INTERVAL = 10.0
+Backend = Literal["auto", "notebook", "terminal", "log"]
+
+
+class Progress:
+    """Call it with anything that has `done` and `total`; one line, of which a notebook keeps the last."""
+
+    def __init__(
+        self, label: str, *, backend: Backend = "auto", quiet: bool = False, stream: TextIO | None = None
+    ) -> None:
+        self.label = label
+        self.done = self.total = 0
+        self._show = _silent if quiet else _backend(backend, stream)
+        self._every = LOG_INTERVAL if self._show is _logged else INTERVAL
+        self._began = time.monotonic()
+        self._last = self._began + PATIENCE - self._every
+        self._lock = threading.Lock()  # programs are compiled by several threads
+        self._shown = False
+
+    def __call__(self, report: Any) -> None:
+        with self._lock:
+            self.done, self.total = report.done, report.total
+            now = time.monotonic()
+            ended = self.done >= self.total
+            if (ended and self._shown) or (not ended and now - self._last >= self._every):
+                self._last, self._shown = now, True
+                self._show(self.line(report), self.fraction, ended)
+
+    @property
+    def fraction(self) -> float:
+        return self.done / self.total if self.total else 1.0
+
+    def line(self, report: Any) -> str:
+        """Loads say how many bytes and how long still, programs say which one."""
+        program = getattr(report, "program", None)
+        if program is None:
+            return f"{self.label}: {report}"
+        left = (time.monotonic() - self._began) / report.done * (report.total - report.done)
+        eta = f", {left:.0f} s left" if report.done < report.total else ""
+        return f"{self.label}: {report.done} of {report.total} programs, {program.name}{eta}"
+
+
+def _backend(asked: Backend, stream: TextIO | None) -> Callable[[str, float, bool], None]:
+    out = sys.stderr if stream is None else stream
+    if asked == "auto":
+        asked = "notebook" if _in_notebook() else "terminal" if out.isatty() else "log"
+    if asked == "notebook":
+        return _Output()
+    return _Terminal(out) if asked == "terminal" else _logged
+
+
+def _silent(line: str, fraction: float, ended: bool) -> None: ...
+
+
+def _logged(line: str, fraction: float, ended: bool) -> None:
+    log.info(line)
+
+
+class _Terminal:
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def __call__(self, line: str, fraction: float, ended: bool) -> None:
+        filled = round(20 * fraction)
+        self._out.write(f"\r[{'█' * filled}{'·' * (20 - filled)}] {line:<70}" + ("\n" if ended else ""))
+        self._out.flush()
+
+
+class _Output:
+    """An output of the cell, replaced as things go on; the last line stays. No widget, so every viewer shows it."""
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+
+    def __call__(self, line: str, fraction: float, ended: bool) -> None:
+        from IPython.display import display
+
+        bar = "" if ended else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", legend=False)
+        data = {"text/html": html.block(bar, html.line(line)), "text/plain": line}
+        if self._shown is None:
+            self._shown = display(data, raw=True, display_id=True)
+        else:
+            self._shown.update(data, raw=True)
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")

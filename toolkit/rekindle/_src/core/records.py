@@ -1,0 +1,297 @@
+"""The records a request turns into on its way: Request → StepPlan → StepResult → TokenEvent → TextDelta → Completion.
+
+Index ranges are half-open. A record is never changed after it was made; the tasks exchange nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core import html
+from rekindle._src.core.config import Sampling
+
+IntArray = NDArray[np.int32]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; exactly one for each."""
+
+    EOS = "eos"  # the model's own end-of-sequence token, which is not part of the text
+    STOP = "stop"  # a stop string or a stop token id
+    LENGTH = "length"  # max_tokens
+    CONTEXT = "context"  # max_model_len
+    ABORTED = "aborted"  # cancelled by its caller or by closing
+    FAILED = "failed"  # the error is on the event
+
+
+class Status(enum.StrEnum):
+    """Where a request is."""
+
+    QUEUED = "queued"  # waits for a slot, for pages, or for a prefix that another request is computing
+    LOADING = "loading"  # cached pages are on their way to the device
+    PREFILL = "prefill"  # its prompt is being computed
+    DECODE = "decode"  # produces tokens
+    PREEMPTED = "preempted"  # lost its pages to an older request; resumes from the cache
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate, validated and tokenized; `n=3` arrives as three requests of one group."""
+
+    id: str  # opaque and unique in the process
+    token_ids: IntArray  # the prompt, at least one token
+    sampling: Sampling  # with its seed drawn
+    stop_ids: frozenset[int] = frozenset()  # end the request with "stop"
+    eos_ids: frozenset[int] = frozenset()  # end the request with "eos"; empty under ignore_eos
+    arrival: float = 0.0  # time.perf_counter() at submit
+    group: str = ""  # shared by the n sequences of one prompt
+    index: int = 0  # which of the n
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part in a step: computes positions [start, start + length)."""
+
+    request: Request
+    epoch: int  # counts how often the request was (re)admitted; a late result of an older epoch is dropped
+    slot: int  # where its state lives on the device
+    start: int  # tokens whose keys and values are in the cache already
+    length: int  # tokens computed now; 1 in a decode row
+    pages: IntArray  # its page table, long enough for start + length
+    token_ids: IntArray | None  # the tokens to compute; None: the token that the slot sampled last, on the device
+    samples: bool  # the last position's logits choose the next token
+    fresh: bool = False  # first row of this epoch: the slot's state belongs to somebody else and is reset
+    generated: int = 0  # how many tokens the request has generated before this step's
+    outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
+    kept: bool = False  # a shared page holds its one token's keys and values already: only the logits are wanted
+    draft: bool = False  # its token is a guess that follows the row before, which belongs to the same request
+
+
+class PageMove(NamedTuple):
+    """A page that changes its tier around a step, with the digest that names its content."""
+
+    page: int
+    digest: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step runs. Order on the device: offload reads, then restore writes, then the rows."""
+
+    step: int
+    decode: tuple[Row, ...]
+    prefill: tuple[Row, ...]
+    offload: tuple[PageMove, ...] = ()  # pages to read out, because this step may overwrite them
+    restore: tuple[PageMove, ...] = ()  # pages to fill from the host tier before the rows run
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.decode + self.prefill
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(row.length for row in self.prefill)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decode) + self.prefill_tokens
+
+    @property
+    def drafted(self) -> bool:
+        """It has drafts, so that the next step can only be planned once this one's result is known."""
+        return any(row.draft for row in self.decode)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class TokenLogprobs(html.Record):
+    """One token's log-probability and the most likely alternatives, most likely first."""
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row produced: a token if it sampled, log-probabilities if they were asked for."""
+
+    request_id: str
+    epoch: int
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced, in the order of `plan.rows`."""
+
+    plan: StepPlan
+    rows: tuple[RowResult, ...]
+    program: str = ""  # the bucket's name
+    host_seconds: float = 0.0  # packing and dispatch
+    device_seconds: float = 0.0  # from dispatch until its result was there
+    idle_seconds: float = 0.0  # the device had nothing to do before it
+
+    @property
+    def right(self) -> tuple[bool, ...]:
+        """Which rows computed what they should have: a draft did if every guess up to its own came true."""
+        found: list[bool] = []
+        for index, row in enumerate(self.plan.rows):
+            right = True
+            if row.draft:
+                assert row.token_ids is not None, "a draft has its token"
+                right = found[-1] and self.rows[index - 1].token_id == row.token_ids[0]
+            found.append(right)
+        return tuple(found)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that it added to its requests."""
+        return sum(row.samples and right for row, right in zip(self.plan.rows, self.right, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of one request, leaving the scheduler; the last one carries how it ended."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0  # of the prompt, found in the cache
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+
+    def then(self, later: TokenEvent) -> TokenEvent:
+        """Both as one."""
+        return dataclasses.replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class TextDelta(html.Record):
+    """What a stream yields: text that is final, with the tokens that became final with it."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Usage(html.Record):
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Timings(html.Record):
+    """Seconds, on the clock of time.perf_counter()."""
+
+    queued: float  # submit to first admission
+    first_token: float  # submit to first token
+    total: float  # submit to end
+
+    _seconds = ("queued", "first_token", "total")
+
+    def decode_rate(self, tokens: int) -> float:
+        """Tokens per second after the first."""
+        seconds = self.total - self.first_token
+        return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Completion:
+    """What `generate` returns."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    usage: Usage
+    timings: Timings
+    sampling: Sampling
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    index: int = 0
+    # Texts of tokens are made when somebody looks at them. A copy or pickle is without it.
+    decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def seed(self) -> int:
+        assert self.sampling.seed is not None, "a finished request has its seed drawn"
+        return self.sampling.seed
+
+    @property
+    def token_texts(self) -> tuple[str, ...]:
+        """Each token's text by itself; half a character shows as �."""
+        return tuple(map(self.text_of, self.token_ids))
+
+    def text_of(self, token_id: int) -> str:
+        """One token's text, special tokens by their names."""
+        return f"[{token_id}]" if self.decode is None else self.decode([token_id])
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"<Completion {self.id}: {html.shortened(self.text)!r}, {self._summary()}>"
+
+    def _repr_html_(self) -> str:
+        parts = [html.line(self._summary(), *self._speed())]
+        if self.prompt_logprobs is not None:
+            # Nothing comes before a prompt's first token, so that it has no probability.
+            first = html.Token(self.text_of(self.prompt_token_ids[0]))
+            parts.append(html.tokens([first, *map(self._shown, self.prompt_logprobs)]))
+        parts.append(html.text(self.text) if self.logprobs is None else html.tokens(map(self._shown, self.logprobs)))
+        return html.block(*parts)
+
+    def _shown(self, entry: TokenLogprobs) -> html.Token:
+        others = zip(map(self.text_of, entry.top_ids), entry.top_logprobs, strict=True)
+        return html.Token(self.text_of(entry.token_id), entry.logprob, tuple(others))
+
+    def _summary(self) -> str:
+        return f"{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
+
+    def _speed(self) -> tuple[str, ...]:
+        rate, usage = self.timings.decode_rate(len(self.token_ids)), self.usage
+        return (
+            f"first token after {self.timings.first_token * 1e3:.0f} ms"
+            + (f", then {rate:.0f} tokens/s" if rate else ""),
+            f"prompt of {html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
+            "" if self.sampling.greedy else f"seed {self.seed}",
+        )
+
+    def __getstate__(self) -> list[Any]:
+        # The tokenizer stays behind: a pickled completion is text and numbers.
+        return [None if field.name == "decode" else getattr(self, field.name) for field in dataclasses.fields(self)]

@@ -1,0 +1,107 @@
+"""Admission: how many sequences may be in the session at once. It bounds every queue behind it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from rekindle._src.dispatch.wakeups import Bell, new_bell
+from rekindle.errors import SessionClosed
+
+
+class _Waiter:
+    __slots__ = ("admitted", "bell", "count")
+
+    def __init__(self, count: int, bell: Bell) -> None:
+        self.count, self.bell, self.admitted = count, bell, False
+
+
+class Gate:
+    """A counter of free places with a line of waiters, first come first served; usable from any thread."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.closed: BaseException | None = None
+        self._free = places
+        self._line: deque[_Waiter] = deque()
+        # Reentrant, because the garbage collector may close a waiting coroutine while this very thread is inside.
+        self._lock = threading.RLock()
+
+    @property
+    def inside(self) -> int:
+        return self.places - self._free
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    def try_enter(self, count: int) -> bool:
+        """Take `count` places if they are free and nobody waits for them."""
+        with self._lock:
+            if self.closed is not None:
+                raise self._refusal()
+            if self._line or self._free < count:
+                return False
+            self._free -= count
+            return True
+
+    async def enter(self, count: int, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Take `count` places, in turn; false if `unless()` turned true meanwhile, see `recheck`."""
+        if self.try_enter(count):
+            return True
+        waiter = _Waiter(count, new_bell())
+        with self._lock:
+            self._line.append(waiter)
+            self._admit()
+        try:
+            while not waiter.admitted:
+                if self.closed is not None:
+                    raise self._refusal()
+                if unless():
+                    self._give_up(waiter)
+                    return False
+                await waiter.bell.wait()
+        except BaseException:
+            self._give_up(waiter)
+            raise
+        return True
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        with self._lock:
+            if waiter.admitted:
+                self.leave(waiter.count)
+            else:
+                self._line.remove(waiter)
+                self._admit()
+
+    def recheck(self) -> None:
+        """Let everybody in line look at their `unless`."""
+        for waiter in tuple(self._line):
+            waiter.bell.ring()
+
+    def leave(self, count: int = 1) -> None:
+        with self._lock:
+            self._free += count
+            assert self._free <= self.places, "more places were given back than taken"
+            self._admit()
+
+    def close(self, error: BaseException) -> None:
+        """Nobody enters any more; who waits is told."""
+        with self._lock:
+            if self.closed is None:
+                self.closed = error
+        self.recheck()
+
+    def _admit(self) -> None:
+        while self._line and self._line[0].count <= self._free and self.closed is None:
+            waiter = self._line.popleft()
+            self._free -= waiter.count
+            waiter.admitted = True
+            waiter.bell.ring()
+
+    def _refusal(self) -> SessionClosed:
+        assert self.closed is not None
+        refusal = SessionClosed(str(self.closed))
+        refusal.__cause__ = self.closed.__cause__
+        return refusal

@@ -1,0 +1,172 @@
+"""Detokenize: turns token events into text deltas and completions, and puts them into their callers' mailboxes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from rekindle._src.core.records import (
+    Completion,
+    FinishReason,
+    Request,
+    TextDelta,
+    Timings,
+    TokenEvent,
+    TokenLogprobs,
+    Usage,
+)
+from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.messages import Abort, DetokenizerLike, Events, Finish, ScheduleMessage
+from rekindle.errors import RequestAborted, RequestFailed
+
+_TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
+
+
+class Ticket:
+    """A live sequence as its caller sees it: intake makes it, detokenize fills and settles it."""
+
+    __slots__ = (
+        "_cached", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs", "_prompt_logprobs", "_text",
+        "_tokens", "mailbox", "prompt", "request", "started",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        mailbox: Mailbox,
+        prompt: str | None,
+        detokenizer: DetokenizerLike,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.request = request
+        self.mailbox = mailbox
+        self.prompt = prompt
+        self.started = 0.0  # when it first ran
+        self._detokenizer = detokenizer
+        self._decode = decode  # for the texts of single tokens
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._text: list[str] = []
+        self._delivered = 0  # tokens that left with a delta
+        self._cached = 0
+        self._first = 0.0
+
+    def take(self, event: TokenEvent, now: float) -> FinishReason | None:
+        """Add an event, deliver what became final, and say how the sequence ended if it did."""
+        reason = event.finish_reason
+        if event.token_ids and not self._tokens:
+            self._first = now
+        self._cached = event.cached_tokens
+        self._prompt_logprobs += event.prompt_logprobs
+        start = len(self._tokens)
+        self._tokens += event.token_ids
+        self._logprobs += event.logprobs
+        # The token that ended it by being an eos or stop token is no text; a stop string from outside has no token.
+        ends = reason in _TOKEN_ENDS and len(event.token_ids) > 0
+        text, stopped = self._detokenizer.push(event.token_ids[:-1] if ends else event.token_ids)
+        if stopped is not None:  # whatever came behind the stop string never was
+            del self._tokens[self._detokenizer.tokens :], self._logprobs[self._detokenizer.tokens :]
+        elif reason is not None:
+            text += self._detokenizer.flush()
+            stopped = self._detokenizer.stopped
+        if stopped is not None and reason not in (FinishReason.ABORTED, FinishReason.FAILED):
+            reason = FinishReason.STOP
+        if reason is not None:
+            released = len(self._tokens)
+        else:
+            released = max(self._delivered, min(self._detokenizer.released, start + len(event.token_ids)))
+        # A request that failed has no closing delta: its reader gets the error instead.
+        if text or released > self._delivered or reason not in (None, FinishReason.FAILED):
+            self._deliver(text, released, reason)
+        return reason
+
+    def _deliver(self, text: str, released: int, reason: FinishReason | None) -> None:
+        start, self._delivered = self._delivered, released
+        self._text.append(text)
+        self.mailbox.put(
+            TextDelta(
+                request_id=self.request.id,
+                text=text,
+                token_ids=tuple(self._tokens[start:released]),
+                logprobs=tuple(self._logprobs[start:released]),
+                index=self.request.index,
+                finish_reason=reason,
+            )
+        )
+
+    def completion(self, reason: FinishReason, now: float) -> Completion:
+        """The whole of it."""
+        request, sampling = self.request, self.request.sampling
+        return Completion(
+            id=request.id,
+            text="".join(self._text),
+            token_ids=tuple(self._tokens),
+            finish_reason=reason,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(request.token_ids.tolist()),
+            usage=Usage(request.prompt_length, self._cached, len(self._tokens)),
+            timings=Timings(
+                queued=self.started - request.arrival,
+                first_token=self._first - request.arrival,
+                total=now - request.arrival,
+            ),
+            sampling=sampling,
+            logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,
+            prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,
+            index=request.index,
+            decode=self._decode,
+        )
+
+    def settle(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
+        """Put the completion, or the one error, into the mailbox."""
+        if reason is FinishReason.ABORTED:
+            error = error or RequestAborted(
+                f"request {self.request.id} was cancelled after {len(self._tokens)} tokens. "
+                "What it had produced is on its handle"
+            )
+        elif reason is FinishReason.FAILED:
+            error = error or RequestFailed(f"request {self.request.id} failed after {len(self._tokens)} tokens")
+        self.mailbox.settle(self.request.index, error if error is not None else self.completion(reason, now))
+
+
+async def run(
+    inbox: MemoryObjectReceiveStream[Events],
+    feedback: MemoryObjectSendStream[ScheduleMessage],
+    tickets: dict[str, Ticket],
+) -> None:
+    """Ends with the inbox. `feedback` tells schedule about stop strings, and about text that could not be decoded."""
+    async with inbox, feedback:
+        async for batch in inbox:
+            now = time.perf_counter()
+            for request_id in batch.started:
+                if (ticket := tickets.get(request_id)) is not None:
+                    ticket.started = ticket.started or batch.at
+            for event in batch.events:
+                deliver(event, feedback, tickets, now)
+            for call in batch.then:
+                call()
+
+
+def deliver(
+    event: TokenEvent, feedback: MemoryObjectSendStream[ScheduleMessage], tickets: dict[str, Ticket], now: float
+) -> None:
+    """One event to its mailbox. Events of a sequence that was settled already are dropped."""
+    ticket = tickets.get(event.request_id)
+    if ticket is None:
+        return
+    reason, error = event.finish_reason, event.error
+    try:
+        ended = ticket.take(event, now)
+        if ended is not None and reason is None:
+            feedback.send_nowait(Finish(event.request_id, ended))
+    except Exception as cause:
+        ended = FinishReason.FAILED
+        error = RequestFailed(f"the text of request {event.request_id} could not be decoded: {cause!r}")
+        error.__cause__ = cause
+        feedback.send_nowait(Abort(event.request_id))
+    if ended is not None:
+        del tickets[event.request_id]
+        ticket.settle(ended, error, now)

@@ -1,0 +1,108 @@
+"""Dispatch: wires the four tasks, runs them until everything has drained, and is how their loop is spoken to.
+
+    submissions          requests              turns
+    ──────────▶ intake ──────────▶ schedule ◀────────▶ step ── device thread
+                                    │   ▲    outcomes
+                             events ▼   │ stop strings
+                                 detokenize ──▶ mailboxes
+
+A request goes from left to right, once. Draining goes the same way: intake ends with its inbox and tells schedule,
+schedule ends after its last request and closes the streams of the other two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import anyio
+
+from rekindle._src.dispatch import detokenize, intake, schedule, step
+from rekindle._src.dispatch.detokenize import Ticket
+from rekindle._src.dispatch.device import DeviceThread
+from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.messages import Abort, Control, Engine, Events, ScheduleMessage, Submission, Turn
+from rekindle._src.dispatch.step_watchdog import Watch
+
+
+class Dispatch:
+    """The four tasks of one session. Its methods are called on the loop that runs them and return at once.
+
+    `places` is how many sequences the gate lets in. Each one alive has at most three messages in schedule's inbox
+    (itself, an abort, a stop string), so that sending there never has to wait, and no two tasks wait for each other.
+    """
+
+    def __init__(self, engine: Engine, device: DeviceThread, places: int) -> None:
+        self.engine = engine
+        self.tickets: dict[str, Ticket] = {}  # live sequences: intake adds, detokenize removes
+        self.mailboxes: set[Mailbox] = set()  # live submissions, in the streams or behind
+        self.watch = Watch(engine.scheduler, engine.runner, engine.config)
+        self.observers: list[schedule.Observer] = [self.watch]  # of committed steps
+        self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * places + 64)
+        self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
+        turns, turned = anyio.create_memory_object_stream[Turn](1)
+        events, happened = anyio.create_memory_object_stream[Events](1)
+        from_intake, from_step, from_detokenize = (self._messages.clone() for _ in range(3))
+        self._streams = (submitted, inbox, turns, turned, events, happened, from_intake, from_step, from_detokenize)
+        self._tasks: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (
+            partial(intake.run, submitted, from_intake, engine, self.tickets),
+            partial(
+                schedule.run, inbox, turns, events, engine.scheduler, engine.recover, self.observers, self.watch.rest
+            ),
+            partial(step.run, turned, from_step, engine.runner, device, self.watch),
+            partial(detokenize.run, happened, from_detokenize, self.tickets),
+        )
+
+    async def run(self) -> None:
+        """Until drained. Raises what a task raised, never an ExceptionGroup."""
+        try:
+            async with anyio.create_task_group() as watching:
+                watching.start_soon(self.watch.run)
+                async with anyio.create_task_group() as group:
+                    for task in self._tasks:
+                        group.start_soon(task)
+                watching.cancel_scope.cancel()
+        except BaseExceptionGroup as several:
+            raise root_cause(several) from None
+        finally:
+            for stream in (self._submissions, self._messages, *self._streams):
+                stream.close()
+
+    def submit(self, submission: Submission) -> None:
+        self.mailboxes.add(submission.mailbox)
+        submission.mailbox.on_complete = self.mailboxes.discard
+        self._submissions.send_nowait(submission)
+
+    def send(self, message: Control) -> None:
+        self._submissions.send_nowait(message)
+
+    def abort(self, mailbox: Mailbox) -> None:
+        """End the sequences of one submission wherever they are."""
+        if not mailbox.abandoned and not mailbox.settled:
+            mailbox.abandoned = True  # intake sees it, if the submission has not come by yet
+            for request_id in mailbox.request_ids:
+                self._messages.send_nowait(Abort(request_id))
+
+    def drain(self) -> None:
+        """Take no more submissions, and let `run` return once the last request has ended."""
+        self._submissions.close()
+
+    def abort_all(self, error: BaseException) -> None:
+        """Every live request ends with `error` now; its pages come back as after any abort."""
+        for mailbox in tuple(self.mailboxes):
+            self.abort(mailbox)
+        self.settle_all(error)
+
+    def settle_all(self, error: BaseException) -> None:
+        """Every caller gets `error`, whatever the tasks still do."""
+        self.tickets.clear()
+        for mailbox in tuple(self.mailboxes):
+            mailbox.settle_all(error)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The one exception that a group is about: what ended the first task; the others were cancelled for it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

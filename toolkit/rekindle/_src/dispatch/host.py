@@ -1,0 +1,315 @@
+"""The thread a session lives in: its own event loop, where the dispatch loop runs while notebooks run cells."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import anyio
+
+from rekindle._src.dispatch.admission_limiter import Gate
+from rekindle._src.dispatch.device import Contexts, DeviceThread
+from rekindle._src.dispatch.dispatch import Dispatch, root_cause
+from rekindle._src.dispatch.mailbox import Mailbox, Slot
+from rekindle._src.dispatch.messages import Control, Engine, Submission
+from rekindle._src.dispatch.wakeups import Port, caller, current_port, run_sync
+from rekindle.errors import QueueFull, RekindleError, SessionClosed, SessionForked
+
+T = TypeVar("T")
+
+EXIT_SECONDS = 2.0  # what closing may cost the interpreter's exit, for all sessions together
+CLOSE_SECONDS = 5.0  # how long closing waits for the steps in flight before it leaves the device thread alone
+
+
+class _Job(NamedTuple):
+    """Something to do on the host's loop, and what to do instead when that loop has ended."""
+
+    do: Callable[[], object]
+    refuse: Callable[[BaseException], object]
+
+
+class Host:
+    """Owns the thread, the device thread and the engine; every method may be called from any thread."""
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        *,
+        contexts: Contexts = contextlib.nullcontext,
+        backend: str = "asyncio",
+        backend_options: dict[str, Any] | None = None,
+    ) -> None:
+        self.opened: Slot[Engine] = Slot()
+        self.ended: Slot[None] = Slot()
+        self.gate: Gate = Gate(0)  # replaced when the engine and so its bounds are known
+        self.crash: BaseException | None = None
+        self.paused_by: list[object] = []  # who is inside of `with session.paused()`
+        self._build: Callable[[], Engine] | None = build
+        self._contexts, self._backend, self._backend_options = contexts, backend, backend_options
+        self._pid = os.getpid()
+        self._jobs: deque[_Job] = deque()
+        self._port: Port | None = None
+        self._dispatch: Dispatch | None = None
+        self._closing: anyio.Event | None = None
+        self._drain_seconds: float | None = None  # set once closing was asked for; 0 aborts what runs
+        self._reason = SessionClosed("the session was closed. Open another one")
+        self._thread = threading.Thread(target=self._run, name="rekindle session", daemon=True)
+
+    def start(self) -> None:
+        _hosts.add(self)
+        if not _registered:
+            _registered.append(True)
+            atexit.register(_close_all)
+        self._thread.start()
+
+    # What callers use.
+
+    def check(self) -> None:
+        """Raise if the session can't be used: closed, crashed, or in a forked child."""
+        if self.forked:
+            raise SessionForked(
+                f"the session belongs to process {self._pid}, this is its forked child {os.getpid()}. Open one here"
+            )
+        if self.closing:
+            raise self.refusal()
+
+    def check_waiting(self, what: str) -> None:
+        """Raise if waiting for `what` would never end: who waits has paused the session and is the one to step."""
+        if self.paused_by and caller() in self.paused_by:
+            raise RekindleError(
+                f"{what} is awaited by who paused the session, so no step would ever run. Call submit() and then "
+                "step(), or await it after the paused() block"
+            )
+
+    @property
+    def forked(self) -> bool:
+        """This is a child process of the one that the session's threads run in."""
+        return os.getpid() != self._pid
+
+    @property
+    def closing(self) -> bool:
+        """Closed, crashed, or about to be."""
+        return self._drain_seconds is not None or self.ended.filled
+
+    def refusal(self) -> SessionClosed:
+        """What to raise now that the session is closed."""
+        refusal = SessionClosed(str(self._reason))
+        refusal.__cause__ = self.crash
+        return refusal
+
+    def submit(self, submission: Submission) -> None:
+        """Hand over what has passed the gate."""
+        self._post(lambda dispatch: dispatch.submit(submission), submission.mailbox.settle_all)
+
+    def abort(self, mailbox: Mailbox) -> None:
+        """Safe in finalisers, forked children and after the end: takes no lock and never raises."""
+        if not mailbox.settled and not self.forked:
+            self._post(lambda dispatch: dispatch.abort(mailbox), lambda error: None)
+
+    def send(self, message: Control, slot: Slot[T]) -> Slot[T]:
+        """Hand schedule a message that fills `slot`."""
+
+        def send(dispatch: Dispatch) -> None:
+            try:
+                dispatch.send(message)
+            except anyio.WouldBlock:
+                slot.fail(QueueFull("too many steps, pauses or changes wait. Await them one after another"))
+
+        self._post(send, slot.fail)
+        return slot
+
+    def call(self, function: Callable[[Dispatch], T]) -> Slot[T]:
+        """Run `function` between two turns of the host's loop, where nothing else changes."""
+        slot: Slot[T] = Slot()
+
+        def do(dispatch: Dispatch) -> None:
+            try:
+                slot.put(function(dispatch))
+            except BaseException as error:
+                slot.fail(error)
+
+        self._post(do, slot.fail)
+        return slot
+
+    def close(self, drain: float = 0.0) -> None:
+        """Ask for the end: requests may go on for `drain` seconds, then they are aborted. Returns at once."""
+        if self.forked:
+            return
+        first = self._drain_seconds is None
+        self._drain_seconds = drain if first else min(drain, self._drain_seconds or 0.0)
+        self.gate.close(self.refusal())
+        self._jobs.append(_Job(self._wake_closer, lambda error: None))
+        self._ring()
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the thread itself; true if it is gone."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # How jobs get onto the loop.
+
+    def _post(self, do: Callable[[Dispatch], object], refuse: Callable[[BaseException], object]) -> None:
+        def run() -> None:
+            if self._dispatch is None:
+                refuse(self.refusal())
+            else:
+                do(self._dispatch)
+
+        self._jobs.append(_Job(run, refuse))
+        if self.ended.filled:
+            # Appended after the thread took its last look: then this thread refuses.
+            self._refuse_jobs()
+        else:
+            self._ring()
+
+    def _ring(self) -> None:
+        if self._port is not None:
+            self._port.post(self._run_jobs)
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            job = self._jobs.popleft()
+            try:
+                job.do()
+            except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+                job.refuse(self.refusal())
+            except BaseException as error:  # a full stream, for one: an invariant is broken, the session ends
+                self._crashed(error)
+                job.refuse(self.refusal())
+
+    def _refuse_jobs(self) -> None:
+        while True:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:
+                return
+            job.refuse(self.refusal())
+
+    def _wake_closer(self) -> None:
+        if self._closing is not None:
+            self._closing.set()
+
+    def _crashed(self, error: BaseException) -> None:
+        if self.crash is None:
+            self.crash = error
+            self._reason = SessionClosed(f"the session crashed: {error!r}. Open another one")
+            if self._drain_seconds is None:
+                self._drain_seconds = 0.0
+        self._wake_closer()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._main, backend=self._backend, backend_options=self._backend_options)
+        except BaseException as error:
+            self._crashed(root_cause(error))
+        finally:
+            self._dispatch = None
+            self._build = None
+            self.gate.close(self.refusal())
+            self.opened.fail(self.refusal())
+            self.ended.put(None)
+            self._refuse_jobs()
+            _hosts.discard(self)
+
+    async def _main(self) -> None:
+        self._closing = anyio.Event()
+        self._port = current_port()
+        device = DeviceThread(self._contexts)
+        try:
+            engine = await device.run(self._take_build())
+        except BaseException as error:
+            self._crashed(error)
+            self.opened.fail(error)
+            device.stop(1.0)
+            return
+        places = engine.config.max_queue + engine.config.max_requests
+        self._dispatch = Dispatch(engine, device, places)
+        self.gate = Gate(places)
+        if self._drain_seconds is not None:  # closed while it was being built
+            self.gate.close(self.refusal())
+        self._run_jobs()
+        self.opened.put(engine)
+        try:
+            await self._serve(self._dispatch)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._end(engine, device)
+
+    def _take_build(self) -> Callable[[], Engine]:
+        build, self._build = self._build, None  # it may hold the weights it was given
+        assert build is not None
+        return build
+
+    async def _serve(self, dispatch: Dispatch) -> None:
+        """Until closed or crashed."""
+        closer = anyio.CancelScope()
+        try:
+            async with anyio.create_task_group() as group:
+
+                async def serve() -> None:
+                    await dispatch.run()
+                    closer.cancel()
+
+                group.start_soon(serve)
+                with closer:
+                    assert self._closing is not None
+                    await self._closing.wait()
+                    await self._close_down(dispatch, group.cancel_scope)
+        except BaseException as error:
+            if isinstance(error, Exception | BaseExceptionGroup):
+                self._crashed(root_cause(error))
+            else:
+                raise
+        finally:
+            dispatch.settle_all(self.refusal())
+
+    async def _close_down(self, dispatch: Dispatch, scope: anyio.CancelScope) -> None:
+        dispatch.drain()
+        give_up = time.monotonic() + (self._drain_seconds or 0.0)
+        while dispatch.mailboxes and time.monotonic() < give_up and self.crash is None:
+            # A second, more impatient close() shortens the wait.
+            give_up = min(give_up, time.monotonic() + (self._drain_seconds or 0.0))
+            await anyio.sleep(0.01)
+        dispatch.abort_all(self.refusal())
+        if self.crash is None:
+            await anyio.sleep(CLOSE_SECONDS)  # until `serve` is done and cancels this
+        scope.cancel()
+
+    async def _end(self, engine: Engine, device: DeviceThread) -> None:
+        with anyio.move_on_after(CLOSE_SECONDS):
+            for job in (engine.runner.close, engine.release):
+                try:
+                    if job is not None:
+                        await device.run(job)
+                except Exception as error:
+                    self._crashed(error)
+        device.stop(1.0)
+
+
+_hosts: weakref.WeakSet[Host] = weakref.WeakSet()
+_registered: list[bool] = []
+
+
+def _close_all() -> None:
+    """At interpreter exit. Daemon threads that still run then may touch a dismantled interpreter."""
+    hosts = tuple(_hosts)
+    deadline = time.monotonic() + EXIT_SECONDS
+    for host in hosts:
+        host.close()
+    for host in hosts:
+        host.join(max(0.0, deadline - time.monotonic()))
+
+
+def wait(slot: Slot[T]) -> T:
+    """Block this thread until the host has filled `slot`."""
+    return run_sync(slot.get())

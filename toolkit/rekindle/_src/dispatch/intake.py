@@ -1,0 +1,146 @@
+"""Intake: turns submissions into validated, tokenized requests with their seeds drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+
+import anyio
+import anyio.to_thread
+import numpy as np
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from rekindle._src.core.records import IntArray, Request
+from rekindle._src.dispatch.detokenize import Ticket
+from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, TokenizerLike
+from rekindle.errors import InvalidRequest, RekindleError, RequestAborted, RequestFailed
+
+LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
+
+
+async def run(
+    inbox: MemoryObjectReceiveStream[Submission | Control],
+    outbox: MemoryObjectSendStream[ScheduleMessage],
+    engine: Engine,
+    tickets: dict[str, Ticket],
+) -> None:
+    """Passes controls on as they are. Ends with the inbox; tells schedule to drain then."""
+    seeds = random.Random(engine.config.seed)
+    async with inbox, outbox:
+        async for first in inbox:
+            message: Submission | Control | None = first
+            # Everything that waits is handed on before schedule runs again, so that it can land in one step.
+            while message is not None:
+                if isinstance(message, Submission):
+                    await _hand_on(message, outbox, engine, tickets, seeds)
+                else:
+                    outbox.send_nowait(message)
+                message = _next(inbox)
+        outbox.send_nowait(Drain())
+
+
+def _next(inbox: MemoryObjectReceiveStream[Submission | Control]) -> Submission | Control | None:
+    try:
+        return inbox.receive_nowait()
+    except (anyio.WouldBlock, anyio.EndOfStream):
+        return None
+
+
+async def _hand_on(
+    submission: Submission,
+    outbox: MemoryObjectSendStream[ScheduleMessage],
+    engine: Engine,
+    tickets: dict[str, Ticket],
+    seeds: random.Random,
+) -> None:
+    mailbox = submission.mailbox
+    try:
+        token_ids = await tokenize(submission, engine)
+        mailbox.prompt_ids = token_ids
+        requests = prepare(submission, token_ids, engine, seeds)
+        decode = text_of_tokens(engine.tokenizer)
+        made = [
+            Ticket(request, mailbox, submission.text, engine.detokenizer(request.sampling), decode)
+            for request in requests
+        ]
+    except RekindleError as error:
+        mailbox.settle_all(error)
+        return
+    except Exception as error:
+        failure = RequestFailed(f"the prompt could not be taken in: {error!r}. Check it, or pass token ids")
+        failure.__cause__ = error
+        mailbox.settle_all(failure)
+        return
+    if mailbox.abandoned:
+        mailbox.settle_all(RequestAborted("the request was cancelled before it was queued"))
+        return
+    # No checkpoint from here on: an abort finds the request either not yet abandoned above, or in schedule's inbox.
+    for ticket in made:
+        tickets[ticket.request.id] = ticket
+        mailbox.request_ids.append(ticket.request.id)
+        outbox.send_nowait(ticket.request)
+
+
+def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
+    """What tells the text of single tokens; None where there is no text."""
+    if not getattr(tokenizer, "has_text", True):
+        return None
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
+async def tokenize(submission: Submission, engine: Engine) -> IntArray:
+    """The prompt's token ids."""
+    if submission.token_ids is not None:
+        return submission.token_ids
+    text, special = submission.text, submission.add_special_tokens
+    assert text is not None, "a submission has text or token ids"
+    if len(text) < LONG_TEXT:
+        ids = engine.tokenizer.encode(text, add_special_tokens=special)
+    else:
+        ids = await anyio.to_thread.run_sync(lambda: engine.tokenizer.encode(text, add_special_tokens=special))
+    return np.asarray(ids, np.int32)
+
+
+def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: random.Random) -> list[Request]:
+    """One request for each of the n sequences; sequence i of a seeded submission has seed + i."""
+    sampling, vocab = submission.sampling, engine.vocab_size
+    if not len(token_ids):
+        raise InvalidRequest("prompt", submission.text, "has no tokens", "Pass at least one character or token id")
+    for field, ids in (
+        ("prompt", token_ids),
+        ("stop_token_ids", np.asarray(sampling.stop_token_ids, np.int64)),
+        ("logit_bias", np.asarray(list(sampling.logit_bias), np.int64)),
+    ):
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
+            wrong = ids[(ids < 0) | (ids >= vocab)][0].item()
+            raise InvalidRequest(field, wrong, "is not a token id of this model", f"Use ids from 0 to {vocab - 1}")
+    for name in sampling.processors:
+        if name not in engine.processors:
+            known = ", ".join(map(repr, engine.processors)) or "none"
+            raise InvalidRequest(
+                "processors",
+                name,
+                "is not a processor of this session",
+                f"Give it to open(processors=[…]); known: {known}",
+            )
+    policy = engine.config.policy
+    if sampling.priority and policy != "priority":
+        raise InvalidRequest(
+            "priority", sampling.priority, f"means nothing under policy={policy!r}", 'Open with policy="priority"'
+        )
+    seed = sampling.seed if sampling.seed is not None else seeds.getrandbits(32)
+    eos_ids = frozenset() if sampling.ignore_eos else frozenset(int(token) for token in engine.tokenizer.eos_ids)
+    return [
+        Request(
+            id=submission.id if sampling.n == 1 else f"{submission.id}.{index}",
+            token_ids=token_ids,
+            sampling=dataclasses.replace(sampling, seed=(seed + index) % 2**63),
+            stop_ids=frozenset(sampling.stop_token_ids),
+            eos_ids=eos_ids,
+            arrival=submission.arrival,
+            group=submission.id,
+            index=index,
+        )
+        for index in range(sampling.n)
+    ]

@@ -1,0 +1,136 @@
+"""Where results wait for their callers: `Slot` for one value, `Mailbox` for the output of one submission."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from rekindle._src.core.records import Completion, IntArray, TextDelta
+from rekindle._src.dispatch.wakeups import Bell, new_bell
+
+T = TypeVar("T")
+
+
+async def until(ready: Callable[[], bool], *places: list[Bell]) -> None:
+    """Wait until `ready()`, which may turn true in any thread; whoever makes it true rings one of `places` then."""
+    if ready():
+        return
+    bell = new_bell()
+    for bells in places:
+        bells.append(bell)
+    try:
+        # Looked at again after the bell was hung up: a ring that came between is not missed.
+        while not ready():
+            await bell.wait()
+    finally:
+        for bells in places:
+            bells.remove(bell)
+
+
+def ring(bells: list[Bell]) -> None:
+    for bell in tuple(bells):
+        bell.ring()
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy to raise: an instance that several waiters raised would collect all of their tracebacks and frames."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # a foreign exception with its own idea of arguments
+        return error
+    copied.__cause__ = error.__cause__
+    copied.__traceback__ = error.__traceback__
+    return copied
+
+
+class Slot(Generic[T]):
+    """A value that one thread sets once and others wait for."""
+
+    def __init__(self) -> None:
+        self._value: T
+        self._error: BaseException | None = None
+        self.bells: list[Bell] = []
+        self.filled = False
+
+    def put(self, value: T) -> None:
+        if not self.filled:
+            self._value = value
+            self.filled = True
+            ring(self.bells)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.filled:
+            self._error = error
+            self.filled = True
+            ring(self.bells)
+
+    async def get(self) -> T:
+        await until(lambda: self.filled, self.bells)
+        if self._error is not None:
+            raise fresh(self._error)
+        return self._value
+
+
+class Mailbox:
+    """What the `n` sequences of one submission produced so far: a log that only grows, read by any number of readers.
+
+    The host thread writes, any thread reads. Readers keep their own place in the log, so that a slow one costs nothing
+    but the log itself, which `max_tokens` bounds.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.deltas: list[TextDelta] = []
+        self.results: list[Completion | BaseException | None] = [None] * count
+        self.request_ids: list[str] = []  # of the sequences that intake handed on
+        self.prompt_ids: IntArray | None = None  # set by intake
+        self.abandoned = False  # its caller cancelled; set on the host's loop
+        self.settled = False
+        self.failure: Slot[BaseException] | None = None  # gets the first error, for whoever waits for several
+        self.on_settled: Callable[[], object] | None = None  # after each sequence
+        self.on_complete: Callable[[Mailbox], object] | None = None  # after all of them
+        self._unsettled = count
+        self._stream_bells: list[Bell] = []
+        self._bells: list[Bell] = []
+
+    def put(self, delta: TextDelta) -> None:
+        self.deltas.append(delta)
+        if self._stream_bells:
+            ring(self._stream_bells)
+
+    def settle(self, index: int, result: Completion | BaseException) -> None:
+        """How one sequence ended; only the first time counts."""
+        if self.results[index] is not None:
+            return
+        self.results[index] = result
+        self._unsettled -= 1
+        if self.on_settled is not None:
+            self.on_settled()
+        if self.failure is not None and isinstance(result, BaseException):
+            self.failure.put(result)
+        if self._unsettled == 0:
+            self.settled = True
+            if self.on_complete is not None:
+                self.on_complete(self)
+            ring(self._stream_bells)
+            ring(self._bells)
+
+    def settle_all(self, result: BaseException) -> None:
+        for index in range(len(self.results)):
+            self.settle(index, result)
+
+    @property
+    def error(self) -> BaseException | None:
+        return next((result for result in self.results if isinstance(result, BaseException)), None)
+
+    async def done(self) -> None:
+        """Wait until every sequence ended, or `failure` was filled."""
+        failure = self.failure
+        if failure is None:
+            await until(lambda: self.settled, self._bells)
+        else:
+            await until(lambda: self.settled or failure.filled, self._bells, failure.bells)
+
+    async def more(self, seen: int) -> None:
+        """Wait until the log is longer than `seen`, or complete."""
+        await until(lambda: len(self.deltas) > seen or self.settled, self._stream_bells)

@@ -1,0 +1,138 @@
+"""What the tasks send each other, beside the records of rekindle._src.core.records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.contracts import RunnerLike, SchedulerLike
+from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, StepResult, TokenEvent
+from rekindle._src.dispatch.mailbox import Mailbox, Slot
+
+
+class TokenizerLike(Protocol):
+    """What intake needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> Any: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str: ...
+
+
+class DetokenizerLike(Protocol):
+    """Turns the tokens of one sequence into final text."""
+
+    stopped: str | None
+    tokens: int  # taken, up to the one that completed a stop string
+    released: int  # of them, those whose text is out
+
+    def push(self, token_ids: Any) -> tuple[str, str | None]: ...
+    def flush(self) -> str: ...
+
+
+class Engine(NamedTuple):
+    """What a session drives; tests and tutorials put fakes in place of the first two."""
+
+    scheduler: SchedulerLike
+    runner: RunnerLike
+    tokenizer: TokenizerLike
+    detokenizer: Callable[[Sampling], DetokenizerLike]
+    config: EngineConfig  # resolved
+    vocab_size: int
+    chat: Any = None  # a ChatTemplate, where the model brings one
+    model: str = ""
+    swap: Callable[[Any], bytes] | None = None  # on the device thread: other weights in, the cache's new root key out
+    recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
+    processors: tuple[str, ...] = ()  # names that requests may ask for
+    release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
+
+
+class Submission(NamedTuple):
+    """caller → intake: one prompt, `sampling.n` sequences."""
+
+    id: str
+    text: str | None
+    token_ids: IntArray | None  # given instead of text
+    add_special_tokens: bool
+    sampling: Sampling
+    mailbox: Mailbox
+    arrival: float
+
+
+class Abort(NamedTuple):
+    """caller → schedule."""
+
+    request_id: str
+
+
+class Finish(NamedTuple):
+    """detokenize → schedule: a stop string ended it."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class Pause(NamedTuple):
+    """caller → schedule: plan no more steps; `quiet` is filled once none is in flight."""
+
+    quiet: Slot[None]
+
+
+class Resume(NamedTuple):
+    """caller → schedule: the opposite of one `Pause`."""
+
+
+class Stepped(NamedTuple):
+    """What a single step did; `result` is None if there was nothing to do."""
+
+    result: StepResult | None
+    events: tuple[TokenEvent, ...]
+
+
+class StepOnce(NamedTuple):
+    """caller → schedule: run exactly one step of a paused session."""
+
+    report: Slot[Stepped]
+
+
+class Exclusive(NamedTuple):
+    """caller → schedule: call `job` on the device thread while no step is in flight, then `after` on the loop."""
+
+    job: Callable[[], Any]
+    after: Callable[[Any], object]
+    done: Slot[Any]
+    vital: bool = False  # the session can't go on if it fails
+
+
+class Drain(NamedTuple):
+    """intake → schedule, last of all: end once every request has ended."""
+
+
+class Turn(NamedTuple):
+    """schedule → step: dispatch `plan`, then wait for the step dispatched in the turn before."""
+
+    plan: StepPlan | None
+    job: Callable[[], Any] | None = None  # instead of a step
+
+
+class Outcome(NamedTuple):
+    """step → schedule: what a turn brought."""
+
+    result: StepResult | None = None
+    failed: tuple[tuple[StepPlan, BaseException], ...] = ()  # in the order in which they were planned
+    returned: Any = None  # by the job
+    error: BaseException | None = None  # raised by the job
+
+
+class Events(NamedTuple):
+    """schedule → detokenize: tokens and ends of one or more steps, and which requests ran for the first time."""
+
+    events: tuple[TokenEvent, ...]
+    started: tuple[str, ...] = ()
+    at: float = 0.0
+    then: tuple[Callable[[], object], ...] = ()  # to call when callers have what came before
+
+
+Control = Pause | Resume | StepOnce | Exclusive  # take the way of submissions, so that they never overtake one
+ScheduleMessage = Request | Abort | Finish | Control | Drain | Outcome

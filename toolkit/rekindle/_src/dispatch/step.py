@@ -1,0 +1,72 @@
+"""Step: dispatches each plan and waits for the step before it, so that the device never waits for the host."""
+
+from __future__ import annotations
+
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from rekindle._src.core.contracts import InFlight, RunnerLike
+from rekindle._src.core.records import StepPlan
+from rekindle._src.dispatch.device import DeviceThread
+from rekindle._src.dispatch.messages import Outcome, ScheduleMessage, Turn
+from rekindle._src.dispatch.step_watchdog import Watch
+
+
+async def run(
+    inbox: MemoryObjectReceiveStream[Turn],
+    outbox: MemoryObjectSendStream[ScheduleMessage],
+    runner: RunnerLike,
+    device: DeviceThread,
+    watch: Watch | None = None,
+) -> None:
+    """Answers every turn with one outcome; ends with the inbox. `watch` is told what is being waited for."""
+    last: InFlight | None = None
+    async with inbox, outbox:
+        async for turn in inbox:
+            if watch is not None:
+                watch.wake()
+            outcome, last = await wait_for_device(device, runner, turn, last, watch)
+            await outbox.send(outcome)
+
+
+async def wait_for_device(
+    device: DeviceThread, runner: RunnerLike, turn: Turn, last: InFlight | None, watch: Watch | None = None
+) -> tuple[Outcome, InFlight | None]:
+    """The only place that waits for the device. Dispatching is part of it because it may compile a program."""
+    if turn.job is not None:
+        assert last is None, "a job runs while no step is in flight"
+        try:
+            return Outcome(returned=await device.run(turn.job)), None
+        except Exception as error:
+            return Outcome(error=error), None
+    return await device.run(lambda: advance(runner, turn.plan, last, watch))
+
+
+def advance(
+    runner: RunnerLike, plan: StepPlan | None, last: InFlight | None, watch: Watch | None = None
+) -> tuple[Outcome, InFlight | None]:
+    """loop(last) -> current, on the device thread: the next step is on its way before the last one is read."""
+    current, result, failed = None, None, []
+    dispatch_error: Exception | None = None
+    if plan is not None:
+        if watch is not None:
+            watch.enter(plan, "in preparation (compiling included)")
+        try:
+            current = runner.dispatch(plan)
+        except Exception as error:
+            dispatch_error = error
+    awaited = last
+    if last is None and current is not None and current.plan.drafted:
+        # Nothing is planned before its result is there: waiting right away saves the way to the scheduler and back.
+        awaited, current = current, None
+    if awaited is not None:
+        if watch is not None:
+            watch.enter(awaited.plan, "on the device")
+        try:
+            result = runner.fetch(awaited)
+        except Exception as error:
+            failed.append((awaited.plan, error))
+    if plan is not None and dispatch_error is not None:
+        failed.append((plan, dispatch_error))
+    if watch is not None:
+        watch.leave()
+    return Outcome(result, tuple(failed)), current

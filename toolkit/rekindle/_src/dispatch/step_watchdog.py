@@ -1,0 +1,160 @@
+"""What a session says of its steps through `logging` and in its statistics: progress, slow steps, steps that hang."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple
+
+import anyio
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.contracts import RunnerLike, SchedulerLike
+from rekindle._src.core.records import StepPlan, StepResult
+
+log = logging.getLogger("rekindle.steps")
+SHOWN = 8  # requests of a step that a warning names
+SHORTEST_SLEEP = 0.01
+
+
+class StepFigures(NamedTuple):
+    """Of the steps so far."""
+
+    slow_steps: int  # that took longer than `step_timeout`, the one that does so now included
+    stalled: str  # what has been running for longer than `step_timeout`; empty if nothing has
+    idle_seconds: float  # the device had nothing to do although requests were there
+    idle_share: float  # of the time in which requests were there
+
+
+class _Doing(NamedTuple):
+    plan: StepPlan
+    what: str
+    since: float
+
+
+class Watch:
+    """Sees every step. Quiet unless `log_every` is set or a step takes longer than `step_timeout`.
+
+    The device's thread says with `enter` and `leave` what it waits for, which costs it nothing else. `run` looks at
+    that once in a while, from the loop, which is free while the device hangs; it sleeps while no step runs.
+    """
+
+    def __init__(self, scheduler: SchedulerLike, runner: RunnerLike, config: EngineConfig) -> None:
+        self._scheduler, self._runner, self._config = scheduler, runner, config
+        self._steps = self._sequences = self._tokens = self._cached = 0
+        self._began = time.perf_counter()
+        self._doing: _Doing | None = None
+        self._reported: StepPlan | None = None  # the latest step that was called slow
+        self._asleep: anyio.Event | None = None
+        self._slow = 0
+        self._idle = self._busy = self._idle_before = self._busy_before = 0.0
+        self._rested = True  # before the next step there was a time in which nobody wanted one
+
+    # -- what happens now
+
+    def enter(self, plan: StepPlan, what: str) -> None:
+        """From now on the device's thread waits for this."""
+        self._doing = _Doing(plan, what, time.perf_counter())
+
+    def leave(self) -> None:
+        self._doing = None
+
+    def wake(self) -> None:
+        """A step is about to run. Called on the loop."""
+        if self._asleep is not None:
+            self._asleep.set()
+
+    async def run(self) -> None:
+        """Reports steps while they hang, until cancelled."""
+        limit = self._config.step_timeout
+        while True:
+            doing = self._doing
+            if doing is None:
+                self._asleep = anyio.Event()
+                await self._asleep.wait()
+                self._asleep = None
+                # A step that begins now is over its limit then at the earliest.
+                await anyio.sleep(max(limit, SHORTEST_SLEEP))
+                continue
+            left = doing.since + limit - time.perf_counter()
+            if left <= 0 and doing.plan is not self._reported:
+                self._count_slow(doing.plan)
+                log.warning("%s", self._stalled(doing))
+            await anyio.sleep(max(left if left > 0 else limit, SHORTEST_SLEEP))
+
+    def _stalled(self, doing: _Doing) -> str:
+        seconds, limit = time.perf_counter() - doing.since, self._config.step_timeout
+        return (
+            f"step {doing.plan.step} has been {doing.what} for {seconds:.1f} s (limit {limit:.1f}), "
+            f"{self._described(doing.plan)}"
+        )
+
+    def _described(self, plan: StepPlan, program: str = "") -> str:
+        if not program:
+            named = getattr(self._runner, "program", None)
+            program = named(plan) if named is not None else "unknown"
+        rows = [f"{row.request.id} [{row.start}, {row.start + row.length})" for row in plan.rows[:SHOWN]]
+        rows += [f"{len(plan.rows) - SHOWN} more"] * (len(plan.rows) > SHOWN)
+        return (
+            f"program {program}, {len(plan.decode)} decode rows and {plan.prefill_tokens} prefill tokens: "
+            f"{', '.join(rows)}"
+        )
+
+    def _count_slow(self, plan: StepPlan) -> None:
+        self._reported = plan
+        self._slow += 1
+
+    # -- what happened
+
+    def rest(self) -> None:
+        """No step runs because nobody wants one: no requests, or a paused session. The device isn't idle then."""
+        self._rested = True
+
+    def __call__(self, result: StepResult) -> None:
+        """A step was committed."""
+        seconds = result.host_seconds + result.device_seconds
+        if seconds > self._config.step_timeout:
+            if result.plan is not self._reported:
+                self._count_slow(result.plan)
+            log.warning(
+                "step %d took %.1f s (limit %.1f), %s",
+                result.plan.step, seconds, self._config.step_timeout, self._described(result.plan, result.program),
+            )  # fmt: skip
+        self._busy += result.device_seconds
+        if not self._rested:
+            self._idle += result.idle_seconds
+        self._rested = False
+        if not self._config.log_every:
+            return
+        self._steps += 1
+        self._sequences += sum(row.fresh for row in result.plan.rows)
+        self._tokens += result.sampled
+        if self._steps % self._config.log_every == 0:
+            self._line()
+
+    def figures(self) -> StepFigures:
+        """Called on the loop."""
+        doing = self._doing
+        share = _share(self._idle, self._busy)
+        if doing is None or time.perf_counter() - doing.since <= self._config.step_timeout:
+            return StepFigures(self._slow, "", self._idle, share)
+        uncounted = doing.plan is not self._reported  # `run` has not looked yet
+        return StepFigures(self._slow + uncounted, self._stalled(doing), self._idle, share)
+
+    def _line(self) -> None:
+        now, statistics = time.perf_counter(), self._scheduler.statistics()
+        cached = statistics.cached_tokens - self._cached
+        idle = _share(self._idle - self._idle_before, self._busy - self._busy_before)
+        log.info(
+            "steps=%d new_sequences=%d new_tokens=%d cached_tokens=%d pages_used=%d/%d running=%d queued=%d "
+            "tokens_per_s=%.1f idle=%.1f%% compilations=%s",
+            self._steps, self._sequences, self._tokens, cached, statistics.pages_total - statistics.pages_free,
+            statistics.pages_total, statistics.running, statistics.waiting, self._tokens / (now - self._began),
+            100 * idle, getattr(self._runner.statistics(), "compilations", "-"),
+        )  # fmt: skip
+        self._cached, self._began, self._sequences, self._tokens = statistics.cached_tokens, now, 0, 0
+        self._idle_before, self._busy_before = self._idle, self._busy
+
+
+def _share(idle: float, busy: float) -> float:
+    return idle / (idle + busy) if idle else 0.0

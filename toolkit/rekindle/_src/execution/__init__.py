@@ -1,0 +1,1 @@
+"""The device side of a session: dispatching programs and reading their results."""

@@ -1,0 +1,28 @@
+"""The prefix cache: page pool, radix tree, and the tiers that pages move through."""
+
+from rekindle._src.kvcache.costs import CostModel
+from rekindle._src.kvcache.digest import page_digest, page_keys, root_digest
+from rekindle._src.kvcache.node import Node
+from rekindle._src.kvcache.offloaded import TierLike
+from rekindle._src.kvcache.pool import PagePool, pages_for
+from rekindle._src.kvcache.statistics import CacheStatistics
+from rekindle._src.kvcache.tiers.host import HostTier
+from rekindle._src.kvcache.tiers.tiers import Tiers
+from rekindle._src.kvcache.tree import PrefixCache, PrefixMatch, Published
+
+__all__ = [
+    "CacheStatistics",
+    "CostModel",
+    "HostTier",
+    "Node",
+    "PagePool",
+    "PrefixCache",
+    "PrefixMatch",
+    "Published",
+    "TierLike",
+    "Tiers",
+    "page_digest",
+    "page_keys",
+    "pages_for",
+    "root_digest",
+]

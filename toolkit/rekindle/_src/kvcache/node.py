@@ -1,0 +1,182 @@
+"""Nodes of the prefix tree and the table that finds them: one full page of tokens each, by the key of its whole prefix.
+
+Finding a prefix costs one dictionary access per page and one comparison of all tokens at once, whatever the size of
+the tree. Iterating gives parents before children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rekindle._src.core.records import IntArray
+from rekindle._src.kvcache.digest import page_digest
+
+
+class Node:
+    """Its identity is the object; the tree owns and changes it.
+
+    A node has its page on the device, or its payload in the host tier under its digest, or both. Nodes with a device
+    page are closed upwards: the parent of such a node has a device page too. The root has depth 0 and no page.
+    """
+
+    __slots__ = (
+        "children", "depth", "device_children", "digest", "key", "last_use", "page", "parent", "pins", "row", "score",
+        "visits",
+    )  # fmt: skip
+
+    def __init__(self, key: int, parent: Node | None, row: int, last_use: float) -> None:
+        self.key = key
+        self.parent = parent
+        self.row = row  # where the table keeps its tokens
+        self.depth: int = 0 if parent is None else parent.depth + 1  # pages up to and including this one
+        self.page = 0  # on the device; 0 is none
+        self.children = 0
+        self.device_children = 0  # of them, those with a device page
+        self.visits = 0  # admissions that hit it
+        self.last_use = last_use
+        self.score = 0.0  # the eviction policy's: grows with use
+        self.pins = 0  # how many pins cover it
+        self.digest: bytes | None = None  # computed when somebody asks
+
+    def __repr__(self) -> str:
+        return f"Node(depth={self.depth}, page={self.page}, visits={self.visits}, children={self.children})"
+
+
+class NodeTable:
+    """All nodes below one root, and their tokens in one array."""
+
+    def __init__(self, page_size: int, root_key: bytes) -> None:
+        self.page_size = page_size
+        self.root = Node(0, None, -1, 0.0)
+        self.root.digest = root_key
+        self._nodes: dict[int, Node] = {}
+        self._tokens: IntArray = np.zeros((64, page_size), np.int32)
+        self._rows = list(range(63, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def __contains__(self, node: Node) -> bool:
+        return self._nodes.get(node.key) is node
+
+    def find(self, parent: Node, keys: Sequence[int], tokens: IntArray) -> list[Node]:
+        """The known nodes that continue `parent` with `tokens`, exactly compared; `keys` are those of the pages."""
+        nodes: list[Node] = []
+        get = self._nodes.get
+        for key in keys:
+            node = get(key)
+            if node is None or node.parent is not parent:
+                break
+            nodes.append(node)
+            parent = node
+        if not nodes:
+            return nodes
+        rows = np.fromiter((node.row for node in nodes), np.int64, len(nodes))
+        wanted = tokens[: len(nodes) * self.page_size].reshape(len(nodes), self.page_size)
+        same = (self._tokens[rows] == wanted).all(1)
+        return nodes if same.all() else nodes[: int(same.argmin())]
+
+    def depth(self, keys: Sequence[int], *, on_device: bool) -> int:
+        """How many leading pages are known (and on the device), by bisection and without comparing tokens."""
+        low, high, get = 0, len(keys), self._nodes.get
+        while low < high:
+            middle = (low + high) // 2
+            node = get(keys[middle])
+            if node is not None and (node.page or not on_device):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def add(
+        self, parent: Node, keys: Sequence[int], tokens: IntArray, now: float, pages: Sequence[int] = ()
+    ) -> list[Node] | None:
+        """New nodes that continue `parent`, on the device if `pages` are given.
+
+        None if a key is taken by another prefix, which then keeps its place.
+        """
+        if not self._nodes.keys().isdisjoint(keys):
+            return None
+        rows = self._take_rows(len(keys))
+        self._tokens[rows] = tokens.reshape(len(keys), self.page_size)
+        nodes = []
+        for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
+            node = Node(key, parent, row, now)
+            parent.children += 1
+            if pages:
+                node.page = pages[index]
+                parent.device_children += 1
+            nodes.append(node)
+            parent = node
+        self._nodes.update(zip(keys, nodes, strict=True))
+        return nodes
+
+    def remove(self, node: Node) -> None:
+        assert node.parent is not None, "the root stays"
+        assert not node.children + node.page, f"{node} is in use"
+        del self._nodes[node.key]
+        self._rows.append(node.row)
+        node.parent.children -= 1
+
+    def tokens_of(self, node: Node) -> IntArray:
+        """The tokens of this page alone."""
+        return self._tokens[node.row]
+
+    def prefix_of(self, node: Node) -> IntArray:
+        """All tokens from the root up to and including this page."""
+        return self._tokens[[step.row for step in path(node)]].reshape(-1)
+
+    def digest_of(self, node: Node) -> bytes:
+        """The page's name in every process; computed once."""
+        missing = []
+        while node.digest is None:
+            missing.append(node)
+            assert node.parent is not None, "the root has its digest"
+            node = node.parent
+        digest = node.digest
+        for node in reversed(missing):
+            digest = node.digest = page_digest(digest, self._tokens[node.row])
+        return digest
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless keys, counts and the closure of device pages hold; walks the whole tree."""
+        below: dict[Node, list[Node]] = {}
+        for key, node in self._nodes.items():
+            parent = node.parent
+            assert node.key == key, "a node is filed under another key"
+            assert parent is not None, "the root is not listed"
+            assert parent is self.root or parent in self, "a node lost its parent"
+            assert not node.page or parent is self.root or parent.page, "a device page below an absent one"
+            below.setdefault(parent, []).append(node)
+        for node in (self.root, *self):
+            children = below.get(node, [])
+            assert node.children == len(children), f"{node} has {len(children)} children"
+            on_device = sum(bool(child.page) for child in children)
+            assert node.device_children == on_device, f"{node} has {on_device} children on the device"
+        assert len(self._rows) + len(self._nodes) == len(self._tokens), "token rows leaked"
+
+    def _take_rows(self, count: int) -> list[int]:
+        while len(self._rows) < count:
+            size = len(self._tokens)
+            grown = np.zeros((2 * size, self.page_size), np.int32)
+            grown[:size] = self._tokens
+            self._tokens = grown
+            self._rows = list(range(2 * size - 1, size - 1, -1)) + self._rows
+        taken = self._rows[len(self._rows) - count :]
+        del self._rows[len(self._rows) - count :]
+        taken.reverse()
+        return taken
+
+
+def path(node: Node) -> list[Node]:
+    """From the first page to `node`."""
+    nodes = []
+    while node.parent is not None:
+        nodes.append(node)
+        node = node.parent
+    return nodes[::-1]

@@ -1,0 +1,1 @@
+"""Cached pages beyond the process: segments, snapshots, exported prefixes."""

@@ -1,0 +1,229 @@
+"""Segments: batches of pages on disk, each an Orbax checkpoint of two files, never changed once it is there.
+
+    pages   the payloads one after another, leaf by leaf
+    index   what each page is (digest, parent, tokens, checksum) and for which model; ends with a digest of itself
+
+Reading goes to the files directly: pages that lie one after another are one `preadv`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core.atomic_checkpoint import ITEM, write_checkpoint
+from rekindle._src.core.records import IntArray
+from rekindle._src.kvcache.digest import DIGEST_SIZE
+from rekindle.errors import StoreError
+
+Payload = tuple[Any, ...]
+Memory = Callable[[int], NDArray[np.uint8]]  # so many bytes, to be filled
+_LENGTH = 8  # bytes before the header that say how long it is
+
+
+class Page(NamedTuple):
+    """What a page is, apart from its payload."""
+
+    digest: bytes
+    parent: bytes  # digest of the page before it, or of the root
+    tokens: IntArray
+    visits: int
+    used: float  # seconds since the epoch
+
+
+class Leaf(NamedTuple):
+    """One array of a payload, without its page axis."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+def record_type(page_size: int) -> np.dtype[Any]:
+    return np.dtype(
+        [
+            ("digest", "u1", (DIGEST_SIZE,)),
+            ("parent", "u1", (DIGEST_SIZE,)),
+            ("sum", "<u4"),
+            ("visits", "<i4"),
+            ("used", "<f8"),
+            ("tokens", "<i4", (page_size,)),
+        ]
+    )
+
+
+def records_of(pages: Sequence[Page], page_size: int) -> NDArray[Any]:
+    records = np.zeros(len(pages), record_type(page_size))
+    for record, page in zip(records, pages, strict=True):
+        record["digest"] = np.frombuffer(page.digest, np.uint8)
+        record["parent"] = np.frombuffer(page.parent, np.uint8)
+        record["tokens"] = page.tokens
+        record["visits"], record["used"] = page.visits, page.used
+    return records
+
+
+def pages_of(records: NDArray[Any]) -> list[Page]:
+    return [
+        Page(digest.tobytes(), parent.tobytes(), tokens, int(visits), float(used))
+        for digest, parent, tokens, visits, used in zip(
+            *(records[name] for name in ("digest", "parent", "tokens", "visits", "used")), strict=True
+        )
+    ]
+
+
+def encode(header: dict[str, Any], records: NDArray[Any]) -> bytes:
+    text = json.dumps(header | {"page_size": records.dtype["tokens"].shape[0], "count": len(records)}).encode()
+    body = len(text).to_bytes(_LENGTH, "little") + text + records.tobytes()
+    return body + blake2b(body, digest_size=DIGEST_SIZE).digest()
+
+
+def decode(data: bytes) -> tuple[dict[str, Any], NDArray[Any]]:
+    """Raises StoreError unless every byte is as it was written."""
+    body, digest = data[:-DIGEST_SIZE], data[-DIGEST_SIZE:]
+    if blake2b(body, digest_size=DIGEST_SIZE).digest() != digest:
+        raise StoreError(f"an index of {len(data)} bytes does not match its checksum")
+    end = _LENGTH + int.from_bytes(body[:_LENGTH], "little")
+    header = json.loads(body[_LENGTH:end])
+    return header, np.frombuffer(body[end:], record_type(header["page_size"]), header["count"])
+
+
+def checksum(digest: bytes, data: Any) -> int:
+    """Of one page; the digest takes part, so that exchanged pages are noticed."""
+    return zlib.crc32(data, zlib.crc32(digest))
+
+
+def leaves_of(payload: Payload) -> tuple[Leaf, ...]:
+    return tuple(Leaf(tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name) for leaf in payload)
+
+
+def to_bytes(payload: Payload) -> bytes:
+    # A view: ml_dtypes' bfloat16 offers no buffer.
+    return b"".join(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).tobytes() for leaf in payload)
+
+
+def from_bytes(data: NDArray[np.uint8], leaves: Sequence[Leaf]) -> Payload:
+    """Views of `data`, which the payload then owns."""
+    payload, at = [], 0
+    for leaf in leaves:
+        payload.append(data[at : at + leaf.nbytes].view(_dtype(leaf.dtype)).reshape(1, *leaf.shape))
+        at += leaf.nbytes
+    return tuple(payload)
+
+
+def fresh(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Segment:
+    """A segment on disk, with its index in memory."""
+
+    path: Path
+    header: dict[str, Any]
+    records: NDArray[Any]
+    leaves: tuple[Leaf, ...]
+    page_bytes: int
+
+    @classmethod
+    def open(cls, path: Path) -> Segment:
+        """Read the index. Raises OSError if there is none, StoreError if it is damaged."""
+        header, records = decode((path / ITEM / "index").read_bytes())
+        leaves = tuple(Leaf(tuple(shape), dtype) for shape, dtype in header.get("leaves", ()))
+        return cls(path, header, records, leaves, sum(leaf.nbytes for leaf in leaves))
+
+    def digests(self) -> list[bytes]:
+        data = self.records["digest"].tobytes()
+        return [data[at : at + DIGEST_SIZE] for at in range(0, len(data), DIGEST_SIZE)]
+
+    def read(self, index: int) -> Payload:
+        """One payload, verified. Raises StoreError if it is damaged, OSError if the file is gone."""
+        (payload,) = self.read_run(index, 1)
+        if isinstance(payload, StoreError):
+            raise payload
+        return payload
+
+    def read_run(self, first: int, count: int, memory: Memory = fresh) -> list[Payload | StoreError]:
+        """`count` payloads that lie one after another, each verified by itself. Raises OSError if the file is gone.
+
+        Not mapped into memory: when a mapped file shrinks, reading it kills the process.
+        """
+        slots = [memory(self.page_bytes) for _ in range(count)]
+        done = self._fill(slots, first * self.page_bytes)
+        found: list[Payload | StoreError] = []
+        for index, slot in enumerate(slots, first):
+            digest = self.records[index]["digest"].tobytes()
+            done -= self.page_bytes
+            if done >= 0 and checksum(digest, slot) == self.records[index]["sum"]:
+                found.append(from_bytes(slot, self.leaves))
+            else:
+                found.append(StoreError(f"page {digest.hex()} in {self.path} does not match its checksum"))
+        return found
+
+    def _fill(self, slots: Sequence[NDArray[np.uint8]], start: int) -> int:
+        """How many bytes there were."""
+        views = [memoryview(slot) for slot in slots]  # type: ignore[arg-type]
+        done = 0
+        file = os.open(self.path / ITEM / "pages", os.O_RDONLY)
+        try:
+            while views and (more := os.preadv(file, views, start + done)):
+                done += more
+                while views and more >= len(views[0]):
+                    more -= len(views.pop(0))
+                if more:
+                    views[0] = views[0][more:]
+        finally:
+            os.close(file)
+        return done
+
+
+def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page, Payload]]) -> None:
+    """A new checkpoint at `path`, complete or absent. Payloads are taken one at a time."""
+
+    def write(folder: Path) -> None:
+        written: list[Page] = []
+        sums: list[int] = []
+        leaves: tuple[Leaf, ...] = ()
+        with (folder / "pages").open("wb") as file:
+            for page, payload in pages:
+                leaves = leaves or leaves_of(payload)
+                assert leaves == leaves_of(payload), "pages of different layouts in one segment"
+                data = to_bytes(payload)
+                file.write(data)
+                sums.append(checksum(page.digest, data))
+                written.append(page)
+        records = records_of(written, len(written[0].tokens))
+        records["sum"] = sums
+        (folder / "index").write_bytes(encode(header | {"leaves": leaves}, records))
+
+    write_checkpoint(path, write)
+
+
+def write_index(path: Path, header: dict[str, Any], pages: Sequence[Page], page_size: int) -> None:
+    """A checkpoint that lists pages and holds none."""
+    data = encode(header, records_of(pages, page_size))
+
+    def write(folder: Path) -> None:
+        (folder / "index").write_bytes(data)
+
+    write_checkpoint(path, write)
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))

@@ -1,0 +1,140 @@
+"""The page pool: which KV pages are free, held by sequences, or kept by the prefix cache alone.
+
+Every page is in exactly one of three states, so `free + held + cached == total` at all times. A page carries one
+reference per sequence that reads it, and one more while the prefix cache keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core.records import IntArray
+
+Pages = Sequence[int] | IntArray
+
+
+def pages_for(length: int, page_size: int) -> int:
+    """How many pages `length` tokens need."""
+    return -(-length // page_size)
+
+
+class PagePool:
+    """Reference counts over `num_pages` device pages. Page 0 is scratch for padding and never handed out."""
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages >= 2, f"a pool needs the scratch page and one more, got {num_pages}"
+        self.num_pages = num_pages
+        self._refs: NDArray[np.int32] = np.zeros(num_pages, np.int32)
+        self._kept: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
+        self._free = list(range(num_pages - 1, 0, -1))  # a stack, lowest page on top
+        self._cached = 0
+        self.kept = 0  # pages that the prefix cache references, held or not
+
+    @property
+    def total(self) -> int:
+        """Pages that can be handed out: all but the scratch page."""
+        return self.num_pages - 1
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Pages that only the prefix cache references: each of them can be evicted."""
+        return self._cached
+
+    @property
+    def held(self) -> int:
+        """Pages that at least one sequence references."""
+        return self.total - len(self._free) - self._cached
+
+    def references(self, page: int) -> int:
+        return int(self._refs[page])
+
+    def is_kept(self, page: int) -> bool:
+        return bool(self._kept[page])
+
+    def unheld(self, pages: Pages) -> int:
+        """How many of `pages` only the prefix cache references."""
+        return int(np.count_nonzero(self._refs[np.asarray(pages, np.int32)] == 1)) if len(pages) else 0
+
+    def can_take(self, count: int) -> bool:
+        return count <= len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages with one reference each; ask `can_take` before."""
+        assert 0 <= count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
+        if not count:
+            return []
+        taken = self._free[-count:]
+        del self._free[-count:]
+        taken.reverse()
+        self._refs[taken] = 1
+        return taken
+
+    def share(self, pages: Pages) -> None:
+        """One more reference to each of `pages`, which must be in use and differ from each other."""
+        if not len(pages):
+            return
+        index = np.asarray(pages, np.int32)
+        refs = self._refs[index]
+        assert refs.min() > 0, f"sharing free pages {index[refs <= 0].tolist()}"
+        self._cached -= int(np.count_nonzero(self._kept[index] & (refs == 1)))
+        self._refs[index] = refs + 1
+
+    def release(self, pages: Pages) -> None:
+        """One reference less to each of `pages`; what nobody references any more is free again."""
+        if not len(pages):
+            return
+        index = np.asarray(pages, np.int32)
+        refs = self._refs[index] - 1
+        kept = self._kept[index]
+        # The cache gives its own reference up through `drop` only: a kept page must keep one here.
+        assert (refs >= kept).all(), f"released too often: {index[refs < kept].tolist()}"
+        self._refs[index] = refs
+        self._cached += int(np.count_nonzero(kept & (refs == 1)))
+        self._free.extend(index[refs == 0].tolist())
+
+    def keep(self, pages: Pages) -> None:
+        """The prefix cache takes a reference of its own to pages that sequences hold."""
+        if not len(pages):
+            return
+        index = np.asarray(pages, np.int32)
+        assert not self._kept[index].any(), "a page is kept twice"
+        assert self._refs[index].min() > 0, "a free page is kept"
+        self._kept[index] = True
+        self._refs[index] += 1
+        self.kept += len(index)
+
+    def drop(self, page: int) -> None:
+        """The prefix cache gives its reference to `page` up."""
+        assert self._kept[page], f"page {page} is not in the cache"
+        self._kept[page] = False
+        self._refs[page] -= 1
+        self.kept -= 1
+        if self._refs[page] == 0:
+            self._cached -= 1
+            self._free.append(page)
+
+    def check_integrity(self, expected: NDArray[np.int32] | None = None) -> None:
+        """Raise AssertionError unless each page is free, held or cached, and referenced as `expected`."""
+        free = np.zeros(self.num_pages, np.bool_)
+        free[self._free] = True
+        assert len(self._free) == int(free.sum()), "a page is free twice"
+        assert not free[0], "the scratch page is on the free list"
+        assert self._refs[0] == 0, "the scratch page was handed out"
+        assert (self._refs[1:] >= 0).all(), "a page has a negative count"
+        assert ((self._refs[1:] == 0) == free[1:]).all(), "a page is both free and referenced, or neither"
+        assert not (self._kept & free).any(), "a cached page is free"
+        assert self._cached == int(np.count_nonzero(self._kept & (self._refs == 1))), "the cached count drifted"
+        assert self.kept == int(np.count_nonzero(self._kept)), "the kept count drifted"
+        if expected is not None:
+            wrong = np.flatnonzero(self._refs != expected)
+            assert not len(wrong), (
+                f"pages {wrong[:8].tolist()} have {self._refs[wrong[:8]].tolist()} references, "
+                f"expected {expected[wrong[:8]].tolist()}"
+            )

@@ -1,0 +1,1 @@
+"""Where cached pages live below the device: host memory and disk."""

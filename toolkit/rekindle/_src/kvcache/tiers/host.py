@@ -1,0 +1,150 @@
+"""Host memory: payloads of pages that left the device, by digest, least recently used out first.
+
+Payloads arrive from the thread that fetches steps and from the one that reads the disk. They leave in the scheduler's
+thread alone, in `trim`, so that a page which a plan counts on is still there when the step is dispatched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+
+from rekindle._src.core import html
+from rekindle._src.kvcache.tiers.host_slots import Slots
+
+Payload = tuple[Any, ...]  # arrays with a leading page axis of 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class HostStatistics(html.Record):
+    """Sizes now, and counts since the session was opened."""
+
+    pages: int
+    bytes: int
+    budget: int
+    held: int  # payloads that may not be dropped: pinned, or about to be restored
+    stored: int
+    read: int
+    dropped: int
+
+
+class HostTier:
+    """A bounded map from digest to payload. `hold` keeps one beyond the budget until as many `release`s."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.slots = Slots()
+        self._lock = threading.Lock()
+        self._payloads: OrderedDict[bytes, Payload] = OrderedDict()
+        self._holds: Counter[bytes] = Counter()
+        self._bytes = 0
+        self._stored = self._read = self._dropped = 0
+        self.generation = 0  # counts clears: who held something before has nothing to release
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._payloads
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
+
+    def put(self, digest: bytes, payload: Payload, *, own: bool = False, cold: bool = False) -> None:
+        """A copy is kept, unless the payload lies in memory of its `own`; a `cold` one was used before all others."""
+        if self.touch(digest):
+            return
+        payload = payload if own else self._copy(payload)
+        with self._lock:
+            if digest in self._payloads:
+                return
+            self._payloads[digest] = payload
+            if cold:
+                self._payloads.move_to_end(digest, last=False)
+            self._bytes += size(payload)
+            self._stored += 1
+
+    def get(self, digest: bytes) -> Payload:
+        """Raises KeyError when it is gone. Reading is no use: the tree says with `touch` what is used."""
+        with self._lock:
+            payload = self._payloads[digest]
+            self._read += 1
+            return payload
+
+    def peek(self, digest: bytes) -> Payload | None:
+        """For saving: counts nothing."""
+        return self._payloads.get(digest)
+
+    def touch(self, digest: bytes) -> bool:
+        """It counts as used now; False if it is not here."""
+        with self._lock:
+            if digest not in self._payloads:
+                return False
+            self._payloads.move_to_end(digest)
+            return True
+
+    def hold(self, digest: bytes) -> None:
+        with self._lock:
+            self._holds[digest] += 1
+
+    def release(self, digest: bytes) -> None:
+        with self._lock:
+            self._holds[digest] -= 1
+            if self._holds[digest] <= 0:
+                del self._holds[digest]
+
+    def trim(self, to: int | None = None) -> int:
+        """Drop the least recently used payloads that nobody holds until `to` bytes are left; how many went."""
+        limit = self.budget if to is None else to
+        if self._bytes <= limit:
+            return 0
+        with self._lock:
+            gone: list[bytes] = []
+            left = self._bytes
+            for digest, payload in self._payloads.items():
+                if left <= limit:
+                    break
+                if digest not in self._holds:
+                    gone.append(digest)
+                    left -= size(payload)
+            for digest in gone:
+                del self._payloads[digest]
+            self._bytes = left
+            self._dropped += len(gone)
+        if to is not None:
+            self.slots.settle()
+        return len(gone)
+
+    def clear(self) -> None:
+        """Forget everything, holds included."""
+        with self._lock:
+            self._payloads.clear()
+            self._holds.clear()
+            self._bytes = 0
+            self.generation += 1
+        self.slots.settle()
+
+    def statistics(self) -> HostStatistics:
+        with self._lock:
+            held = sum(digest in self._payloads for digest in self._holds)
+            return HostStatistics(
+                len(self._payloads), self._bytes, self.budget, held, self._stored, self._read, self._dropped
+            )
+
+    def _copy(self, payload: Payload) -> Payload:
+        slot, at = self.slots.take(size(payload)), 0
+        leaves = []
+        for leaf in payload:
+            leaves.append(slot[at : at + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape))
+            np.copyto(leaves[-1], leaf)
+            at += leaf.nbytes
+        return tuple(leaves)
+
+
+def size(payload: Payload) -> int:
+    return sum(leaf.nbytes for leaf in payload)

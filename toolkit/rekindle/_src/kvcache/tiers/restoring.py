@@ -1,0 +1,59 @@
+"""`open(..., restore=...)`: pages of earlier sessions become known at once, and the likeliest are read ahead."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Sequence
+
+from rekindle._src.kvcache.persist import snapshot
+from rekindle._src.kvcache.persist.segment import Page
+from rekindle._src.kvcache.persist.snapshot import Restored
+from rekindle._src.kvcache.tiers.tiers import Tiers
+from rekindle._src.kvcache.tree import PrefixCache
+from rekindle.errors import ConfigError
+
+log = logging.getLogger("rekindle.cache")
+
+
+def restore(cache: PrefixCache | None, tiers: Tiers | None, name: str) -> Restored:
+    """`name` is a snapshot's, or "auto": every page that is kept for this model, however its session ended.
+
+    A snapshot that is missing raises StoreError, one for something else SnapshotRefused; "auto" starts fresh instead.
+    """
+    if cache is None or tiers is None or tiers.disk is None:
+        raise ConfigError("restore", name, "needs prefix_cache=True and disk_memory above 0", "Set both, or leave it")
+    disk = tiers.disk
+    if name != "auto":
+        pages = snapshot.listed(disk.folder, disk.identity, name)
+        disk.scan()
+        there = [page for page in pages if page.digest in disk]
+    else:
+        disk.scan()
+        pages = there = disk.pages()
+        others = disk.others()
+        if not there and others:
+            log.info(
+                "restore='auto': nothing is kept for this model; pages of %d others (weights, kv_dtype, page_size or "
+                "version) are left alone",
+                len(others),
+            )
+    grafted = snapshot.graft(cache, there)
+    if grafted < len(pages):
+        log.info("snapshot %r: %d of its %d pages are no longer kept", name, len(pages) - grafted, len(pages))
+    tiers.read_ahead(likeliest(there))
+    return Restored(name, grafted, len(pages) - grafted)
+
+
+def likeliest(pages: Sequence[Page], most: int = 4096) -> list[bytes]:
+    """Digests of those that are most likely to be asked for: visited most, then used last; none before its parent."""
+    known = {page.digest: page for page in pages}
+    taken: dict[bytes, None] = {}
+    for page in heapq.nsmallest(most, pages, key=lambda page: (-page.visits, -page.used)):
+        path = []
+        step: Page | None = page
+        while step is not None and step.digest not in taken:
+            path.append(step.digest)
+            step = known.get(step.parent)
+        taken |= dict.fromkeys(reversed(path))
+    return list(taken)

@@ -1,0 +1,230 @@
+"""The tiers below the device as one: host memory, and the disk if there is one. Satisfies `TierLike`.
+
+tree        asks what is near (host memory) and what is known at all, holds what a plan counts on
+runner      puts payloads that left the device, gets those that return
+scheduler   has pages fetched from disk before it admits the request that needs them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from rekindle._src.core.records import StepResult
+from rekindle._src.kvcache.costs import CostModel
+from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.host import HostTier, Payload
+from rekindle.errors import StoreError
+
+log = logging.getLogger("rekindle.cache")
+READERS = 2  # threads; half of the time of a page that the system has in memory goes into its checksum
+# What requests wait for is read together and admitted together: of 16 that came at once, 6 were admitted 8 ms before
+# the others, which then waited for the step of these.
+TOGETHER_SECONDS = 0.03
+AHEAD_BYTES, AHEAD_PAGES = 256 << 20, 8  # read ahead in all, and before it is seen whether somebody waits
+PAUSE_SECONDS = 0.02
+
+
+class Fetch:
+    """Pages on their way from disk to host memory, where they stay until `release`."""
+
+    def __init__(self, tiers: Tiers, digests: Sequence[bytes]) -> None:
+        self.digests = tuple(digests)
+        self.done = False
+        self._host, self._generation = tiers.host, tiers.host.generation
+        for digest in self.digests:
+            self._host.hold(digest)
+
+    def release(self) -> None:
+        if self._generation == self._host.generation:
+            for digest in self.digests:
+                self._host.release(digest)
+        self.digests = ()
+
+
+class Tiers:
+    """Everything but `put`, `get` and the reading thread belongs to the scheduler's thread."""
+
+    def __init__(self, host: HostTier, costs: CostModel, disk: DiskTier | None = None) -> None:
+        self.host, self.costs, self.disk = host, costs, disk
+        self.busy: Callable[[], bool] = lambda: False  # requests run: nothing is read ahead
+        self._fetched = self._expected = 0  # pages that requests took from disk, when they asked and ahead of it
+        self._ahead: deque[bytes] = deque()
+        self._unasked: set[bytes] = set()  # read ahead, and no request came for it yet
+        self._queue: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        self._reader: threading.Thread | None = None
+
+    # -- what the tree asks
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self.host
+
+    def knows(self, digest: bytes) -> bool:
+        """It can be restored now, or after a fetch."""
+        return digest in self.host or (self.disk is not None and digest in self.disk)
+
+    def wants(self, digest: bytes) -> bool:
+        """Its page is about to leave the device: should it be read out? It counts as used now."""
+        return not self.host.touch(digest) and self.host.budget > 0
+
+    def touch(self, digest: bytes) -> None:
+        self.host.touch(digest)
+
+    def hold(self, digest: bytes) -> None:
+        self.host.hold(digest)
+
+    def release(self, digest: bytes) -> None:
+        self.host.release(digest)
+
+    def trim(self) -> None:
+        self.host.trim()
+
+    def clear(self) -> None:
+        self._ahead.clear()
+        self.host.clear()
+
+    def worth(self, pages: int) -> bool:
+        return self.costs.worth(pages)
+
+    def observe(self, result: StepResult) -> None:
+        self.costs.observe(result)
+
+    # -- what the runner does
+
+    def put(self, digest: bytes, payload: Payload) -> None:
+        self.host.put(digest, payload)
+
+    def get(self, digest: bytes) -> Payload:
+        if digest in self._unasked:
+            self._unasked.discard(digest)
+            self._expected += 1
+        return self.host.get(digest)
+
+    def copied(self, pages: int, seconds: float) -> None:
+        self.costs.copied(pages, seconds)
+
+    # -- from disk
+
+    @property
+    def disk_hits(self) -> int:
+        """Pages that were read from disk and taken by a request."""
+        return self._fetched + self._expected
+
+    def read_ahead(self, digests: Iterable[bytes]) -> None:
+        """Bring to host memory what requests are likely to want, in this order, while there is nothing else to do."""
+        self._ahead.extend(digests)
+        if self._ahead and self.host.budget:
+            self._start()
+
+    @property
+    def far(self) -> bool:
+        """There may be pages that only the disk has."""
+        return self.disk is not None and len(self.disk) > 0
+
+    def fetch(self, digests: Sequence[bytes], beyond: int) -> Fetch | None:
+        """Start reading; None if computing these and the `beyond` pages that they lead to is quicker."""
+        if not digests or not self.costs.worth(len(digests) + beyond, from_disk=len(digests)):
+            return None
+        self._start()
+        fetch = Fetch(self, digests)
+        self._queue.put(fetch)
+        return fetch
+
+    def read(self, digest: bytes) -> Payload | None:
+        """The payload from wherever it is; None if it is nowhere, or damaged."""
+        payload = self.host.peek(digest)
+        if payload is None and self.disk is not None:
+            try:
+                payload = self.disk.load(digest)
+            except (KeyError, StoreError):
+                return None
+        return payload
+
+    def close(self) -> None:
+        self._queue.put(None)
+        if self._reader is not None:
+            self._reader.join(1.0)
+        self.host.clear()
+        if self.disk is not None:
+            self.disk.close()
+
+    def _start(self) -> None:
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read_all, name="rekindle pages", daemon=True)
+            self._reader.start()
+
+    def _read_all(self) -> None:
+        with ThreadPoolExecutor(READERS, thread_name_prefix="rekindle pages") as readers:
+            while True:
+                try:
+                    fetch = self._queue.get(timeout=self._patience())
+                except queue.Empty:
+                    self._read_some(readers)
+                    continue
+                if fetch is None:
+                    return
+                self._serve(fetch, readers)
+
+    def _serve(self, fetch: Fetch, readers: ThreadPoolExecutor) -> None:
+        """And those that come meanwhile, if it does not take long."""
+        start, together = time.perf_counter(), [fetch]
+        pages = len(self._bring(fetch.digests, readers))
+        while time.perf_counter() - start < TOGETHER_SECONDS and (more := self._waiting_fetch()) is not None:
+            pages += len(self._bring(more.digests, readers))
+            together.append(more)
+        if pages:
+            self.costs.loaded(pages, time.perf_counter() - start)
+            self._fetched += pages
+        for done in reversed(together):  # so that all are done when the first one is
+            done.done = True
+
+    def _waiting_fetch(self) -> Fetch | None:
+        """The next one that is in the queue already."""
+        with contextlib.suppress(queue.Empty):
+            fetch = self._queue.get_nowait()
+            if fetch is None:
+                self._queue.put(None)  # the end, which is the loop's
+            return fetch
+        return None
+
+    def _patience(self) -> float | None:
+        """How long to wait for a fetch before some pages are read ahead; None is for ever."""
+        if not self._ahead:
+            return None
+        return PAUSE_SECONDS if self.busy() else 0.0
+
+    def _read_some(self, readers: ThreadPoolExecutor) -> None:
+        """Ahead, as long as there is room."""
+        assert self.disk is not None
+        if self.busy():
+            return
+        part: list[bytes] = []
+        with contextlib.suppress(IndexError):  # cleared meanwhile
+            while self._ahead and len(part) < AHEAD_PAGES:
+                part.append(self._ahead.popleft())
+        room = min(AHEAD_BYTES, self.host.budget) - self.host.nbytes
+        fits = max(0, room) // max(1, self.disk.page_bytes)
+        if fits < len(part):
+            self._ahead.clear()
+        self._unasked.update(self._bring(part[:fits], readers, cold=True))
+
+    def _bring(self, digests: Iterable[bytes], readers: ThreadPoolExecutor, *, cold: bool = False) -> list[bytes]:
+        """What was read; what is missing is computed, and the disk tier has reported damage."""
+        assert self.disk is not None
+        disk, host = self.disk, self.host
+        there: list[bytes] = []
+        try:
+            runs = disk.runs(digest for digest in digests if digest not in host)
+            for found in readers.map(lambda run: disk.load_run(run, host.slots.take), runs):
+                for digest, payload in found:
+                    host.put(digest, payload, own=True, cold=cold)
+                    there.append(digest)
+        except Exception:
+            log.exception("pages could not be read from disk; they are computed")
+        return there

@@ -1,0 +1,389 @@
+"""The prefix tree: finds the cached pages of a prompt, takes over computed ones, and says which leave the device.
+
+    match ─► lock (+ restore)      an admission takes the pages it found
+    publish                        a committed step filled pages; duplicates are merged into the page that is there
+    settle                         a sequence let go of its pages
+    evict                          pages are short: leaves leave, to the host tier if there is one
+    landed, arrived / detach       the step that moved pages was committed / failed
+    far                            pages that have to be fetched before a match can use them
+
+What a snapshot needs: iterate over the cache for nodes (parents first) with `key, parent, page, visits, last_use`;
+`tokens_of`, `prefix_of` and `digest_of` of one; `graft` makes a prefix known whose payloads the host tier has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core.records import IntArray, PageMove
+from rekindle._src.kvcache.digest import page_keys
+from rekindle._src.kvcache.eviction import EvictionQueue
+from rekindle._src.kvcache.node import Node, NodeTable
+from rekindle._src.kvcache.offloaded import AbsentNodes, TierLike
+from rekindle._src.kvcache.pool import PagePool
+from rekindle._src.kvcache.statistics import CacheStatistics
+
+
+class PrefixMatch(NamedTuple):
+    """The longest cached prefix: `nodes[:on_device]` are on the device, the rest can be restored from the host tier."""
+
+    nodes: Sequence[Node]
+    on_device: int
+
+    @property
+    def pages(self) -> list[int]:
+        return [node.page for node in self.nodes[: self.on_device]]
+
+
+class Published(NamedTuple):
+    """What a sequence goes on with after its pages were taken over."""
+
+    node: Node  # the deepest one
+    pages: list[int]  # its pages from now on
+    duplicates: list[int]  # its former pages, to be released when no step in flight reads them any more
+
+
+class PrefixCache:
+    """Radix tree over pages of token ids, on top of a page pool that it shares with sequences."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        root_key: bytes,
+        *,
+        host_tier: TierLike | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool, self.page_size, self.root_key = pool, page_size, root_key
+        self.host_tier, self.clock = host_tier, clock
+        self.version = 0  # changes whenever a match may turn out differently
+        self.generation = 0  # counts resets: a sequence of an older generation neither publishes nor settles
+        self.pinned_pages = 0
+        self._forgotten = 0
+        self._counts = {field.name: 0 for field in dataclasses.fields(CacheStatistics)[5:]}
+        self._leaves = EvictionQueue(pool)
+        self._table = NodeTable(page_size, root_key)
+        self._absent = AbsentNodes(self._table, host_tier)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._table)
+
+    @property
+    def root(self) -> Node:
+        return self._table.root
+
+    def keys(self, tokens: IntArray) -> list[int]:
+        return page_keys(tokens, self.page_size)
+
+    def tokens_of(self, node: Node) -> IntArray:
+        """The tokens of this page alone."""
+        return self._table.tokens_of(node)
+
+    def prefix_of(self, node: Node) -> IntArray:
+        """All tokens from the root up to and including this page."""
+        return self._table.prefix_of(node)
+
+    def digest_of(self, node: Node) -> bytes:
+        """The page's name in every process; computed once."""
+        return self._table.digest_of(node)
+
+    def has(self, node: Node) -> bool:
+        """It is still part of the tree."""
+        return node in self._table
+
+    def find(self, tokens: IntArray) -> list[Node]:
+        """The known nodes of a prompt, wherever their payloads are; counts nothing."""
+        return self._table.find(self.root, self.keys(tokens), tokens)
+
+    def near(self, node: Node) -> bool:
+        """Its payload is in host memory."""
+        return self._absent.restorable(node)
+
+    # -- looking up
+
+    def probe(self, keys: Sequence[int]) -> int:
+        """About how many leading pages are on the device: quick, by keys alone, without comparing tokens."""
+        return self._table.depth(keys, on_device=True)
+
+    def match(self, keys: Sequence[int], tokens: IntArray) -> PrefixMatch:
+        """The longest prefix of `tokens` whose pages are on the device or in the host tier, exactly compared."""
+        nodes = self._table.find(self.root, keys, tokens)
+        on_device = 0
+        for node in nodes:
+            if not node.page:
+                break
+            on_device += 1
+        usable = on_device
+        while usable < len(nodes) and self._absent.restorable(nodes[usable]):
+            usable += 1
+        if usable < len(nodes):
+            self._absent.forget(nodes[usable])
+        if usable > on_device and self.host_tier is not None and not self.host_tier.worth(usable - on_device):
+            usable = on_device
+        return PrefixMatch(nodes[:usable], on_device)
+
+    def far(self, keys: Sequence[int], tokens: IntArray) -> tuple[list[bytes], int]:
+        """Digests of the pages that have to be fetched before all that is known of `tokens` can be matched, and how
+        many other pages below the device this would make usable."""
+        digests, near = [], 0
+        for node in self._table.find(self.root, keys, tokens):
+            if node.page:
+                continue
+            if self._absent.restorable(node):
+                near += 1
+            elif self._absent.far(node):
+                digests.append(self.digest_of(node))
+            else:
+                break
+        return digests, near
+
+    def lock(self, match: PrefixMatch) -> list[int]:
+        """Take a reference to the matched device pages, for a sequence that is admitted now."""
+        pages = match.pages
+        self.pool.share(pages)
+        now = self.clock()
+        for node in match.nodes:
+            node.visits += 1
+            self._leaves.used(node, now)
+        self._counts["matches"] += 1
+        self._counts["hits"] += bool(match.nodes)
+        self._counts["device_hit_pages"] += match.on_device
+        self._counts["host_hit_pages"] += len(match.nodes) - match.on_device
+        return pages
+
+    def restore(self, match: PrefixMatch, pages: Sequence[int]) -> list[PageMove]:
+        """Attach fresh `pages` of the admitted sequence to the matched nodes that are not on the device."""
+        moves = []
+        for node, page in zip(match.nodes[match.on_device :], pages, strict=True):
+            self._attach(node, page)
+            moves.append(PageMove(page, self.digest_of(node)))
+        if self.host_tier is not None:
+            for move in reversed(moves):  # so that a parent counts as used after its children
+                self.host_tier.hold(move.digest)
+                self.host_tier.touch(move.digest)
+        self.pool.keep(pages)
+        self.version += bool(moves)
+        return moves
+
+    # -- taking over
+
+    def publish(self, parent: Node, keys: Sequence[int], tokens: IntArray, pages: Sequence[int]) -> Published | None:
+        """Take over the caller's `pages`, computed and committed, that hold `tokens` after `parent`.
+
+        The caller holds the parent's page. Where a page was computed twice, the one that came first is shared with the
+        caller, who releases its own later. None if a key is taken by another prefix.
+        """
+        known = self._table.find(parent, keys, tokens)
+        now = self.clock()
+        rest = len(known) * self.page_size
+        kept = list(pages[len(known) :])
+        added = self._table.add(known[-1] if known else parent, keys[len(known) :], tokens[rest:], now, kept)
+        if added is None:
+            return None
+        for node in added:
+            self._leaves.used(node, now)
+        final, shared, duplicates = list(pages), [], []
+        for index, node in enumerate(known):
+            self._leaves.used(node, now)
+            if not node.page:
+                self._attach(node, pages[index])
+                kept.append(pages[index])
+            else:
+                final[index] = node.page
+                shared.append(node.page)
+                duplicates.append(pages[index])
+        self.pool.share(shared)
+        self.pool.keep(kept)
+        self.version += 1
+        self._counts["published_pages"] += len(kept)
+        self._counts["merged_pages"] += len(duplicates)
+        return Published((known + added)[-1] if keys else parent, final, duplicates)
+
+    def graft(
+        self, tokens: IntArray, *, after: Node | None = None, visits: int = 0, last_use: float = 0.0
+    ) -> Node | None:
+        """Make known that lower tiers may have every full page of `tokens`, which follow `after` or the root.
+
+        Returns the last node, or None on a collision.
+        """
+        nodes = self.graft_path(tokens, after=after)
+        if nodes is None:
+            return None
+        for node in nodes:
+            if not node.last_use:
+                node.visits, node.last_use = visits, last_use
+        return nodes[-1] if nodes else after or self.root
+
+    def graft_path(self, tokens: IntArray, *, after: Node | None = None) -> list[Node] | None:
+        """As `graft`, for all nodes; new ones have a `last_use` of 0."""
+        parent = self.root if after is None else after
+        keys = page_keys(tokens, self.page_size, first=parent.depth, previous=parent.key)
+        known = self._table.find(parent, keys, tokens)
+        rest = tokens[len(known) * self.page_size : len(keys) * self.page_size]
+        added = self._table.add(known[-1] if known else parent, keys[len(known) :], rest, 0.0)
+        if added is None:
+            return None
+        for node in added:
+            self._absent.add(node)
+        self.version += 1
+        return known + added
+
+    # -- letting go
+
+    def settle(self, node: Node) -> None:
+        """A sequence whose deepest published node this is has released its pages."""
+        # It was in use until now. Its ancestors can keep an older time: they leave after it in any case.
+        self._leaves.used(node, self.clock())
+        self._leaves.offer(node)
+
+    def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:
+        """Free up to `count` device pages; returns those whose content has to be read out before it is overwritten."""
+        moves = []
+        for _ in range(count):
+            node = self._leaves.pop()
+            if node is None:
+                break
+            move = self._absent.depart(node) if read_out else None
+            if move is not None:
+                moves.append(move)
+            self._leave(node)
+            self._absent.forget(node)
+            self._absent.sweep()
+            self._counts["evicted_pages"] += 1
+        self._counts["offloaded_pages"] += len(moves)
+        self.version += 1
+        return moves
+
+    def landed(self, moves: Sequence[PageMove]) -> None:
+        """Payloads read out have reached the host tier, or never will: from now on it is asked about them."""
+        self._absent.landed(moves)
+        self.version += bool(moves)
+        if self.host_tier is not None:
+            self.host_tier.trim()
+
+    def arrived(self, moves: Sequence[PageMove]) -> None:
+        """Restored pages have their content, or never will."""
+        if self.host_tier is not None:
+            for move in moves:
+                self.host_tier.release(move.digest)
+
+    def detach(self, moves: Sequence[PageMove]) -> None:
+        """Restored pages never got their content because their step failed: they and all below leave the device."""
+        broken = {move.page for move in moves}
+        gone = [node for node in self if node.page and (node.page in broken or _below(node, broken))]
+        for node in reversed(gone):
+            self._leave(node)
+        self.version += bool(gone)
+
+    def pin(self, tokens: IntArray) -> int:
+        """Keep every page of `tokens` that is known now until `unpin`; returns how many tokens that covers."""
+        nodes = self._table.find(self.root, self.keys(tokens), tokens)
+        fresh = [node for node in nodes if not node.pins]
+        self.pool.share([node.page for node in fresh if node.page])
+        for node in nodes:
+            node.pins += 1
+        if self.host_tier is not None:
+            for node in fresh:
+                self.host_tier.hold(self.digest_of(node))
+        self.pinned_pages += len(fresh)
+        return len(nodes) * self.page_size
+
+    def unpin(self, tokens: IntArray) -> int:
+        """Undo one `pin` of the same tokens; returns how many tokens are no longer pinned."""
+        nodes = [node for node in self._table.find(self.root, self.keys(tokens), tokens) if node.pins]
+        for node in nodes:
+            node.pins -= 1
+        loose = [node for node in nodes if not node.pins]
+        self.pool.release([node.page for node in loose if node.page])
+        for node in loose:
+            self._leaves.offer(node)
+            if self.host_tier is not None:
+                self.host_tier.release(self.digest_of(node))
+        self.pinned_pages -= len(loose)
+        return len(loose) * self.page_size
+
+    def pinned_prefix(self, tokens: IntArray) -> int:
+        """How many leading pages of `tokens` are pinned."""
+        return sum(bool(node.pins) for node in self._table.find(self.root, self.keys(tokens), tokens))
+
+    def reset(self, root_key: bytes | None = None) -> None:
+        """Forget everything, pins included. Pages that sequences hold stay theirs and return to the pool after them."""
+        for node in self:
+            if node.page:
+                if node.pins:
+                    self.pool.release([node.page])
+                self.pool.drop(node.page)
+                node.page = 0
+        self.root_key = self.root_key if root_key is None else root_key
+        self._forgotten += self._absent.forgotten
+        self._table = NodeTable(self.page_size, self.root_key)
+        self._absent = AbsentNodes(self._table, self.host_tier)
+        self._leaves.clear()
+        if self.host_tier is not None:
+            self.host_tier.clear()
+        self.pinned_pages = 0
+        self.generation += 1
+        self.version += 1
+
+    # -- looking at it
+
+    def statistics(self) -> CacheStatistics:
+        pool = self.pool
+        forgotten = self._forgotten + self._absent.forgotten
+        return CacheStatistics(len(self), pool.kept, pool.cached, self.pinned_pages, forgotten, **self._counts)
+
+    def references(self) -> NDArray[np.int32]:
+        """How many references to each page the tree accounts for."""
+        counts = np.zeros(self.pool.num_pages, np.int32)
+        for node in self:
+            counts[node.page] += (1 + bool(node.pins)) * bool(node.page)
+        return counts
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the tree is sound and agrees with the pool; walks all of it."""
+        self._table.check_integrity()
+        pages = [node.page for node in self if node.page]
+        assert len(set(pages)) == len(pages) == self.pool.kept, "a page is in the tree twice, or kept without a node"
+        assert all(self.pool.is_kept(page) for page in pages), "a node's page is not kept"
+        assert self.pinned_pages == sum(bool(node.pins) for node in self), "the count of pinned pages drifted"
+
+    # -- inside
+
+    def _attach(self, node: Node, page: int) -> None:
+        """Give a node its device page; the caller makes the pool keep it."""
+        assert node.parent is not None
+        node.page = page
+        node.parent.device_children += 1
+        if node.pins:
+            self.pool.share([page])
+
+    def _leave(self, node: Node) -> None:
+        """Take a node's device page away."""
+        parent = node.parent
+        assert parent is not None
+        if node.pins:
+            self.pool.release([node.page])
+        self.pool.drop(node.page)
+        node.page = 0
+        parent.device_children -= 1
+        self._leaves.offer(parent)
+        self._absent.add(node)
+
+
+def _below(node: Node, pages: set[int]) -> bool:
+    above = node.parent
+    while above is not None and above.page:
+        if above.page in pages:
+            return True
+        above = above.parent
+    return False

@@ -1,0 +1,54 @@
+"""Model families, their weights and their checkpoints. Names load their modules at first use, as rekindle's do."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rekindle._src.models.base import Graph, LoadedModel, Model, abstract_model, merge, random_model
+    from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec
+    from rekindle._src.models.loading.manifest import Manifest, Part, Source
+    from rekindle._src.models.nn.layers import Attend
+    from rekindle._src.models.precision import Precision
+    from rekindle._src.models.registry import Family, family, manifest
+
+_NAMES = {
+    "base": ("Graph", "LoadedModel", "Model", "abstract_model", "merge", "random_model"),
+    "config": ("AttentionSpec", "ModelConfig", "MoeSpec"),
+    "layers": ("Attend",),
+    "precision": ("Precision",),
+    "registry": ("Family", "family", "manifest"),
+    "weights": ("Manifest", "Part", "Source"),
+}
+_LAZY = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [
+    "Attend",
+    "AttentionSpec",
+    "Family",
+    "Graph",
+    "LoadedModel",
+    "Manifest",
+    "Model",
+    "ModelConfig",
+    "MoeSpec",
+    "Part",
+    "Precision",
+    "Source",
+    "abstract_model",
+    "family",
+    "manifest",
+    "merge",
+    "random_model",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"rekindle._src.models.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'rekindle._src.models' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

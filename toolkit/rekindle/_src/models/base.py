@@ -1,0 +1,159 @@
+"""A model's one functional form: a static graph and a flat tuple of arrays.
+
+Flax and the families are imported where a model is made or traced: a start that finds its programs and its weights
+kept needs neither, and they would take 0.2 s of its one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from rekindle._src.core import html
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.precision import Precision
+
+if TYPE_CHECKING:
+    from rekindle._src.models.nn.layers import Attend
+
+
+class Model(Protocol):
+    """What `merge` gives back."""
+
+    config: ModelConfig
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """tokens, positions [T] → hidden [T, E] after the final norm."""
+        ...
+
+    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        """hidden [N, E] → float32 [N, V], final soft cap included; of `count` rows, where it is given."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Graph:
+    """All that is static in a model; hashable, and equal for equal configs and precisions."""
+
+    config: ModelConfig
+    precision: Precision
+    paths: tuple[str, ...]  # "layers.0.attention.qkv.weight"…, in the order of the leaves
+
+
+_SHOWN = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LoadedModel:
+    """Weights on the device, ready to be passed to programs as `leaves`."""
+
+    config: ModelConfig
+    graph: Graph
+    leaves: tuple[jax.Array, ...]
+    fingerprint: str  # of config and weights: whatever persists is keyed by it
+    folder: Path | None = None  # where tokenizer and templates lie
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(leaf.size for leaf in self.leaves)
+
+    def __repr__(self) -> str:
+        size = f"{self.num_parameters / 1e6:,.1f}M parameters, {self.nbytes / 2**20:,.0f} MiB"
+        return f"<LoadedModel {self.config.model_type}: {size}>"
+
+    def _repr_html_(self) -> str:
+        sizes = {name: getattr(self.config, name) for name in _SHOWN}
+        return html.block(html.line(repr(self)), html.pairs(sizes))
+
+
+def abstract_model(
+    config: ModelConfig,
+    dtype: DTypeLike = jnp.float32,
+    quantize: str | None = None,
+    *,
+    quantize_embeddings: bool = True,
+) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The model without weights: enough to compile its programs and to know what to load."""
+    precision = Precision.of(dtype, quantize, quantize_embeddings=quantize_embeddings)
+    _, state = _split(config, precision)
+    keyed, _ = jax.tree_util.tree_flatten_with_path(state)
+    paths = tuple(".".join(str(key.key) for key in path[:-1]) for path, _ in keyed)
+    return Graph(config, precision, paths), tuple(leaf for _, leaf in keyed)
+
+
+def merge(graph: Graph, leaves: Sequence[Any]) -> Model:
+    """The module, inside a program or outside."""
+    from flax import nnx
+
+    definition, state = _split(graph.config, graph.precision)
+    return cast(Model, nnx.merge(definition, jax.tree.unflatten(jax.tree.structure(state), leaves)))
+
+
+@functools.lru_cache(maxsize=8)
+def _split(config: ModelConfig, precision: Precision) -> tuple[Any, Any]:
+    """The model's nnx.GraphDef, and its state with shapes for arrays."""
+    from flax import nnx
+
+    from rekindle._src.models.registry import family
+
+    definition, state = nnx.split(family(config.model_type).module(config, precision))
+    return definition, state
+
+
+def random_model(
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: DTypeLike = jnp.float32,
+    quantize: str | None = None,
+    quantize_embeddings: bool = True,
+) -> LoadedModel:
+    """Random weights of a sensible spread: for tests, benchmarks and the beginning of training."""
+    graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
+    rng = np.random.default_rng(seed)
+    leaves = tuple(
+        jax.device_put(_adopted(_random(path, leaf, config, graph.precision, rng)), may_alias=True)
+        for path, leaf in zip(graph.paths, shapes, strict=True)
+    )
+    fingerprint = f"random-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
+    return LoadedModel(config, graph, leaves, fingerprint)
+
+
+def _adopted(values: np.ndarray) -> np.ndarray:
+    """Where loaded weights would lie."""
+    memory = aligned(values.shape, values.dtype)
+    memory[...] = values
+    return memory
+
+
+def _random(
+    path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, precision: Precision, rng: np.random.Generator
+) -> Any:
+    name = path.rsplit(".", 1)[-1]
+    spread = config.hidden_size**-0.5
+    if leaf.dtype == jnp.int8:
+        return rng.integers(-127, 128, leaf.shape, np.int8)
+    if name == "scale":
+        return np.full(leaf.shape, spread / 73.0, np.float32)  # 73: the deviation of the integers above
+    if name == "bias":
+        return np.zeros(leaf.shape, np.float32)
+    if "norm" in path:
+        return np.ones(leaf.shape, np.float32)
+    values = rng.standard_normal(leaf.shape, np.float32)
+    values *= spread if not path.startswith("embed") or config.tie_embeddings else 1.0
+    return values.astype(precision.value_dtype(leaf.dtype)).view(leaf.dtype)

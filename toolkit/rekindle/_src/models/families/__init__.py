@@ -1,0 +1,1 @@
+"""One module per model family: its part of config.json, its layers, its checkpoint manifest."""

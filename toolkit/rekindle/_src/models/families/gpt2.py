@@ -1,0 +1,118 @@
+"""GPT-2: learned positions, layer norms, biases everywhere, a plain MLP."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rekindle._src.models.config import ACTIVATIONS, AttentionSpec, Keys, ModelConfig, reads, token_ids
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.nn.activations import activate
+from rekindle._src.models.nn.layers import Attend, Attention, LayerNorm, RopeTables
+from rekindle._src.models.nn.linear import Embedding, Linear, linear
+from rekindle._src.models.precision import Precision
+
+
+@reads("gpt2")
+def config(keys: Keys) -> ModelConfig:
+    keys.only("add_cross_attention", False)
+    keys.only("activation_function", *ACTIVATIONS)
+    hidden, layers, heads = keys.need("n_embd"), keys.need("n_layer"), keys.need("n_head")
+    scale = (hidden // heads) ** -0.5 if keys.raw.get("scale_attn_weights", True) else 1.0
+    shrink = keys.get("scale_attn_by_inverse_layer_idx", False)
+    return ModelConfig(
+        model_type="gpt2",
+        vocab_size=keys.need("vocab_size"),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=keys.get("n_inner", 4 * hidden),
+        max_position_embeddings=keys.get("n_positions", 1024),
+        tie_embeddings=keys.get("tie_word_embeddings", True),
+        attention=tuple(AttentionSpec(scale=scale / (layer + 1 if shrink else 1)) for layer in range(layers)),
+        activation=ACTIVATIONS[keys.get("activation_function", "gelu_new")],
+        norm_eps=keys.get("layer_norm_epsilon", 1e-5),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        eos_token_ids=token_ids(keys.get("eos_token_id", 50256)),
+        bos_token_id=keys.get("bos_token_id", 50256),
+        dtype=keys.get("dtype", keys.get("torch_dtype")),
+    )
+
+
+class Gpt2Block(nnx.Module):
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        E, inner = config.hidden_size, config.intermediate_size
+        self.attention_norm = LayerNorm(E, config.norm_eps)
+        self.attention = Attention(config, layer, precision)
+        self.mlp_norm = LayerNorm(E, config.norm_eps)
+        self.up = Linear(inner, E, precision, bias=True)
+        self.down = Linear(E, inner, precision, bias=True)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = self.attention(self.attention_norm(x), tables, attend, x)
+        with jax.named_scope("mlp"):
+            return self.down(activate(self.up(self.mlp_norm(x)), self.activation), residual=x)
+
+
+class Gpt2(nnx.Module):
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
+        # Looked up, never multiplied: quantising it would save nothing that matters.
+        plain = Precision(weights=precision.weights, stream=precision.stream)
+        self.position_embed = Embedding(config.max_position_embeddings, config.hidden_size, plain)
+        self.layers = nnx.List([Gpt2Block(config, layer, precision) for layer in range(config.num_layers)])
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
+        )
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        with jax.named_scope("embed"):
+            x = self.embed(tokens) + self.position_embed(positions)
+        tables = RopeTables(self.config, positions)
+        for layer in self.layers:
+            x = layer(x, tables, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        with jax.named_scope("logits"):
+            return linear(hidden, self.embed if self.head is None else self.head, jnp.float32, count=count)
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    V, E, inner = config.vocab_size, config.hidden_size, config.intermediate_size
+    sources: dict[str, Source] = {
+        "embed.weight": one("transformer.wte.weight", V),
+        "position_embed.weight": one("transformer.wpe.weight", config.max_position_embeddings),
+        "norm.weight": one("transformer.ln_f.weight", E),
+        "norm.bias": one("transformer.ln_f.bias", E),
+    }
+    if not config.tie_embeddings:
+        sources["head.weight"] = one("lm_head.weight", V)
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
+        for path, name in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
+            sources[f"{ours}.{path}.weight"] = one(f"{theirs}.{name}.weight", E)
+            sources[f"{ours}.{path}.bias"] = one(f"{theirs}.{name}.bias", E)
+        for path, name, rows in (
+            ("attention.qkv", "attn.c_attn", 3 * E),
+            ("attention.out", "attn.c_proj", E),
+            ("up", "mlp.c_fc", inner),
+            ("down", "mlp.c_proj", E),
+        ):
+            sources[f"{ours}.{path}.weight"] = one(f"{theirs}.{name}.weight", rows, transpose=True)
+            sources[f"{ours}.{path}.bias"] = one(f"{theirs}.{name}.bias", rows)
+    # Old checkpoints carry the causal mask of every layer.
+    return Manifest(sources, prefix="transformer.", ignored=(r"h\.\d+\.attn\.(masked_)?bias",))

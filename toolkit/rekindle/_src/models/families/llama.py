@@ -1,0 +1,165 @@
+"""Llama 2, 3 and 3.x, SmolLM2, and the decoder that most other families vary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rekindle._src.models.config import Keys, ModelConfig, decoder, reads
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.nn.layers import Attend, Attention, GatedMlp, RopeTables, soft_cap
+from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, linear
+from rekindle._src.models.precision import Precision
+
+
+@reads("llama")
+def config(keys: Keys) -> ModelConfig:
+    return decoder(
+        keys,
+        qkv_bias=keys.get("attention_bias", False),
+        o_bias=keys.get("attention_bias", False),
+        mlp_bias=keys.get("mlp_bias", False),
+    )
+
+
+class Block(nnx.Module):
+    """Norm before attention, norm before the MLP."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+        self.attention = self.make_attention(config, layer, precision)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+        self.mlp = self.make_mlp(config, layer, precision)
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
+        return Attention(config, layer, precision)
+
+    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
+        return GatedMlp(config, precision)
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = self.attention(x, tables, attend, x, self.attention_norm)
+        with jax.named_scope("mlp"):
+            return self.mlp(x, x, self.mlp_norm)
+
+
+class Llama(nnx.Module):
+    """Embedding, blocks, final norm, head. Families that differ within the block set `block`."""
+
+    block: Callable[[ModelConfig, int, Precision], nnx.Module] = Block
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
+        self.layers = nnx.List([self.block(config, layer, precision) for layer in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
+        )
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
+        with jax.named_scope("embed"):
+            x = self.embed(tokens)
+            if self.config.embed_scale != 1.0:
+                x = x * self.config.embed_scale
+        tables = RopeTables(self.config, positions, lengths)
+        for layer in self.layers:
+            x = layer(x, tables, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        """hidden [N, E] → float32 [N, V]; what is behind the first `count` rows may be anything."""
+        with jax.named_scope("logits"):
+            head = self.embed if self.head is None else self.head
+            return soft_cap(linear(hidden, head, jnp.float32, count=count), self.config.final_soft_cap)
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    return Manifest(outer_sources(config) | blocks(config, attention_sources, norm_sources, mlp_sources))
+
+
+def outer_sources(config: ModelConfig, *, add: float = 0.0) -> dict[str, Source]:
+    """Embedding, final norm and, unless tied, the head."""
+    V, E = config.vocab_size, config.hidden_size
+    sources = {
+        "embed.weight": one("model.embed_tokens.weight", V),
+        "norm.weight": one("model.norm.weight", E, add=add),
+    }
+    if not config.tie_embeddings:
+        sources["head.weight"] = one("lm_head.weight", V)
+    return sources
+
+
+Piece = Callable[[ModelConfig, int], dict[str, Source]]
+
+
+def blocks(config: ModelConfig, *pieces: Piece) -> dict[str, Source]:
+    """The sources of every layer; a piece gives paths relative to the layer."""
+    sources: dict[str, Source] = {}
+    for layer in range(config.num_layers):
+        for piece in pieces:
+            sources |= {f"layers.{layer}.{path}": source for path, source in piece(config, layer).items()}
+    return sources
+
+
+def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    ours, theirs = "attention", f"model.layers.{layer}.self_attn"
+    D = config.head_dim
+    rows = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
+    sources = {
+        f"{ours}.qkv.weight": Source(names=tuple(f"{theirs}.{x}_proj.weight" for x in "qkv"), rows=rows),
+        f"{ours}.out.weight": one(f"{theirs}.o_proj.weight", config.hidden_size),
+    }
+    if config.qkv_bias:
+        sources[f"{ours}.qkv.bias"] = Source(names=tuple(f"{theirs}.{x}_proj.bias" for x in "qkv"), rows=rows)
+    if config.o_bias:
+        sources[f"{ours}.out.bias"] = one(f"{theirs}.o_proj.bias", config.hidden_size)
+    return sources
+
+
+def qk_norm_sources(config: ModelConfig, layer: int, *, add: float = 0.0) -> dict[str, Source]:
+    """One [D] weight each for all heads of q and of k (Qwen3, Gemma 3)."""
+    theirs = f"model.layers.{layer}.self_attn"
+    return {
+        "attention.qk_norm.weight": Source(
+            names=(f"{theirs}.q_norm.weight", f"{theirs}.k_norm.weight"),
+            rows=(config.num_heads, config.num_kv_heads),
+            tiled=True,
+            add=add,
+        )
+    }
+
+
+def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    theirs, E = f"model.layers.{layer}", config.hidden_size
+    return {
+        "attention_norm.weight": one(f"{theirs}.input_layernorm.weight", E),
+        "mlp_norm.weight": one(f"{theirs}.post_attention_layernorm.weight", E),
+    }
+
+
+def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    theirs, inner = f"model.layers.{layer}.mlp", config.intermediate_size
+    sources = {
+        "mlp.gate_up.weight": Source(
+            names=(f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"), rows=(inner, inner)
+        ),
+        "mlp.down.weight": one(f"{theirs}.down_proj.weight", config.hidden_size),
+    }
+    if config.mlp_bias:
+        sources |= {
+            "mlp.gate_up.bias": Source(
+                names=(f"{theirs}.gate_proj.bias", f"{theirs}.up_proj.bias"), rows=(inner, inner)
+            ),
+            "mlp.down.bias": one(f"{theirs}.down_proj.bias", config.hidden_size),
+        }
+    return sources

@@ -1,0 +1,77 @@
+"""Mixtral: Mistral with a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from rekindle._src.models.config import Keys, ModelConfig, MoeSpec, decoder, reads
+from rekindle._src.models.families.llama import (
+    Block,
+    Llama,
+    attention_sources,
+    blocks,
+    mlp_sources,
+    norm_sources,
+    outer_sources,
+)
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.nn.layers import GatedMlp
+from rekindle._src.models.nn.moe import Experts
+from rekindle._src.models.precision import Precision
+
+
+@reads("mixtral")
+def config(keys: Keys) -> ModelConfig:
+    moe = MoeSpec(
+        num_experts=keys.get("num_local_experts", keys.get("num_experts", 8)),
+        top_k=keys.get("num_experts_per_tok", 2),
+        intermediate_size=keys.need("intermediate_size"),
+        normalize=True,
+    )
+    layers = keys.need("num_hidden_layers")
+    window = keys.get("sliding_window")
+    return decoder(keys, kv_heads=8, theta=1_000_000.0, eps=1e-5, window=window, moe=(moe,) * layers)
+
+
+class SparseBlock(Block):
+    """Experts where the config has them, a gated MLP elsewhere."""
+
+    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
+        spec = config.moe[layer] if config.moe else None
+        return GatedMlp(config, precision) if spec is None else Experts(config, spec, precision)
+
+
+class Mixtral(Llama):
+    block = SparseBlock
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
+        theirs = f"model.layers.{layer}.block_sparse_moe"
+        return expert_sources(config, layer, f"{theirs}.gate", f"{theirs}.experts", ("w1", "w3", "w2"))
+
+    return Manifest(outer_sources(config) | blocks(config, attention_sources, norm_sources, experts))
+
+
+def expert_sources(
+    config: ModelConfig, layer: int, router: str, experts: str, names: tuple[str, str, str]
+) -> dict[str, Source]:
+    """A layer's router and stacked experts; `names` are the checkpoint's for gate, up and down."""
+    spec = config.moe[layer]
+    if spec is None:
+        return mlp_sources(config, layer)
+    gate, up, down = names
+    numbers = range(spec.num_experts)
+    return {
+        "mlp.router.weight": one(f"{router}.weight", spec.num_experts),
+        "mlp.gate_up.weight": Source(
+            names=tuple(f"{experts}.{number}.{name}.weight" for number in numbers for name in (gate, up)),
+            rows=(spec.intermediate_size,) * 2,
+            stack=True,
+        ),
+        "mlp.down.weight": Source(
+            names=tuple(f"{experts}.{number}.{down}.weight" for number in numbers),
+            rows=(config.hidden_size,),
+            stack=True,
+        ),
+    }

@@ -1,0 +1,40 @@
+"""Phi-3: Llama whose checkpoints have the projections fused already; its long context is longrope."""
+
+from __future__ import annotations
+
+from rekindle._src.models.config import Keys, ModelConfig, decoder, reads
+from rekindle._src.models.families.llama import Llama, blocks, norm_sources, outer_sources
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+
+
+@reads("phi3")
+def config(keys: Keys) -> ModelConfig:
+    raw = dict(keys.raw)
+    raw["original_max_position_embeddings"] = keys.get("original_max_position_embeddings", 4096)
+    for name in ("rope_scaling", "rope_parameters"):
+        options = raw.get(name) or {}
+        kind = options.get("rope_type", options.get("type"))
+        if kind in ("su", "yarn"):  # what longrope was called before it had its name
+            raw[name] = {**options, "rope_type": "longrope"}
+    keys = Keys(raw)
+    return decoder(keys, eps=1e-5, window=keys.get("sliding_window"), partial_rope=True)
+
+
+class Phi3(Llama):
+    pass
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    def fused(config: ModelConfig, layer: int) -> dict[str, Source]:
+        theirs = f"model.layers.{layer}"
+        return {
+            "attention.qkv.weight": one(
+                f"{theirs}.self_attn.qkv_proj.weight",
+                (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
+            ),
+            "attention.out.weight": one(f"{theirs}.self_attn.o_proj.weight", config.hidden_size),
+            "mlp.gate_up.weight": one(f"{theirs}.mlp.gate_up_proj.weight", 2 * config.intermediate_size),
+            "mlp.down.weight": one(f"{theirs}.mlp.down_proj.weight", config.hidden_size),
+        }
+
+    return Manifest(outer_sources(config) | blocks(config, fused, norm_sources))

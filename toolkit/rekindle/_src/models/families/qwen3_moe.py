@@ -1,0 +1,57 @@
+"""Qwen3-MoE: Qwen3 with experts in some or all layers."""
+
+from __future__ import annotations
+
+from rekindle._src.models.config import Keys, ModelConfig, MoeSpec, decoder, reads
+from rekindle._src.models.families.llama import (
+    Llama,
+    attention_sources,
+    blocks,
+    norm_sources,
+    outer_sources,
+    qk_norm_sources,
+)
+from rekindle._src.models.families.mixtral import SparseBlock, expert_sources
+from rekindle._src.models.families.qwen3 import QkNormBlock
+from rekindle._src.models.loading.manifest import Manifest, Source
+
+
+@reads("qwen3_moe")
+def config(keys: Keys) -> ModelConfig:
+    spec = MoeSpec(
+        num_experts=keys.get("num_experts", 128),
+        top_k=keys.get("num_experts_per_tok", 8),
+        intermediate_size=keys.get("moe_intermediate_size", 768),
+        normalize=keys.get("norm_topk_prob", False),
+    )
+    dense, step = keys.get("mlp_only_layers", []), keys.get("decoder_sparse_step", 1)
+    bias = keys.get("attention_bias", False)
+    return decoder(
+        keys,
+        kv_heads=4,
+        window=keys.nullable("sliding_window", 4096) if keys.get("use_sliding_window", False) else None,
+        qkv_bias=bias,
+        o_bias=bias,
+        moe=tuple(
+            spec if layer not in dense and (layer + 1) % step == 0 else None
+            for layer in range(keys.need("num_hidden_layers"))
+        ),
+    )
+
+
+class QkNormSparseBlock(QkNormBlock, SparseBlock):
+    pass
+
+
+class Qwen3Moe(Llama):
+    block = QkNormSparseBlock
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
+        theirs = f"model.layers.{layer}.mlp"
+        names = ("gate_proj", "up_proj", "down_proj")
+        return expert_sources(config, layer, f"{theirs}.gate", f"{theirs}.experts", names)
+
+    pieces = (attention_sources, qk_norm_sources, norm_sources, experts)
+    return Manifest(outer_sources(config) | blocks(config, *pieces))

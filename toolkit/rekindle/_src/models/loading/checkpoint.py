@@ -1,0 +1,254 @@
+"""A Hugging Face folder becomes a `LoadedModel`: checked as a whole first, then read once into its final form."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rekindle._src.models.base import Graph, LoadedModel, abstract_model
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading import fingerprint as fingerprints
+from rekindle._src.models.loading import prepared, reading, tensor_files
+from rekindle._src.models.loading.hub import locate
+from rekindle._src.models.loading.load_progress import Meter, Report
+from rekindle._src.models.loading.manifest import Manifest
+from rekindle._src.models.loading.tensor_files import FLOATS, Entry, Header
+from rekindle._src.models.precision import QUANTIZE
+from rekindle.errors import CheckpointError, ConfigError, StoreError
+
+# Buffers that older versions of transformers saved with the weights; they follow from the config.
+HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias")
+
+
+class Checkpoint(NamedTuple):
+    """A folder that was looked at and not loaded yet."""
+
+    folder: Path
+    config: ModelConfig
+    headers: tuple[Header, ...]
+    fingerprint: str  # of config and weights as they lie there, in no precision yet
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for header in self.headers for entry in header.entries)
+
+
+class _Folder(NamedTuple):
+    """What can be said of a checkpoint without its family."""
+
+    path: Path
+    raw: dict[str, Any]  # config.json
+    headers: tuple[Header, ...]
+    fingerprint: str
+
+    def of(self, config: ModelConfig) -> Checkpoint:
+        return Checkpoint(self.path, config, self.headers, self.fingerprint)
+
+
+def _look(model: str | Path) -> _Folder:
+    folder = locate(model)
+    files = tensor_files.weight_files(folder)
+    raw = read_config(folder)
+    headers = tuple(tensor_files.read_header(file) for file in files)
+    return _Folder(folder, raw, headers, fingerprints.folder_fingerprint(raw, headers))
+
+
+def inspect(model: str | Path) -> Checkpoint:
+    """Config, tensor index and fingerprint of a folder or hub id; milliseconds, whatever its size."""
+    seen = _look(model)
+    return seen.of(ModelConfig.from_hf(seen.raw))
+
+
+class Described(NamedTuple):
+    """A checkpoint as the model that it becomes in one precision: all that programs need, none of the weights."""
+
+    found: Checkpoint
+    graph: Graph
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves
+    dtype: str
+    quantize: str | None
+    quantize_embeddings: bool
+    kept: Path | None  # where its leaves are kept, or could be
+
+    @property
+    def nbytes(self) -> int:
+        """Of the leaves."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.shapes)
+
+
+def describe(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    quantize_embeddings: bool = True,
+    cache_dir: str | Path | None = None,
+) -> Described:
+    """What `load` would make of a folder or hub id."""
+    if quantize not in QUANTIZE:
+        raise ConfigError("quantize", quantize, "is not known", f"Use one of {', '.join(map(repr, QUANTIZE))}")
+    seen = _look(model)
+    kept = known = None
+    if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
+        asked = resolve_dtype(dtype, None)
+        kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings)
+        with _damage_is_told():
+            known = prepared.known(kept)
+    if known is None:
+        config = ModelConfig.from_hf(seen.raw)
+        name = resolve_dtype(dtype, config)
+        graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings)
+        known = prepared.Known(graph, shapes, name)
+    found = seen.of(known.graph.config)
+    return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept)
+
+
+@contextlib.contextmanager
+def _damage_is_told() -> Iterator[None]:
+    """What is wrong with kept weights costs a second reading of the checkpoint, and nothing else."""
+    try:
+        yield
+    except StoreError as error:
+        warnings.warn(f"{error}; loading the checkpoint again", stacklevel=4)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a Hugging Face checkpoint.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read ({error}). Download it again.") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds a {type(raw).__name__}, not an object. Download it again.")
+    return raw
+
+
+def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None = None) -> str:
+    """ "auto" is bfloat16 on CPU, where 16-bit weights are read twice as fast, and the checkpoint's own elsewhere.
+
+    Without a config it may stay "auto".
+    """
+    if dtype != "auto":
+        return jnp.dtype(dtype).name
+    if (platform or jax.default_backend()) == "cpu":
+        return "bfloat16"
+    if config is None:
+        return "auto"
+    return config.dtype if config.dtype in ("float16", "bfloat16", "float32") else "bfloat16"
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    quantize_embeddings: bool = True,
+    progress: Report | None = None,
+    cache_dir: str | Path | None = None,
+    place: reading.Place = reading.place_on_default_device,
+) -> LoadedModel:
+    """Loads a folder (or hub id) tensor by tensor into its final layout, in parallel.
+
+    With `cache_dir`, weights that had to be converted or quantised are kept there in their final form, on CPU others
+    too up to 4 GiB, and the next start uses those. `progress` is called from this thread. `place(path, array)` puts a
+    leaf on its device or devices.
+    """
+    described = describe(
+        model, dtype=dtype, quantize=quantize, quantize_embeddings=quantize_embeddings, cache_dir=cache_dir
+    )
+    return read(described, progress=progress, place=place)
+
+
+def read(
+    described: Described,
+    *,
+    progress: Report | None = None,
+    place: reading.Place = reading.place_on_default_device,
+) -> LoadedModel:
+    """`load` of what was described."""
+    found, graph, shapes, dtype, quantize, quantize_embeddings, kept = described
+    fingerprint = fingerprints.with_precision(found.fingerprint, dtype, quantize, quantize_embeddings)
+    if kept is not None:
+        with _damage_is_told():
+            arrays = prepared.load(kept, graph, shapes, place=place, report=progress)
+            if arrays is not None:
+                return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+    leaves, entries = plan(found, graph, shapes)
+    meter = Meter(sum(entry.nbytes for entry in entries.values()), progress)
+    done = reading.read_leaves(leaves, entries, place=place, meter=meter)
+    meter.tell(final=True)
+    arrays = tuple(done[path] for path in graph.paths)
+    if kept is not None and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
+        prepared.save(kept, graph, dtype, arrays)
+    return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+
+
+def plan(
+    found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
+) -> tuple[list[reading.Leaf], dict[str, Entry]]:
+    """What to read for each leaf. All that is missing, unexpected or wrongly shaped ends up in one error."""
+    from rekindle._src.models.registry import manifest
+
+    declared = manifest(found.config)
+    entries = _with_prefix({e.name: e for header in found.headers for e in header.entries}, declared)
+    wanted = dict(zip(graph.paths, shapes, strict=True))
+    leaves, used, problems = [], set[str](), list[str]()
+    for path, source in declared.sources.items():
+        leaf = wanted[path]
+        scale = path.removesuffix("weight") + "scale" if leaf.dtype == jnp.int8 else None
+        dtype = graph.precision.value_dtype(leaf.dtype)
+        stored = None if dtype == leaf.dtype else np.dtype(leaf.dtype)
+        leaves.append(reading.Leaf(path, source, tuple(leaf.shape), dtype, scale, stored))
+        for part in source.parts(tuple(leaf.shape)):
+            used.add(part.name)
+            entry = entries.get(part.name)
+            if entry is None:
+                problems.append(f"missing: {part.name} {list(part.shape)}")
+            elif entry.shape != part.shape:
+                problems.append(f"{part.name}: shape {list(entry.shape)}, expected {list(part.shape)}")
+            elif entry.dtype not in FLOATS:
+                problems.append(f"{part.name}: stored as {entry.dtype}, expected one of {', '.join(sorted(FLOATS))}")
+    pattern = re.compile("|".join(f"(?:{expression})" for expression in (*declared.ignored, *HARMLESS)))
+    problems += [f"unexpected: {name}" for name in sorted(entries) if name not in used and not pattern.fullmatch(name)]
+    if problems:
+        raise CheckpointError(
+            f"{found.folder} does not hold the {found.config.model_type} model that its config.json describes "
+            f"({len(problems)} differences): {'; '.join(dict.fromkeys(problems))}. "
+            "Check that config.json and the weights belong together."
+        )
+    return leaves, {name: entries[name] for name in used}
+
+
+def _with_prefix(entries: dict[str, Entry], declared: Manifest) -> dict[str, Entry]:
+    """Checkpoints of the bare model, without head, lack the prefix in all names."""
+    if not declared.prefix or any(name.startswith(declared.prefix) for name in entries):
+        return entries
+    prefixed = {name for source in declared.sources.values() for name in source.names}
+    return {
+        declared.prefix + name if declared.prefix + name in prefixed or name not in prefixed else name: entry
+        for name, entry in entries.items()
+    }
+
+
+def _worth_keeping(leaves: Iterable[reading.Leaf], entries: Mapping[str, Entry], *, maps: bool) -> bool:
+    """Not if it is a plain copy that can't be mapped, or is large."""
+    converted = sum(
+        entries[name].nbytes
+        for leaf in leaves
+        for name in leaf.source.names
+        if leaf.source.transpose or entries[name].numpy_dtype != leaf.dtype
+    )
+    total = sum(entry.nbytes for entry in entries.values())
+    return converted * 4 > total or (maps and total <= prepared.MAX_COPY)

@@ -1,0 +1,74 @@
+"""New weights for a model that programs were compiled for: the same graph, shapes and dtypes, another fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rekindle._src.models.base import LoadedModel
+from rekindle.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    Weights = LoadedModel | nnx.Module | nnx.State | Mapping[str, Any]
+
+
+def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | None = None) -> LoadedModel:
+    """`model` with other leaves; every difference in names, shapes and dtypes is listed in one error.
+
+    `weights` is another loaded model, a module of the same family, its nnx state, or arrays by path such as
+    `layers.0.mlp.down.weight`. The result takes `fingerprint`, else the loaded model's own, else a new random
+    one, so that nothing cached for other weights can match.
+    """
+    leaves = _by_path(weights)
+    wanted = dict(zip(model.graph.paths, model.leaves, strict=True))
+    leaves |= {
+        path: jax.lax.bitcast_convert_type(leaf, jnp.uint16)
+        for path, leaf in leaves.items()
+        if path in wanted and wanted[path].dtype == jnp.uint16 and leaf.dtype == model.graph.precision.weights
+    }
+    problems = [f"missing: {path}" for path in wanted if path not in leaves]
+    problems += [f"unexpected: {path}" for path in leaves if path not in wanted]
+    for path, old in wanted.items():
+        new = leaves.get(path)
+        if new is not None and (tuple(new.shape) != old.shape or new.dtype != old.dtype):
+            problems.append(f"{path}: {new.dtype}{list(new.shape)}, expected {old.dtype}{list(old.shape)}")
+    if isinstance(weights, LoadedModel) and weights.config != model.config and not problems:
+        problems.append("the configs differ")
+    if problems:
+        raise CheckpointError(
+            f"The weights do not fit the running model ({len(problems)} differences): {'; '.join(problems)}. "
+            "Open a new session for them."
+        )
+    if fingerprint is None:
+        fingerprint = weights.fingerprint if isinstance(weights, LoadedModel) else f"state-{uuid.uuid4().hex}"
+    # An array that is committed to its device where the old one was not would be another program to jax.jit.
+    placed = tuple(_put(leaves[path], old) for path, old in wanted.items())
+    folder = weights.folder if isinstance(weights, LoadedModel) else model.folder
+    return dataclasses.replace(model, leaves=placed, fingerprint=fingerprint, folder=folder or model.folder)
+
+
+def _put(new: Any, old: jax.Array) -> jax.Array:
+    if not isinstance(new, jax.Array):
+        new = np.array(new)  # a copy: on CPU, jax may adopt the caller's memory, which the caller may write again
+    return jax.device_put(new, old.sharding if old.committed else None)
+
+
+def _by_path(weights: Weights) -> dict[str, Any]:
+    if isinstance(weights, LoadedModel):
+        return dict(zip(weights.graph.paths, weights.leaves, strict=True))
+    from flax import nnx
+
+    if isinstance(weights, nnx.Module):
+        weights = nnx.state(weights, nnx.Param)
+    if isinstance(weights, nnx.State):
+        keyed, _ = jax.tree_util.tree_flatten_with_path(weights)
+        return {".".join(str(key.key) for key in path[:-1]): leaf for path, leaf in keyed}
+    return dict(weights)

@@ -1,0 +1,1 @@
+"""The layers that families are built from."""

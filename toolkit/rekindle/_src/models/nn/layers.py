@@ -1,0 +1,132 @@
+"""The parts that the families are put together from.
+
+T tokens (flat: a whole ragged batch), E hidden size, H query heads, K kv heads, D head dim, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.nn import rope
+from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
+from rekindle._src.models.precision import Precision
+from rekindle_kernels import native
+
+
+class Attend(Protocol):
+    """Attention over whatever the caller keeps keys and values in: pages, a dense cache, or nothing.
+
+    Called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; the
+    caller stores the keys and values, applies `config.attention[layer]` and returns [T, H, D].
+    """
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, /) -> jax.Array: ...
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation · weight + bias over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        self.weight = parameter((size,), jnp.float32)
+        self.bias = parameter((size,), jnp.float32)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        return (centred * scale * self.weight[...] + self.bias[...]).astype(x.dtype)
+
+
+class RopeTables:
+    """cos and sin of a step's positions, computed once per distinct rope and shared by the layers."""
+
+    def __init__(self, config: ModelConfig, positions: jax.Array, lengths: jax.Array | None = None) -> None:
+        with jax.named_scope("rope"):
+            self.tables = {spec: rope.tables(spec, positions, lengths) for spec in config.ropes}
+
+    def split(
+        self,
+        qk: jax.Array,
+        qkv: jax.Array,
+        heads: int,
+        spec: rope.RopeSpec | None,
+        norm: RMSNorm | None,
+        *,
+        use_native: bool,
+    ) -> tuple[jax.Array, ...]:
+        """q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D]; v [T, K, D] of qkv."""
+        both = (qkv.shape[-2] + heads) // 2
+
+        def plain(qk: jax.Array, qkv: jax.Array, *tables: jax.Array) -> tuple[jax.Array, ...]:
+            qk = qk if norm is None else norm.plain(qk[..., :both, :], tables[-1])
+            q, k = qk[..., :heads, :], qk[..., heads:both, :]
+            turned = (rope.rotate(x, *tables[:2]) if spec is not None else x for x in (q, k))
+            return *turned, qkv[..., both:, :]
+
+        weights = () if norm is None else (norm.weight[...],)
+        if spec is None:
+            return plain(qk, qkv, *weights)
+        cos, sin = self.tables[spec]
+        if use_native and native.splits(qk, cos):
+            call = partial(native.split, heads=heads, eps=0.0 if norm is None else norm.eps)
+            return native.differentiable(call, plain)(qk, qkv, cos, sin, *weights)
+        return plain(qk, qkv, cos, sin, *weights)
+
+
+class Attention(nnx.Module):
+    """Fused q, k and v projection, optional norms of q and k, rope, `attend`, output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
+        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv = Linear((H + 2 * K) * D, config.hidden_size, precision, bias=config.qkv_bias)
+        self.out = Linear(config.hidden_size, H * D, precision, bias=config.o_bias)
+        # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
+        self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision) if qk_norm else None
+        self.heads, self.kv_heads, self.head_dim = H, K, D
+        self.layer, self.rope, self.native = layer, config.attention[layer].rope, precision.native
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: RopeTables,
+        attend: Attend,
+        residual: jax.Array | None = None,
+        norm: RMSNorm | None = None,
+    ) -> jax.Array:
+        """Of norm(x)."""
+        H, K = self.heads, self.kv_heads
+        qkv = self.qkv(x, norm=norm).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
+        q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, self.qk_norm, use_native=self.native)
+        with jax.named_scope("attend"):
+            y = attend(self.layer, q, k, v)
+        return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype), residual=residual)
+
+    def normed(self, qkv: jax.Array) -> jax.Array:
+        """q and k [..., H + K, D] before `qk_norm` and rope; what may follow them is ignored."""
+        return qkv
+
+
+class GatedMlp(nnx.Module):
+    """down(act(gate(x)) · up(x)), gate and up fused in one matrix: gate's rows first."""
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        inner, E = config.intermediate_size, config.hidden_size
+        self.gate_up = Linear(2 * inner, E, precision, bias=config.mlp_bias)
+        self.down = Linear(E, inner, precision, bias=config.mlp_bias)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
+        """Of norm(x)."""
+        return self.down(self.gate_up(x, norm=norm, gate=self.activation), residual=residual)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap · tanh(x / cap)."""
+    return x if cap is None else jnp.tanh(x / cap) * cap

@@ -1,0 +1,127 @@
+"""Mixtures of experts: each token is multiplied by its chosen experts only.
+
+T tokens, E hidden size, G experts, k chosen experts per token, M = T·k rows after routing, sorted by expert.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rekindle._src.models.config import ModelConfig, MoeSpec
+from rekindle._src.models.nn.activations import gated
+from rekindle._src.models.nn.linear import Linear, Matrix, RMSNorm, multiply, narrow_dtype, parameter, quantize_rows
+from rekindle._src.models.precision import Precision
+
+
+class Stack(Matrix):
+    """One matrix per expert, [G, out, in]."""
+
+    def __init__(self, shape: tuple[int, int, int], precision: Precision) -> None:
+        super().__init__(shape, precision)
+        self.values: str | None = None
+        if precision.loop_experts and self.quantize is None and jnp.dtype(precision.weights).itemsize == 2:
+            self.values = precision.weights
+            self.weight = parameter(shape, jnp.uint16)  # as bits: linear.py says why
+
+    def one(self, x: jax.Array, expert: jax.Array) -> jax.Array:
+        """x [rows, in] times one expert's matrix → [rows, out]."""
+        weight = jax.lax.dynamic_index_in_dim(self.weight[...], expert, keepdims=False)
+        if self.values is not None:
+            weight = jax.lax.bitcast_convert_type(weight, jnp.dtype(self.values))
+        scale = None
+        if self.scale is not None:
+            scale = jax.lax.dynamic_index_in_dim(self.scale[...], expert, keepdims=False)
+        return multiply(x, weight, scale, self.quantize, x.dtype)
+
+    def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        """x [M, in], the first sizes[0] rows for expert 0 and so on → [M, out]."""
+        weight = self.weight[...]
+        if self.quantize is None:
+            return _ragged_dot(x.astype(weight.dtype), weight, sizes, jnp.float32).astype(x.dtype)
+        owner = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
+        scale = self.scale[...][owner]
+        if self.quantize == "int8":
+            rows, row_scale = quantize_rows(x)
+            y = _ragged_dot(rows, weight, sizes, jnp.int32).astype(jnp.float32) * row_scale
+        else:
+            narrow = narrow_dtype(x)
+            y = _ragged_dot(x.astype(narrow), weight.astype(narrow), sizes, jnp.float32)
+        return (y * scale).astype(x.dtype)
+
+
+class Experts(nnx.Module):
+    """Router, fused gate_up [G, 2·I, E] and down [G, E, I]."""
+
+    def __init__(self, config: ModelConfig, spec: MoeSpec, precision: Precision) -> None:
+        G, E, inner = spec.num_experts, config.hidden_size, spec.intermediate_size
+        # The router stays in float32: a rounded logit can change which experts a token gets.
+        self.router = Linear(G, E, Precision(stream=precision.stream))
+        self.gate_up = Stack((G, 2 * inner, E), precision)
+        self.down = Stack((G, E, inner), precision)
+        self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
+        """norm(x) (+ residual) [..., E] → [..., E]."""
+        x = x if norm is None else norm(x)
+        flat = x.reshape(-1, x.shape[-1])
+        with jax.named_scope("route"):
+            weights, chosen = self.route(flat)
+            order = jnp.argsort(chosen.reshape(-1))
+            sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(self.spec.num_experts), axis=0, dtype=jnp.int32)
+            rows = flat[order // self.spec.top_k]
+        with jax.named_scope("experts"):
+            if self.looped:
+                out = self.loop(rows, sizes)
+            else:
+                out = self.down.grouped(gated(self.gate_up.grouped(rows, sizes), self.activation), sizes)
+        with jax.named_scope("combine"):
+            # Back into token order by a gather: XLA:CPU runs a scatter one element at a time.
+            out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+            y = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=-2)
+        y = y.astype(x.dtype).reshape(x.shape)
+        return y if residual is None else residual + y
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights float32 [T, k] and experts int32 [T, k] of each token."""
+        scores = jax.nn.softmax(self.router(x.astype(jnp.float32)), axis=-1)
+        weights, chosen = jax.lax.top_k(scores, self.spec.top_k)
+        if self.spec.normalize:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return weights, chosen
+
+    def loop(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """rows [M, E] sorted by expert → [M, E], a block of one expert's rows at a time.
+
+        XLA:CPU computes `ragged_dot` by multiplying all rows with all experts: 64 experts, 8 per token, [384, 512]
+        in float32 took 218, 497 and 2473 ms for 2, 32 and 256 tokens, where this loop took 1, 6 and 14.
+        """
+        M, G = rows.shape[0], sizes.shape[0]
+        size = block_rows(M, G)
+        blocks = (sizes + size - 1) // size
+        owner = jnp.repeat(jnp.arange(G), blocks, total_repeat_length=min(M, M // size + G))
+        start, first = jnp.cumsum(sizes) - sizes, jnp.cumsum(blocks) - blocks
+        padded = jnp.pad(rows, ((0, size), (0, 0)))
+
+        def body(block: jax.Array, out: jax.Array) -> jax.Array:
+            expert = owner[block]
+            at = start[expert] + (block - first[expert]) * size
+            x = jax.lax.dynamic_slice_in_dim(padded, at, size)
+            y = self.down.one(gated(self.gate_up.one(x, expert), self.activation), expert)
+            # Rows beyond the expert's own are overwritten by the blocks that follow, or lie in the padding.
+            return jax.lax.dynamic_update_slice_in_dim(out, y, at, 0)
+
+        return jax.lax.fori_loop(0, jnp.sum(blocks), body, jnp.zeros_like(padded))[:M]
+
+
+def block_rows(rows: int, experts: int) -> int:
+    """Twice an expert's average share, from 2 (one row is slow) to 64 (more gained nothing)."""
+    return min(64, max(2, 1 << (max(1, 2 * rows // experts) - 1).bit_length()))
+
+
+def _ragged_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    return jax.lax.ragged_dot_general(x, weight, sizes, numbers, preferred_element_type=jnp.dtype(dtype))

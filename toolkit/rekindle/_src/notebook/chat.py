@@ -1,0 +1,237 @@
+"""A conversation: send, stop, answer again, edit the last message, or fork an answer at a token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rekindle._src.core import html
+from rekindle._src.core.config import Sampling
+from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.notebook.live import Live
+from rekindle._src.notebook.panel import Control, button, field
+from rekindle.errors import InvalidRequest, RequestAborted
+
+if TYPE_CHECKING:
+    from rekindle._src.session.handle import Handle
+    from rekindle._src.session.session import Session
+
+_TALK = (
+    field("say", "Say something", width="26em"),
+    button("send", "Send"),
+    button("halt", "Stop", title="Stop the answer; what was said stays"),
+    button("again", "Again", title="Another answer to the last message"),
+    button("edit", "Edit last", title="Take the last message and its answer back"),
+)
+_FORK = (
+    field("instead", "what should come there instead", width="18em"),
+    button("fork", "Fork", title="Keep the answer up to the marked token and go on from there"),
+    button("keep", "Cancel"),
+)
+_OF_CHAT = ("tools", "template", "continue_final_message", "template_options")  # options that are no sampling options
+
+
+class Piece(NamedTuple):
+    """Tokens whose text became final together; an answer can be forked in front of each piece."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class ChatView(Live):
+    """`messages` is the conversation so far. Every answer comes from the session's prefix cache as far as possible.
+
+    Click a token of the last answer to fork it there: what comes before stays, and its pages are shared.
+    """
+
+    def __init__(self, session: Session, *, system: str | None = None, **options: Any) -> None:
+        super().__init__(*_TALK)
+        Sampling.of(
+            None, {name: value for name, value in options.items() if name not in _OF_CHAT}
+        )  # now, not when sent
+        self._session, self._options = session, options
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self._handle: Handle | None = None  # of the last answer, which is no message yet
+        self._origin: Handle | None = None  # the request that the answer was forked from, itself unless it was
+        self._kept: tuple[Piece, ...] = ()  # of the answer, from before it was forked
+        # What the drawing thread has shown, which is alone with these: whose answer, how much of it, and its end.
+        self._watched: Handle | None = None
+        self._seen, self._over = 0, True
+        self._marked: int | None = None  # token to fork at
+        self._stirred = threading.Event()  # something was said, stopped or marked
+        self.start()
+
+    @property
+    def ended(self) -> bool:
+        return super().ended or self._session.closed
+
+    @property
+    def answering(self) -> bool:
+        return self._handle is not None and not self._handle.done
+
+    @property
+    def handle(self) -> Handle | None:
+        """Of the last answer, or None."""
+        return self._handle
+
+    @property
+    def answer(self) -> str:
+        """The last answer so far."""
+        return "".join(piece.text for piece in self._pieces())
+
+    @property
+    def answer_ids(self) -> tuple[int, ...]:
+        """Its tokens."""
+        return tuple(token for piece in self._pieces() for token in piece.token_ids)
+
+    def send(self, text: str) -> None:
+        """Say something; an answer that is still being made is kept as far as it got."""
+        if text:
+            self._settle()
+            self.messages.append({"role": "user", "content": text})
+            self.widget.fill("say", "")
+            self._answer()
+
+    def halt(self) -> None:
+        """Stop the answer; what was said stays."""
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def again(self, **options: Any) -> None:
+        """Another answer to the last message; at a temperature above 0 with another seed."""
+        self._drop()
+        if self.messages and self.messages[-1]["role"] == "user":
+            self._answer(**{"seed": None, **options})
+
+    def edit(self) -> None:
+        """Take the last question and its answer back, into the input line."""
+        self._drop()
+        if self.messages and self.messages[-1]["role"] == "user":
+            self.widget.fill("say", self.messages.pop()["content"])
+
+    def fork(self, at: int, edit: str = "", **options: Any) -> None:
+        """Go on from token `at` of the last answer, with `edit` in place of what came there.
+
+        Without `edit` the rest is drawn again, with another seed; a greedy answer then repeats itself.
+        """
+        origin, handle, made = self._origin, self._handle, len(self.answer_ids)
+        if origin is None or handle is None:
+            return
+        if not 0 <= at <= made:
+            raise InvalidRequest("at", at, f"is outside of the answer's {made} tokens so far", f"Use 0 to {made}")
+        tokenizer = self._session.tokenizer
+        kept = list(_until(self._pieces(), at, tokenizer.decode))
+        if edit:
+            kept.append(Piece(edit, tuple(tokenizer.encode(edit, add_special_tokens=False))))
+        beginning = [token for piece in kept for token in piece.token_ids]
+        # From the first request, whose prompt ends where the answer begins: a fork of a fork knows no more than that.
+        forked = self._session.fork(origin, at=0, edit=beginning, **{"seed": None, **options})
+        handle.cancel()
+        self._handle, self._kept = forked, tuple(kept)
+        self._mark(None)
+
+    # What the page does.
+
+    def press(self, name: str) -> None:
+        marked = self._marked
+        if name in ("send", "say:enter"):
+            self.send(self.widget.value("say"))
+        elif name in ("fork", "instead:enter") and marked is not None:
+            self.fork(marked, self.widget.value("instead"))
+        elif name == "keep":
+            self._mark(None)
+        elif name in ("halt", "again", "edit"):
+            getattr(self, name)()
+
+    def token(self, index: int) -> None:
+        self._mark(index if 0 <= index < len(self.answer_ids) else None)
+
+    def _mark(self, index: int | None) -> None:
+        self._marked = index
+        shown: tuple[Control, ...] = _TALK if index is None else (*_TALK, *_FORK)
+        self.widget.fill("instead", "")
+        self.widget.controls, self.widget.note = list(shown), ""
+        self.refresh()
+        self._stirred.set()
+
+    # Its parts.
+
+    def _answer(self, **options: Any) -> None:
+        call = self._session.chat(self.messages, **{**self._options, **options})
+        call.submit()
+        self._handle = self._origin = call
+        self._kept = ()
+        self._mark(None)
+
+    def _pieces(self) -> list[Piece]:
+        deltas = self._handle.deltas if self._handle is not None else ()
+        return [*self._kept, *(Piece(delta.text, delta.token_ids) for delta in deltas if delta.index == 0)]
+
+    def _settle(self) -> None:
+        """The answer becomes a message."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self.messages.append({"role": "assistant", "content": self.answer})
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        self._handle = self._origin = None
+        self._kept = ()
+        self._mark(None)
+
+    def wait(self) -> None:
+        """Blocks until there is more of the answer, or its end; then looks up twice a second."""
+        handle = self._handle
+        if handle is not self._watched:
+            self._watched, self._seen, self._over = handle, 0, handle is None
+        if handle is None or self._over:
+            self._stirred.wait(0.5)
+            self._stirred.clear()
+            return
+        if not handle.done:
+            run_sync(handle._mailbox.more(self._seen))
+        # Between two pictures an answer may end: then the next picture is due at once, and not half a second later.
+        self._seen, self._over = len(handle._mailbox.deltas), handle.done
+
+    def stop(self) -> None:
+        super().stop()
+        self._stirred.set()
+
+    def draw(self) -> str:
+        rows = [_row(message["role"], html.text(message["content"])) for message in self.messages]
+        if (handle := self._handle) is not None:
+            rows.append(_row("assistant", html.Markup("".join(self._clickable(handle)))))
+            error = handle.error
+            if error is not None and not isinstance(error, RequestAborted):
+                rows.append(html.line(f"{type(error).__name__}: {error}"))
+        return html.block(*rows) if rows else html.line("Nothing was said yet")
+
+    def _clickable(self, handle: Handle) -> Iterator[str]:
+        yield '<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
+        index = 0
+        for piece in self._pieces():
+            marked = self._marked is not None and 0 <= self._marked - index < len(piece.token_ids)
+            style = ' style="background:rgba(128,128,128,.45);border-radius:2px"' if marked else ""
+            yield f'<span data-token="{index}"{style}>{html.escape(piece.text)}</span>'
+            index += len(piece.token_ids)
+        yield "</div>" if handle.done else " ▌</div>"
+
+
+def _row(role: str, said: str) -> html.Markup:
+    return html.block(html.line(role), said)
+
+
+def _until(pieces: list[Piece], at: int, decode: Any) -> Iterator[Piece]:
+    """The first `at` tokens; a piece that is cut in two loses text that was not final there."""
+    left = at
+    for piece in pieces:
+        if left <= 0:
+            return
+        if len(piece.token_ids) <= left:
+            yield piece
+        else:
+            yield Piece(decode(list(piece.token_ids[:left])), piece.token_ids[:left])
+        left -= len(piece.token_ids)

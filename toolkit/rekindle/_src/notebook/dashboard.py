@@ -1,0 +1,94 @@
+"""`session.watch()`: throughput, queue, the batch over time and pages by tier, while requests run."""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.core import html
+from rekindle._src.dispatch.host import wait
+from rekindle._src.notebook.live import Live
+from rekindle._src.notebook.panel import button
+from rekindle._src.notebook.recorder import Recorder, Seen
+from rekindle._src.notebook.timeline import WIDTH, Timeline
+from rekindle.errors import RekindleError
+
+if TYPE_CHECKING:
+    from rekindle._src.session.session import Session
+
+
+class Dashboard(Live):
+    """Looks twice a second; what has not changed is not sent. Keeps the session open until it is closed."""
+
+    interval = 0.5
+
+    def __init__(self, session: Session, *, steps: int = 240) -> None:
+        super().__init__(button("close", "Close", title="Leave the last picture"))
+        self._session = session
+        self._recorder = Recorder(steps)
+        self._timeline = Timeline(session.config.max_requests, steps)
+        self._newest: Seen | None = None  # the last step that the timeline has
+        self._last = ""
+        self._seen: Any = None
+        wait(session._host.call(lambda dispatch: dispatch.observers.append(self._recorder)))
+        self.start()
+
+    @property
+    def ended(self) -> bool:
+        return super().ended or self._session.closed
+
+    def press(self, name: str) -> None:
+        if name == "close":
+            self.stop()
+
+    def stop(self) -> None:
+        super().stop()
+        if not self._session.closed:
+            with contextlib.suppress(RekindleError, ValueError):
+                wait(self._session._host.call(lambda dispatch: dispatch.observers.remove(self._recorder)))
+
+    def draw(self) -> str:
+        try:
+            figures = self._session.stats().as_dict()
+        except RekindleError:  # it was closed: the last picture stays
+            return self._last
+        self._take()
+        seen = figures, self._newest, self._recorder.rate()
+        if seen == self._seen:  # an idle session costs two calls a second on its loop, and no drawing
+            return self._last
+        self._seen = seen
+        cached, asked = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)
+        parts: list[str] = [
+            html.line(
+                f"{self._recorder.rate():,.0f} tokens/s",
+                f"{figures.get('running', 0)} running",
+                f"{figures.get('waiting', 0)} waiting",
+                f"{self._recorder.slowest() * 1e3:.0f} ms between tokens (p99)",
+                f"{cached / asked:.0%} of prompt tokens cached" if asked else "",
+                f"{figures.get('compilations', 0)} compilations",
+            ),
+            self._timeline.draw(),
+        ]
+        if figures.get("pages_total"):
+            pages = {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}
+            parts.append(html.line("pages on the device") + html.bar(pages, rest="free", width=WIDTH))
+        parts += self._tiers()
+        self._last = html.block(*parts, title=f"Session over {figures['model']}")
+        return self._last
+
+    def _take(self) -> None:
+        """Give the timeline the steps since the last picture."""
+        fresh = list(takewhile(lambda step: step is not self._newest, reversed(tuple(self._recorder.steps))))
+        for step in reversed(fresh):
+            self._timeline.add(step)
+        self._newest = fresh[0] if fresh else self._newest
+
+    def _tiers(self) -> list[str]:
+        cache: Any = getattr(self._session, "cache", None)
+        try:
+            stats = cache.stats()
+        except (RekindleError, AttributeError):
+            return []
+        mib = {tier: getattr(stats, f"{tier}_bytes") / 2**20 for tier in ("device", "host", "disk")}
+        return [html.line("cached pages", *(f"{tier} {size:.1f} MiB" for tier, size in mib.items()))]

@@ -1,0 +1,60 @@
+"""The last steps of a session as a dashboard needs them: who ran in which slot, how many tokens, when."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+from rekindle._src.core.records import StepResult
+
+
+class Seen(NamedTuple):
+    """One step."""
+
+    at: float  # time.perf_counter() when it was committed
+    step: int
+    rows: tuple[tuple[int, str, str], ...]  # slot, request, "prefill" or "decode"
+    made: int  # tokens sampled
+    computed: int
+    moved: int  # pages offloaded and restored
+    seconds: float  # on the device
+
+
+class Recorder:
+    """Called on the session's loop after each step; read from any thread."""
+
+    def __init__(self, steps: int = 240) -> None:
+        self.steps: deque[Seen] = deque(maxlen=steps)
+        self._gaps: deque[float] = deque(maxlen=steps)
+        self._last: tuple[float, set[str]] = (0.0, set())
+
+    def __call__(self, result: StepResult) -> None:
+        plan = result.plan
+        rows = [(row.slot, row.request.id, "prefill") for row in plan.prefill]
+        rows += [(row.slot, row.request.id, "decode") for row in plan.decode if not row.draft]
+        now, requests = time.perf_counter(), {row[1] for row in rows}
+        if not requests.isdisjoint(self._last[1]):
+            self._gaps.append(now - self._last[0])
+        self._last = now, requests
+        self.steps.append(
+            Seen(
+                at=now,
+                step=plan.step,
+                rows=tuple(rows),
+                made=result.sampled,
+                computed=plan.tokens,
+                moved=len(plan.offload) + len(plan.restore),
+                seconds=result.device_seconds,
+            )
+        )
+
+    def rate(self, window: float = 2.0) -> float:
+        """Tokens per second over the last seconds."""
+        since = time.perf_counter() - window
+        return sum(seen.made for seen in tuple(self.steps) if seen.at > since) / window
+
+    def slowest(self) -> float:
+        """Seconds between two tokens of a request, the 99th percentile of those that are remembered."""
+        gaps = sorted(self._gaps)
+        return gaps[int(0.99 * (len(gaps) - 1))] if gaps else 0.0

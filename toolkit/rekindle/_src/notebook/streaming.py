@@ -1,0 +1,49 @@
+"""A request's text while it is made, with a button that stops it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.core import html
+from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.notebook.live import Live
+from rekindle._src.notebook.panel import button
+
+if TYPE_CHECKING:
+    from rekindle._src.session.session import Session
+
+
+class StreamView(Live):
+    """`StreamView(session, prompt, **options)`; the request runs as soon as it is made. `handle` is its handle."""
+
+    def __init__(self, session: Session, prompt: Any, **options: Any) -> None:
+        super().__init__(button("stop", "Stop", title="Cancel the request; its text stays"))
+        self.handle = session.submit(prompt, **options)
+        self._seen = 0
+        self.start()
+
+    @property
+    def ended(self) -> bool:
+        return self.handle.done
+
+    def press(self, name: str) -> None:
+        if name == "stop":
+            self.stop()
+
+    def wait(self) -> None:
+        """Blocks until there is another delta: an idle view costs nothing."""
+        mailbox = self.handle._mailbox
+        run_sync(mailbox.more(self._seen))
+        self._seen = len(mailbox.deltas)
+
+    def stop(self) -> None:
+        """Cancel the request; what it has produced stays."""
+        self.handle.cancel()
+        super().stop()
+
+    def draw(self) -> str:
+        handle = self.handle
+        if handle.done:
+            return handle._repr_html_()
+        asked = html.text(html.shortened(handle.prompt, 400)) if handle.prompt else ""
+        return html.block(html.line(handle.id, f"{len(handle.token_ids)} tokens so far"), asked, html.text(handle.text))

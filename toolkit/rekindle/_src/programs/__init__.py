@@ -1,0 +1,1 @@
+"""What is compiled: buckets, the fused step, sampling, keys, the executable store, warming."""

@@ -1,0 +1,74 @@
+"""The engine's only view of how keys and values lie in memory: an opaque pytree with one entry per layer.
+
+Axes: P pages, n pages of a transfer, S tokens per page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs.packing import StepInputs
+from rekindle_kernels import LayerKV, abstract_pages, gather_pages, paged_attention, scatter_pages, write_kv
+
+KV = tuple[LayerKV, ...]
+Payload = tuple[Any, ...]  # [n, layers, …] for each leaf of a layer
+
+
+def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str) -> KV:
+    """The shapes of every layer's pages, without memory."""
+    layer = abstract_pages(pages, model.num_kv_heads, page_size, model.head_dim, dtype)
+    return (layer,) * model.num_layers
+
+
+def page_bytes(model: ModelConfig, page_size: int, dtype: str) -> int:
+    """Memory of one page over all layers."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract(model, 1, page_size, dtype)))
+
+
+class PagedAttention:
+    """The model's `attend` over pages: stores the step's keys and values, then reads every sequence's."""
+
+    def __init__(self, model: ModelConfig, kv: KV, inputs: StepInputs, rows: int, implementation: str | None) -> None:
+        self.kv = list(kv)
+        self._model, self._inputs, self._rows, self._implementation = model, inputs, rows, implementation
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array, /) -> Array:
+        step, spec = self._inputs, self._model.attention[layer]
+        self.kv[layer] = write_kv(self.kv[layer], k, v, step.page_ids, step.offsets)
+        return paged_attention(
+            q,
+            self.kv[layer],
+            step.page_table,
+            step.lengths,
+            step.cu_lengths,
+            step.num_prefills,
+            decode_rows=self._rows,
+            scale=spec.scale,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
+            implementation=self._implementation,
+        )
+
+
+def gather(kv: KV, ids: Array) -> Payload:
+    """The pages `ids` [n] of every layer, stored as they are."""
+    layers = [jax.tree.leaves(gather_pages(layer, ids)) for layer in kv]
+    return tuple(jnp.stack(leaves, axis=1) for leaves in zip(*layers, strict=True))
+
+
+def scatter(kv: KV, ids: Array, pages: Sequence[Payload]) -> KV:
+    """Put what `gather` took, one payload per page, at `ids`; an id that pads the transfer is 0."""
+
+    def one(index: int, layer: LayerKV) -> LayerKV:
+        tree = jax.tree.structure(layer)
+        return scatter_pages(
+            layer, ids, [jax.tree.unflatten(tree, [leaf[:, index] for leaf in page]) for page in pages]
+        )
+
+    return tuple(one(index, layer) for index, layer in enumerate(kv))

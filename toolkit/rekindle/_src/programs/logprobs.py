@@ -1,0 +1,72 @@
+"""Log-probabilities of the model's own distribution: log-softmax of the raw logits, before any option changes them.
+
+Axes: N rows or positions, V vocabulary, T prefill tokens.
+
+Reported as in vLLM's default mode: what the model thought, not what was sampled from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rekindle._src.core.config import MAX_LOGPROBS
+from rekindle._src.programs.flags import Flag
+
+WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, the most likely ids, their log-probabilities
+CHUNK = 32  # positions whose logits exist at once: [32, V] where a whole chunk's would be 100 MB at 512 x 49152
+
+
+def logprobs_of(logits: Array, tokens: Array) -> Array:
+    """Packed int32 [N, WIDTH]: floats are stored by their bits, so that one transfer carries everything."""
+    largest = logits.max(axis=-1, keepdims=True)
+    normaliser = jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True)) + largest
+    own = jnp.take_along_axis(logits, tokens[:, None], axis=1) - normaliser
+    count = min(MAX_LOGPROBS, logits.shape[-1])
+    top, ids = lax.top_k(logits, count)
+    missing = ((0, 0), (0, MAX_LOGPROBS - count))
+    top, ids = jnp.pad(top - normaliser, missing, constant_values=-jnp.inf), jnp.pad(ids, missing)
+    bits = lax.bitcast_convert_type(jnp.concatenate([own, top], axis=1), jnp.int32)
+    return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
+
+
+def row_logprobs(wanted: Array, logits: Array, tokens: Array) -> Array:
+    """`logprobs_of`, or zeros when no row of the step asked."""
+    with jax.named_scope("logprobs"):
+        return lax.cond(
+            wanted & Flag.LOGPROBS != 0,
+            lambda: logprobs_of(logits, tokens),
+            lambda: jnp.zeros((logits.shape[0], WIDTH), jnp.int32),
+        )
+
+
+def prompt_logprobs(wanted: Array, hidden: Array, targets: Array, to_logits: Callable[[Array], Array]) -> Array:
+    """Packed [T, WIDTH]: how likely each target was after its position; a target below 0 was not asked for. The hidden
+    states of the T tokens are the last ones: taken out of all beforehand, they would be copied in every step.
+
+    The token at position p is predicted by the hidden state at p - 1, so the first token of a chunk is the target of
+    the chunk before: the host passes targets that look one token past the chunk.
+    """
+    T = targets.shape[0]
+    if not T:
+        return jnp.zeros((0, WIDTH), jnp.int32)
+    others = hidden.shape[0] - T
+    size = min(CHUNK, T)
+    chunks = -(-T // size)
+
+    def one(index: Array, packed: Array) -> Array:
+        start = jnp.minimum(index * size, T - size)  # the last chunk may overlap the one before
+        tokens = lax.dynamic_slice_in_dim(targets, start, size)
+
+        def compute() -> Array:
+            logits = to_logits(lax.dynamic_slice_in_dim(hidden, others + start, size))
+            return lax.dynamic_update_slice_in_dim(packed, logprobs_of(logits, jnp.maximum(tokens, 0)), start, 0)
+
+        return lax.cond(jnp.any(tokens >= 0), compute, lambda: packed)
+
+    with jax.named_scope("prompt_logprobs"):
+        empty = jnp.zeros((T, WIDTH), jnp.int32)
+        return lax.cond(wanted & Flag.PROMPT_LOGPROBS != 0, lambda: lax.fori_loop(0, chunks, one, empty), lambda: empty)

@@ -1,0 +1,242 @@
+"""One step's plan as one integer and one float upload, and the same read back on the device.
+
+Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W page-table width. A step program knows them as
+its `Layout`; the host writes through numpy views of the two flat buffers, the device slices them apart.
+
+Row i < R is a decode row, row R + s the s-th prefill. Empty rows have length 0 and the scratch slot, so whatever they
+compute goes to the scratch page and the scratch slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from rekindle._src.core.records import IntArray, Row, StepPlan
+from rekindle._src.programs.buckets import Bucket, prefill_rows
+from rekindle._src.programs.flags import Flag, flags_of
+from rekindle._src.programs.logit_shaping import Shaping
+from rekindle._src.programs.sampling import Choice
+
+_VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
+# As plain integers: operations on an enum.IntFlag take a microsecond each.
+_PROMPT, _SAMPLES, _KEPT = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.KEPT)
+_CHOOSES = int(Flag.SAMPLES | Flag.CHOOSES)
+_CHOOSES_BARRED = int(Flag.SAMPLES | Flag.CHOOSES | Flag.BARRED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything sits in the uploads."""
+
+    rows: int
+    prefills: int
+    tokens: int
+    width: int  # pages per sequence
+    slots: int  # of requests; the scratch slot comes after them
+
+    @classmethod
+    def of(cls, bucket: Bucket, *, max_requests: int, width: int) -> Layout:
+        return cls(bucket.rows, prefill_rows(bucket.tokens, max_requests), bucket.tokens, width, max_requests)
+
+    @property
+    def sequences(self) -> int:
+        return self.rows + self.prefills
+
+    @property
+    def sections(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the integer upload's parts: wanted, columns, page table, prefill offsets, tokens, targets."""
+        N = self.sequences
+        return (
+            (1,),
+            (N, _VARYING),
+            (N, _CONSTANT),
+            (N, self.width),
+            (self.prefills + 1,),
+            (self.tokens,),
+            (self.tokens,),
+        )
+
+    @property
+    def ints(self) -> int:
+        return sum(int(np.prod(shape)) for shape in self.sections)
+
+    @property
+    def floats(self) -> int:
+        return self.sequences * _FLOATS
+
+
+class Constants:
+    """What stays the same for a request while it has its slot, kept in arrays so that a step gathers it at once."""
+
+    def __init__(self, slots: int, processors: tuple[str, ...]) -> None:
+        self.ints = np.zeros((slots + 1, _CONSTANT), np.int32)
+        self.floats = np.tile(np.array([0, 1, 0, 1, 0, 0], np.float32), (slots + 1, 1))
+        self.flags = [0] * (slots + 1)
+        self._processors = {name: index for index, name in enumerate(processors)}
+
+    def put(self, row: Row) -> None:
+        sampling, seed = row.request.sampling, row.request.sampling.seed
+        assert seed is not None or sampling.greedy, f"{row.request.id} draws without a seed"
+        halves = np.array([(seed or 0) >> 32, (seed or 0) & 0xFFFFFFFF], np.uint32).view(np.int32)
+        self.ints[row.slot] = (row.request.prompt_length, min(sampling.top_k, 2**31 - 1), *halves)
+        self.floats[row.slot] = (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        self.flags[row.slot] = flags_of(sampling, self._processors)
+
+
+class Upload:
+    """Two host buffers of one layout; written again only after the step that read them has ended."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.ints, self.floats = np.zeros(layout.ints, np.int32), np.zeros(layout.floats, np.float32)
+        views, at = [], 0
+        for shape in layout.sections:
+            size = int(np.prod(shape))
+            views.append(self.ints[at : at + size].reshape(shape))
+            at += size
+        self._wanted, self._varying, self._constant, self._table, self._offsets, self._tokens, self._targets = views
+        self._floats = self.floats.reshape(layout.sequences, _FLOATS)
+
+    def pack(self, plan: StepPlan, constants: Constants) -> None:
+        """Write the plan."""
+        layout = self.layout
+        empty = (layout.slots, 0, 0, 0)
+        decode = [self._columns(row, constants) for row in plan.decode]
+        prefill = [self._columns(row, constants) for row in plan.prefill]
+        varying = decode + [empty] * (layout.rows - len(decode))
+        varying += prefill + [empty] * (layout.prefills - len(prefill))
+        self._varying[:] = varying
+        self._wanted[0] = functools.reduce(operator.or_, (columns[3] for columns in varying))
+        slots = self._varying[:, 0]
+        constants.ints.take(slots, axis=0, out=self._constant, mode="clip")
+        constants.floats.take(slots, axis=0, out=self._floats, mode="clip")
+        for index, row in enumerate(plan.decode):
+            self._write_pages(index, row.pages)
+        at = 0
+        self._offsets[0] = 0
+        if layout.tokens:
+            self._targets.fill(-1)
+        for index, row in enumerate(plan.prefill):
+            self._write_pages(layout.rows + index, row.pages)
+            assert row.token_ids is not None, "a prefill row has its tokens"
+            end = at + row.length
+            self._tokens[at:end] = row.token_ids
+            if row.request.sampling.prompt_logprobs is not None:
+                following = row.request.token_ids[row.start + 1 : row.start + row.length + 1]
+                self._targets[at : at + len(following)] = following
+            at = end
+            self._offsets[index + 1] = at
+        self._offsets[len(prefill) + 1 :] = at
+        self._tokens[at:] = 0
+
+    def _columns(self, row: Row, constants: Constants) -> tuple[int, int, int, int]:
+        flags = constants.flags[row.slot]
+        if not row.samples:
+            flags &= _PROMPT  # nothing is chosen, so no option needs to be computed
+        elif row.generated < row.request.sampling.min_tokens:
+            flags |= _CHOOSES_BARRED
+        else:
+            flags |= _CHOOSES
+        if row.kept:
+            flags |= _KEPT
+        if row.draft:
+            flags &= ~_SAMPLES  # what it chooses is read by the host alone: a slot's state has one writer
+        token = -1 if row.token_ids is None else int(row.token_ids[0])
+        return row.slot, row.start + row.length, token, flags
+
+    def _write_pages(self, index: int, pages: IntArray) -> None:
+        used = min(len(pages), self.layout.width)
+        self._table[index, :used] = pages[:used]
+
+
+class StepInputs(NamedTuple):
+    """The uploads, on the device."""
+
+    slots: Array  # [N]
+    lengths: Array  # [N]: tokens of the sequence, this step's included; 0 is an empty row
+    tokens: Array  # [R + T]
+    positions: Array  # [R + T]
+    page_ids: Array  # [R + T]: where each token's keys and values go
+    offsets: Array  # [R + T]: where in that page
+    prompt_lengths: Array  # [R + T]: of the token's sequence
+    page_table: Array  # [N, W]
+    cu_lengths: Array  # [S + 1]: half-open offsets of the prefills within the prefill tokens
+    num_prefills: Array  # []
+    last: Array  # [N]: index of each sequence's last token
+    targets: Array  # [T]: the prompt's next token where prompt_logprobs wants it, else -1
+    flags: Array  # [N]: flags.Flag of each row
+    wanted: Array  # []: their union
+    choice: Choice
+    shaping: Shaping
+
+    def flag(self, flag: int) -> Array:
+        return (self.flags & flag) != 0
+
+
+def unpack(layout: Layout, page_size: int, ints: Array, floats: Array, last_token: Array) -> StepInputs:
+    """What the step reads; `last_token` per slot continues the decode rows that brought no token."""
+    R, S, T = layout.rows, layout.prefills, layout.tokens
+    parts, at = [], 0
+    for shape in layout.sections:
+        size = int(np.prod(shape))
+        parts.append(ints[at : at + size].reshape(shape))
+        at += size
+    wanted, varying, constant, table, cu, tokens, targets = parts
+    slots, lengths, given, flags = (varying[:, column] for column in range(_VARYING))
+    prompt_lengths, top_k = constant[:, 0], constant[:, 1]
+    temperature, top_p, min_p, repetition, presence, frequency = (
+        floats.reshape(layout.sequences, _FLOATS)[:, column] for column in range(_FLOATS)
+    )
+    decode_tokens = jnp.where(given[:R] >= 0, given[:R], last_token[slots[:R]])
+    decode_positions = jnp.maximum(lengths[:R] - 1, 0)
+    rows, valid = lax.iota(jnp.int32, R), (lengths[:R] > 0) & (flags[:R] & Flag.KEPT == 0)
+    last = rows
+    if T:
+        index = lax.iota(jnp.int32, T)
+        sequence = (index[:, None] >= cu[1:]).astype(jnp.int32).sum(axis=1)  # S for padding
+        inside = sequence < S
+        sequence = jnp.minimum(sequence, S - 1)
+        ends = lengths[R:][sequence]
+        positions = jnp.where(inside, ends - cu[1:][sequence] + index, 0)
+        tokens_all = jnp.concatenate([decode_tokens, tokens])
+        positions = jnp.concatenate([decode_positions, positions])
+        owners = jnp.concatenate([rows, R + sequence])
+        valid = jnp.concatenate([valid, inside])
+        last = jnp.concatenate([rows, R + jnp.maximum(cu[1:] - 1, 0)])
+    else:
+        tokens_all, positions, owners = decode_tokens, decode_positions, rows
+    pages = table[owners, positions // page_size]
+    return StepInputs(
+        slots=slots,
+        lengths=lengths,
+        tokens=tokens_all,
+        positions=positions,
+        page_ids=jnp.where(valid, pages, 0),
+        offsets=jnp.where(valid, positions % page_size, 0),
+        prompt_lengths=prompt_lengths[owners],
+        page_table=table,
+        cu_lengths=cu,
+        num_prefills=(lengths[R:] > 0).astype(jnp.int32).sum(),
+        last=last,
+        targets=targets,
+        flags=flags,
+        wanted=wanted[0],
+        choice=Choice(
+            temperature, top_k, top_p, min_p, lax.bitcast_convert_type(constant[:, 2:4], jnp.uint32), lengths
+        ),
+        shaping=Shaping(repetition, presence, frequency, (flags & Flag.BIASED) != 0, (flags & Flag.BARRED) != 0),
+    )

@@ -1,0 +1,98 @@
+"""What determines a compiled program, as one digest: two processes with equal digests would compile the same code.
+
+The key is made of causes (sources, versions, device, model, config), not of the HLO, because computing the HLO
+means tracing and tracing is what a stored program saves. Whatever is not known to be irrelevant is part of the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+import rekindle_kernels
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.loading.fingerprint import files_digest
+from rekindle_kernels import native
+
+# Options that neither enter a shape nor a program; every other one is part of the key, so a new one is safe by default.
+NOT_IN_PROGRAMS = frozenset(
+    {
+        "cache_dir", "device_memory", "disk_memory", "host_memory", "log_every", "max_queue", "policy", "precompile",
+        "prefix_cache", "prompt_lookup", "quiet", "restore", "seed", "step_timeout",
+    }
+)  # fmt: skip
+JAX_OPTIONS = (
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion", "jax_debug_nans", "jax_debug_infs", "jax_disable_jit", "jax_platforms",
+)  # fmt: skip
+SOURCES = ("models", "programs", "execution")  # of the toolkit, beside all of the kernels
+
+
+def config_fields(config: EngineConfig) -> dict[str, Any]:
+    """The part of a resolved config that programs depend on."""
+    fields = dataclasses.fields(config)
+    return {field.name: getattr(config, field.name) for field in fields if field.name not in NOT_IN_PROGRAMS}
+
+
+def environment() -> dict[str, Any]:
+    """Everything outside the session that programs depend on."""
+    device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
+    if isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    return {
+        "sources": source_digest(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": device.platform,
+        "platform_version": device.client.platform_version,
+        "device_kind": device.device_kind,
+        "device_id": device.id,
+        "devices": len(jax.devices()),
+        "machine": platform.machine(),
+        "cpu": cpu_features(),
+        "threads": usable_cpus(),  # XLA:CPU splits work at compile time
+        "native": native.reason_against() is None,
+        "chains": native.chains(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "libtpu_flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
+        "options": {name: str(getattr(jax.config, name, None)) for name in JAX_OPTIONS},
+    }
+
+
+def digest(fields: dict[str, Any]) -> str:
+    """The same for equal fields in every process."""
+    text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def cpu_features() -> str:
+    """A digest of the instruction sets, since host code is compiled for exactly these."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next(line for line in lines if line.startswith(("flags", "Features")))
+        text = " ".join(sorted(flags.split(":", 1)[1].split()))
+    except (OSError, StopIteration):
+        text = platform.processor()
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@functools.cache
+def source_digest() -> str:
+    """Of every source file that programs are made from."""
+    private = Path(__file__).parent.parent
+    folders = [*(private / name for name in SOURCES), Path(rekindle_kernels.__file__).parent]
+    return files_digest(path for folder in folders for path in sorted(folder.rglob("*.py")))

@@ -1,0 +1,226 @@
+"""Every compiled program of a session: built ahead of time from shapes alone, counted, handed out by bucket.
+
+`build` traces and lowers, `compile` turns that into an executable, `get` does either only when neither memory nor the
+store has the program. All of it may be called from several threads; two threads that want the same program share one
+compilation, different programs compile side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from rekindle._src.core import html
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.gc_pause import no_search
+from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.models.base import Graph
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs import request_state
+from rekindle._src.programs.buckets import Bucket, lattice
+from rekindle._src.programs.packing import Layout
+from rekindle._src.programs.processors import LogitsProcessor, check_processors
+from rekindle._src.programs.step import make_step
+from rekindle.errors import CompileError, StoreError
+from rekindle_kernels import native, zeros
+
+MOVED_PAGES = 4  # per gather or scatter between tiers; of each page and layer a scatter compiles one operation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Helper:
+    """A program beside the steps: make the "memory" of pages and state, "admit" a request's history to its slot,
+    "gather" or "scatter" pages."""
+
+    name: str
+
+
+MEMORY, ADMIT, GATHER, SCATTER = Helper("memory"), Helper("admit"), Helper("gather"), Helper("scatter")
+Key = Bucket | Helper
+Compiled = Any  # jax.stages.Compiled, or what a store gives back for one
+
+
+class Store(Protocol):
+    """Where executables outlive the process."""
+
+    def load(self, name: str) -> Compiled:
+        """Raises `StoreError` with the reason why there is none."""
+
+    def save(self, name: str, compiled: Compiled, compile_seconds: float) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ProgramRecord(html.Record):
+    """Where a program that is ready came from."""
+
+    name: str
+    origin: Literal["loaded", "compiled"]
+    seconds: float  # to load, or to trace, lower and compile
+    why: str = ""  # it was compiled rather than loaded
+
+
+class Programs:
+    """The programs of one model under one resolved config. They need no weights, only their shapes."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        graph: Graph,
+        leaves: Sequence[Any],
+        config: EngineConfig,
+        *,
+        processors: Sequence[LogitsProcessor] = (),
+        store: Store | None = None,
+    ) -> None:
+        assert config.max_model_len is not None, "the config is not resolved"
+        assert config.page_size is not None, "the config is not resolved"
+        assert config.device_pages is not None, "the config is not resolved"
+        self.model, self.graph, self.config = model, graph, config
+        self.processors = check_processors(processors)
+        self.lattice = lattice(config, processed=bool(self.processors), single=graph.precision.native)
+        self.width = pages_for(config.max_model_len, config.page_size)
+        self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)
+        self.state = request_state.abstract_state(config.max_requests, model.vocab_size)
+        self.traces = 0
+        self.compilations = 0
+        self._store = store
+        self._lock = threading.Lock()
+        self._building: dict[Key, threading.Lock] = {}
+        self._ready: dict[Key, Compiled] = {}
+        self._records: dict[Key, ProgramRecord] = {}
+        self._why: dict[Key, str] = {}  # there is none in the store
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """All programs; `gather` and `scatter` only where pages can leave the device."""
+        moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
+        return (*self.lattice, MEMORY, ADMIT, *moves)
+
+    def layout(self, bucket: Bucket) -> Layout:
+        return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
+
+    def ready(self, key: Key) -> bool:
+        """Whether `get` returns at once."""
+        return key in self._ready
+
+    def manifest(self) -> tuple[ProgramRecord, ...]:
+        """Every program that is ready, in the order of `keys`."""
+        return tuple(self._records[key] for key in self.keys if key in self._records)
+
+    def record(self, key: Key) -> ProgramRecord:
+        """Of a program that is ready."""
+        return self._records[key]
+
+    def get(self, key: Key) -> Compiled:
+        """The executable, compiled now unless it is there. Raises `CompileError`, and KeyError beyond the lattice."""
+        found = self._ready.get(key)
+        if found is not None:
+            return found
+        with self._alone(key):
+            if key not in self._ready and not self._load(key):
+                self._ready[key] = self._compiled(key)
+            return self._ready[key]
+
+    def load(self, key: Key) -> bool:
+        """Get it if that needs no compiling; whether it is ready now."""
+        if key in self._ready:
+            return True
+        with self._alone(key):
+            return key in self._ready or self._load(key)
+
+    def build(self, key: Key) -> jax.stages.Lowered:
+        """Trace and lower one program."""
+        function, arguments, donated = self._function(key)
+
+        def counted(*args: Any) -> Any:
+            with self._lock:
+                self.traces += 1
+            return function(*args)
+
+        whole = native.chained(counted) if self.graph.precision.native else counted
+        return jax.jit(whole, donate_argnums=donated).lower(*arguments)
+
+    def compile(self, key: Key) -> Compiled:
+        """Build and compile one program."""
+        try:
+            with no_search():
+                compiled = self.build(key).compile()
+        except Exception as error:
+            raise CompileError(
+                f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
+            ) from error
+        with self._lock:
+            self.compilations += 1
+        return compiled
+
+    def close(self) -> None:
+        """Give the executables back now: the garbage collector would at any moment, in any thread, also while another
+        session loads its own, which XLA did not always survive."""
+        self._ready.clear()
+
+    def _alone(self, key: Key) -> threading.Lock:
+        if key not in self.keys:
+            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.keys)}")
+        with self._lock:
+            return self._building.setdefault(key, threading.Lock())
+
+    def _load(self, key: Key) -> bool:
+        """From the store, which is asked once."""
+        if self._store is None or key in self._why:
+            return False
+        start = time.perf_counter()
+        try:
+            program = self._store.load(key.name)
+        except StoreError as error:
+            self._why[key] = str(error)
+            return False
+        self._records[key] = ProgramRecord(key.name, "loaded", time.perf_counter() - start)
+        self._ready[key] = program
+        return True
+
+    def _compiled(self, key: Key) -> Compiled:
+        start = time.perf_counter()
+        compiled = self.compile(key)
+        seconds = time.perf_counter() - start
+        self._records[key] = ProgramRecord(key.name, "compiled", seconds, self._why.get(key, "no store"))
+        if self._store is not None:
+            self._store.save(key.name, compiled, seconds)
+        return compiled
+
+    def _function(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+        if isinstance(key, Bucket):
+            layout = self.layout(key)
+            step = make_step(
+                self.graph,
+                layout,
+                self.kv[0].page_size,
+                implementation=self.config.kernels,
+                processors=self.processors if key.processed else (),
+            )
+            return step, (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats)), (1, 2)
+        if key == MEMORY:
+            return lambda: zeros((self.kv, self.state)), (), ()
+        if key == ADMIT:
+            ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
+            return request_state.admit, (self.state, _ints(ints), _floats(floats)), (0,)
+        ids = _ints(MOVED_PAGES)
+        if key == GATHER:
+            return paged.gather, (self.kv, ids), ()
+        page = jax.eval_shape(paged.gather, self.kv, _ints(1))
+        return paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,)
+
+
+def _ints(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+
+def _floats(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.float32)

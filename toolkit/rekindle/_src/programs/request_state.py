@@ -1,0 +1,91 @@
+"""Device-resident state of the running requests, one slot each, and the only two functions that change it.
+
+Axes: L slots (the last is scratch: padding rows read and write it), V vocabulary, C context length, N rows.
+
+A step reads a slot's last token and counts the token it samples; nothing of that needs the host. What a request brings
+along from before (its prompt and, after a preemption, its earlier output, which cached prefix pages or chunks may never
+show to a step as tokens) is written by `admit`, dispatched ahead of the first step of an epoch, and only for
+requests that read it: penalties, a logit bias, or a `min_tokens` mask. Everybody else ignores what the slot holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from rekindle._src.core.config import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from rekindle._src.core.records import Row
+
+MAX_END_IDS = MAX_STOP_TOKEN_IDS + 16  # stop token ids, and the eos ids of the checkpoint
+BIAS_LIMIT = 1e9  # stands for an infinite bias: above any logit, and differences of two stay numbers
+NOWHERE = 2**31 - 1  # an index that every scatter drops
+
+
+class RequestState(NamedTuple):
+    """One entry per slot."""
+
+    last_token: Array  # int32 [L]
+    history: Array  # int32 [L, V]: twice how often the token was generated, plus 1 if the prompt has it
+    bias_ids: Array  # int32 [L, MAX_LOGIT_BIAS]
+    bias_values: Array  # float32 [L, MAX_LOGIT_BIAS]
+    end_ids: Array  # int32 [L, MAX_END_IDS]
+
+
+def abstract_state(slots: int, vocab: int) -> RequestState:
+    """Shapes of the state of `slots` requests and the scratch slot."""
+    L = slots + 1
+    shapes = (L,), (L, vocab), (L, MAX_LOGIT_BIAS), (L, MAX_LOGIT_BIAS), (L, MAX_END_IDS)
+    dtypes = jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32
+    leaves: Any = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    return RequestState(*leaves)
+
+
+def record(state: RequestState, slots: Array, tokens: Array) -> RequestState:
+    """The rows in `slots` [N] sampled `tokens` [N]; a row that did not names the scratch slot."""
+    return state._replace(
+        last_token=state.last_token.at[slots].set(tokens), history=state.history.at[slots, tokens].add(2)
+    )
+
+
+def admission_sizes(context: int) -> tuple[int, int]:
+    """Lengths of `admit`'s two uploads."""
+    return 2 + context + MAX_LOGIT_BIAS + MAX_END_IDS, MAX_LOGIT_BIAS
+
+
+def pack_admission(row: Row, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """A fresh row's history, bias and ends as `admit` reads them."""
+    sampling, prompt = row.request.sampling, row.request.token_ids
+    size, bias_size = admission_sizes(context)
+    ints, floats = np.full(size, NOWHERE, np.int32), np.zeros(bias_size, np.float32)
+    ints[0], ints[1] = row.slot, len(prompt)
+    tokens = prompt if row.outputs is None else np.concatenate([prompt, row.outputs])
+    ints[2 : 2 + len(tokens)] = tokens
+    bias = sampling.logit_bias
+    at = 2 + context
+    ints[at : at + len(bias)] = list(bias)
+    floats[: len(bias)] = np.clip(list(bias.values()), -BIAS_LIMIT, BIAS_LIMIT)
+    ends = sorted(row.request.eos_ids | row.request.stop_ids)
+    at += MAX_LOGIT_BIAS
+    ints[at : at + len(ends)] = ends
+    return ints, floats
+
+
+def admit(state: RequestState, ints: Array, floats: Array) -> RequestState:
+    """Replace a slot's history, bias and ends by those of its new request."""
+    context = ints.shape[0] - admission_sizes(0)[0]
+    slot, prompt_length = ints[0], ints[1]
+    tokens, bias_ids, end_ids = jnp.split(ints[2:], (context, context + MAX_LOGIT_BIAS))
+    generated = lax.iota(jnp.int32, context) >= prompt_length
+    counts = jnp.zeros_like(state.history[0])
+    counts = counts.at[jnp.where(generated, NOWHERE, tokens)].max(1, mode="drop")
+    counts = counts.at[jnp.where(generated, tokens, NOWHERE)].add(2, mode="drop")
+    return state._replace(
+        history=state.history.at[slot].set(counts),
+        bias_ids=state.bias_ids.at[slot].set(bias_ids),
+        bias_values=state.bias_values.at[slot].set(floats),
+        end_ids=state.end_ids.at[slot].set(end_ids),
+    )

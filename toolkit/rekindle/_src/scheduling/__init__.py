@@ -1,0 +1,1 @@
+"""Which request computes which tokens in each step: pure host code, no JAX."""

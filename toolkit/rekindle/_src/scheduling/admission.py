@@ -1,0 +1,162 @@
+"""Who gets a slot and pages, who waits for what, and who loses its pages to a more senior request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rekindle._src.core.records import Status
+from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.scheduling.disk_reads import Loading
+from rekindle._src.scheduling.limits import Limits
+from rekindle._src.scheduling.page_ledger import PageLedger
+from rekindle._src.scheduling.prefix_claims import Claims
+from rekindle._src.scheduling.reserve import Reserve
+from rekindle._src.scheduling.running_set import Residents
+from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.waiting import WaitingQueue
+
+_PARKED_PER_PLAN = 32  # bounds a plan's time when thousands of requests share a prefix
+
+
+class Admission:
+    """Moves sequences between the queue, the parked ones, and the residents.
+
+    Nothing deadlocks: the most senior running sequence gets any page that a junior holds, what a request may need alone
+    was checked when it was submitted, and a parked one waits for a running one or is woken when that loses its pages.
+    """
+
+    def __init__(
+        self, limits: Limits, ledger: PageLedger, residents: Residents, queue: WaitingQueue, reserve: Reserve
+    ) -> None:
+        self._limits, self._ledger, self._residents, self._queue = limits, ledger, residents, queue
+        self._claims = Claims(limits.page_size)
+        self._loading = Loading(ledger)
+        self.reserve = reserve
+        self.preemptions = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue) + self._claims.parked + len(self._loading)
+
+    @property
+    def parked(self) -> int:
+        return self._claims.parked
+
+    @property
+    def possible(self) -> bool:
+        if self._loading:
+            self._wake(self._loading.ready())
+        return bool(self._residents.free_slots and len(self._queue))
+
+    def submit(self, sequence: Sequence) -> None:
+        self._queue.add(sequence)
+
+    def refresh(self) -> None:
+        """A new plan begins."""
+        self._queue.refresh()
+
+    def admit(self) -> Sequence | None:
+        """The next sequence, now in a slot and with pages; None if nobody can be admitted now."""
+        running, leaving = self._residents.running, self._residents.leaving
+        for _ in range(_PARKED_PER_PLAN):
+            sequence = self._queue.next() if self._residents.free_slots else None
+            if sequence is None:
+                return None
+            if sequence in leaving:
+                return None  # preempted, and its last step is still in flight
+            if self._park(sequence):
+                continue
+            if self._loading.start(sequence):
+                self._queue.discard(sequence)
+                sequence.reason = "waits for pages to be read from disk"
+                continue
+            spare = self.reserve.pages((*running, sequence)) if running or leaving else 0
+            start = self._ledger.acquire(sequence, spare)
+            if start is None:
+                sequence.reason = (
+                    f"needs {pages_for(sequence.known, self._limits.page_size)} pages less what is cached, and {spare} "
+                    f"in reserve for {len(running)} running requests; {self._ledger.available} are available"
+                )
+                return None
+            self._queue.take(sequence)
+            self._loading.discard(sequence)
+            self._residents.enter(sequence, start)
+            if self._ledger.cache is not None:
+                self._claims.claim(sequence, sequence.published)
+            return sequence
+        return None
+
+    def ensure_page(self, sequence: Sequence) -> bool:
+        """Its next position has a page, if need be a junior's; False if it has to sit this step out."""
+        if sequence.planned < sequence.num_pages * self._limits.page_size or self._ledger.grow(sequence):
+            return True
+        while not self._residents.leaving and not self._ledger.retiring:
+            victim = self._residents.running[-1]
+            if victim is sequence:
+                assert len(self._residents.running) > 1, f"{sequence.id} is alone and out of pages"
+                self.preempt(sequence, "had the least seniority when pages ran out")
+                return False
+            self.preempt(victim, f"gave its pages to request {sequence.id}")
+            if self._ledger.grow(sequence):
+                return True
+        return False  # pages come back with the steps in flight
+
+    def preempt(self, sequence: Sequence, reason: str) -> None:
+        sequence.status, sequence.reason = Status.PREEMPTED, reason
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.reserve.preempted()
+        self.abandon(sequence)
+        self._residents.leave(sequence)
+        self._queue.put_back(sequence)
+
+    def published(self, sequence: Sequence, first: int, last: int) -> None:
+        """Its pages [first, last) are in the tree: who waited for them is tried again."""
+        self._wake(self._claims.resolve(sequence, first, last))
+
+    def abandon(self, sequence: Sequence) -> None:
+        """It will not publish what it claimed: who waited for it computes that itself."""
+        self.published(sequence, sequence.published, sequence.claimed)
+        sequence.claimed = 0
+
+    def remove(self, sequence: Sequence) -> None:
+        """It ended, wherever it is."""
+        loading = sequence in self._loading
+        self._loading.discard(sequence)
+        if loading:
+            pass  # it was nowhere else
+        elif sequence in self._queue:
+            self._queue.discard(sequence)
+        elif sequence.waits_for is not None:
+            self._claims.unpark(sequence)
+        else:
+            self.abandon(sequence)
+            self.reserve.finished(sequence)
+            self._residents.leave(sequence)
+
+    def older(self, sequence: Sequence) -> int:
+        """How many older requests are in the queue."""
+        return self._queue.position(sequence)
+
+    def check_integrity(self) -> None:
+        self._claims.check_integrity(self._residents.running)
+
+    def _park(self, sequence: Sequence) -> bool:
+        """True if it now waits for a prefix that a running sequence is computing."""
+        keys = self._ledger.keys(sequence)
+        shared = self._claims.worth_waiting(keys, self._ledger.cached(sequence), sequence.known)
+        if not shared:
+            return False
+        self._queue.discard(sequence)
+        owner = self._claims.park(sequence, keys[shared - 1])
+        tokens = shared * self._limits.page_size
+        sequence.reason = f"waits for request {owner.id}, which computes the first {tokens} tokens that both share"
+        return True
+
+    def _wake(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.reason = "is about to be admitted"
+            if sequence.status is Status.PREEMPTED:
+                self._queue.put_back(sequence)
+            else:
+                self._queue.add(sequence)

@@ -1,0 +1,123 @@
+"""What the scheduler tells about itself: a snapshot of numbers, and why one request is where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rekindle._src.core import html
+from rekindle._src.core.records import Status
+from rekindle._src.kvcache.tree import CacheStatistics
+from rekindle._src.scheduling.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class SchedulerStatistics(html.Record):
+    """Sizes now, and counts since the start."""
+
+    waiting: int  # in the queue, parked and preempted ones included
+    parked: int  # of them, those that wait for a prefix that another request computes
+    running: int
+    leaving: int  # ended, but a step in flight still contains them
+    steps_in_flight: int
+    pages_total: int
+    pages_free: int
+    pages_held: int
+    pages_cached: int  # kept by the prefix cache alone
+    reserve_fraction: float  # of their remaining tokens, for which admission keeps pages back
+    submitted: int
+    finished: int
+    aborted: int
+    failed: int
+    preemptions: int
+    steps: int
+    prompt_tokens: int  # of admitted requests
+    cached_tokens: int  # of them, found in the cache
+    prefill_tokens: int  # computed in prefill rows, after preemptions once more
+    generated_tokens: int
+    drafted_tokens: int  # guessed by prompt_lookup and computed
+    accepted_tokens: int  # of them, right
+    cache: CacheStatistics | None
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that did not have to be computed."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where a request is and why, in words and numbers."""
+
+    id: str
+    status: Status
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    max_generated: int
+    pages: int
+    preemptions: int
+    ahead: int  # older requests in the queue
+    waits_for: str | None  # the request that computes its prefix
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.text}"
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self}>"
+
+    def _repr_html_(self) -> str:
+        prompt = {"from the cache": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
+        length = html.line(html.count(self.prompt_tokens, "prompt token"))
+        return html.block(html.text(str(self)), length, html.bar(prompt))
+
+
+def explanation(sequence: Sequence, ahead: int) -> Explanation:
+    request, status = sequence.request, sequence.status
+    words = [_WORDS[status]]
+    if status in (Status.QUEUED, Status.PREEMPTED):
+        words.append(f"it {sequence.reason}; {ahead} older requests wait")
+    elif status is Status.PREFILL:
+        words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
+    elif sequence.reason and sequence.ended:
+        words.append(sequence.reason if " " in sequence.reason else f"ended by {sequence.reason}")
+    if sequence.epoch:
+        hit = sequence.cached_tokens
+        words.append(
+            f"{hit} of {request.prompt_length} prompt tokens came from the cache"
+            if hit
+            else f"none of its {request.prompt_length} prompt tokens were cached"
+        )
+    if sequence.generated:
+        words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
+    if sequence.lookup is not None and sequence.lookup.drafted:
+        words.append(f"{sequence.lookup.accepted} of {sequence.lookup.drafted} tokens guessed from its text were right")
+    if sequence.preemptions:
+        words.append(f"it was preempted {sequence.preemptions} times because pages ran out")
+    return Explanation(
+        id=request.id,
+        status=status,
+        text="; ".join(words),
+        prompt_tokens=request.prompt_length,
+        cached_tokens=sequence.cached_tokens,
+        computed_tokens=sequence.computed,
+        generated_tokens=sequence.generated,
+        max_generated=sequence.limit,
+        pages=sequence.num_pages,
+        preemptions=sequence.preemptions,
+        ahead=ahead,
+        waits_for=sequence.waits_for.id if sequence.waits_for is not None else None,
+    )
+
+
+_WORDS = {
+    Status.QUEUED: "waits",
+    Status.LOADING: "waits for cached pages to reach the device",
+    Status.PREFILL: "computes its prompt",
+    Status.DECODE: "generates",
+    Status.PREEMPTED: "was preempted and waits to resume from the cache",
+    Status.FINISHED: "has finished",
+    Status.FAILED: "has failed",
+    Status.ABORTED: "was aborted",
+}

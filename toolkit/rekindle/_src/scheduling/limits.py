@@ -1,0 +1,64 @@
+"""The numbers that bound a step, a request and the queue."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import FinishReason, Request
+from rekindle._src.kvcache.pool import pages_for
+from rekindle.errors import OutOfPages, PromptTooLong
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """All of them are fixed while a session lives."""
+
+    max_requests: int  # slots
+    max_tokens_per_step: int  # shared by decode rows and prefill chunks
+    max_model_len: int
+    page_size: int
+    max_prefill_rows: int = 1 << 30  # sequences that prefill in one step
+    max_queue: int = 1024
+    prompt_lookup: int = 0  # guessed tokens of one request in a step
+    max_beside_decode: int = 1 << 30  # prompt tokens of a step with decode rows: they wait as long as these take
+
+    @classmethod
+    def of(cls, config: EngineConfig, *, max_prefill_rows: int, padded: bool = True) -> Limits:
+        """From a resolved config; `padded`: a step takes as long as its program has tokens, however few are used."""
+        assert config.max_model_len is not None, "the config is not resolved"
+        assert config.page_size is not None, "the config is not resolved"
+        return cls(
+            max_requests=config.max_requests,
+            max_tokens_per_step=config.max_tokens_per_step,
+            max_model_len=config.max_model_len,
+            page_size=config.page_size,
+            max_prefill_rows=max_prefill_rows,
+            max_beside_decode=config.max_tokens_per_step if padded else -(-config.max_tokens_per_step // 2),
+            max_queue=config.max_queue,
+            prompt_lookup=config.prompt_lookup,
+        )
+
+    def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:
+        """How many tokens `request` may generate if it had `usable_pages` to itself, and what it ends with then.
+
+        Raises if not even one fits. The last token is sampled but its keys are never computed, so a sequence may be one
+        token longer than its pages.
+        """
+        length = request.prompt_length
+        if length >= self.max_model_len:
+            raise PromptTooLong(
+                "prompt",
+                f"{length} tokens",
+                f"leaves no room for a new token, max_model_len is {self.max_model_len}",
+                "Shorten it, or raise max_model_len",
+            )
+        if pages_for(length, self.page_size) > usable_pages:
+            raise OutOfPages(
+                f"The prompt's {length} tokens need {pages_for(length, self.page_size)} KV pages of {self.page_size}, "
+                f"{usable_pages} can be used. Raise device_memory or device_pages, or unpin prefixes."
+            )
+        room = min(self.max_model_len, usable_pages * self.page_size + 1) - length
+        if request.sampling.max_tokens <= room:
+            return request.sampling.max_tokens, FinishReason.LENGTH
+        return room, FinishReason.CONTEXT

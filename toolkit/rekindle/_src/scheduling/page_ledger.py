@@ -1,0 +1,173 @@
+"""Which pages each sequence holds: taking them from pool and cache, publishing them, giving them back."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core.records import IntArray, PageMove, Request
+from rekindle._src.kvcache.node import Node
+from rekindle._src.kvcache.pool import PagePool, pages_for
+from rekindle._src.kvcache.tiers.tiers import Fetch, Tiers
+from rekindle._src.kvcache.tree import PrefixCache, PrefixMatch
+from rekindle._src.scheduling.sequence import Sequence
+
+_NOTHING = PrefixMatch((), 0)
+
+
+class PageLedger:
+    """The pool and the cache as the scheduler sees them; collects the page moves of the step being planned."""
+
+    def __init__(self, pool: PagePool, cache: PrefixCache | None, page_size: int) -> None:
+        assert cache is None or cache.pool is pool, "the cache keeps pages of another pool"
+        self.pool, self.cache, self._page_size = pool, cache, page_size
+        self._offload: list[PageMove] = []
+        self._restore: list[PageMove] = []
+        self._retired: list[tuple[int, list[int]]] = []  # last step that reads them, duplicates that were merged
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken now: free ones, and cached ones that nobody holds."""
+        return self.pool.free + self.pool.cached
+
+    @property
+    def retiring(self) -> bool:
+        """Some pages become free when the steps in flight are committed."""
+        return bool(self._retired)
+
+    def usable(self, request: Request) -> int:
+        """Pages that `request` could have if it were alone: all but those that are pinned for other prefixes."""
+        cache = self.cache
+        if cache is None or not cache.pinned_pages:
+            return self.pool.total
+        own = 0
+        if request.sampling.prompt_logprobs is None:
+            own = cache.pinned_prefix(request.token_ids)
+        return self.pool.total - cache.pinned_pages + own
+
+    def keys(self, sequence: Sequence) -> list[int]:
+        """Keys of the pages that may come from the cache."""
+        if self.cache is None:
+            return []
+        length = sequence.known
+        if sequence.request.sampling.prompt_logprobs is not None and sequence.scored < sequence.request.prompt_length:
+            # Positions that the cache skips have no logits, and not all were delivered yet.
+            length = min(length - 1, sequence.scored)
+        return sequence.keys(length // self._page_size)
+
+    def cached_path(self, sequence: Sequence) -> list[int]:
+        """Keys of its pages that are on the device, about."""
+        keys = self.keys(sequence)
+        return keys[: self.cache.probe(keys)] if self.cache is not None else keys
+
+    def cached(self, sequence: Sequence) -> int:
+        return self.cache.probe(self.keys(sequence)) if self.cache is not None else 0
+
+    @property
+    def may_fetch(self) -> bool:
+        """There may be pages that have to be fetched from disk before a match can use them."""
+        tiers = self.cache.host_tier if self.cache is not None else None
+        return isinstance(tiers, Tiers) and tiers.far
+
+    def fetch(self, sequence: Sequence) -> Fetch | None:
+        """Start to fetch what is known of it but too far away; None if there is no such page, or it does not pay."""
+        assert self.cache is not None
+        assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
+        digests, near = self.cache.far(self.keys(sequence), sequence.tokens(0, sequence.known))
+        return self.cache.host_tier.fetch(digests, near)
+
+    def acquire(self, sequence: Sequence, spare: int) -> int | None:
+        """Take all pages of its known tokens if `spare` more would be left: where to start, None if it does not fit."""
+        pages = pages_for(sequence.known, self._page_size)
+        if pages - self.cached(sequence) + spare > self.available:
+            return None  # without the exact match, which a long prompt that waits would pay for in each step
+        match = _NOTHING
+        if self.cache is not None:
+            match = self.cache.match(self.keys(sequence), sequence.tokens(0, sequence.known))
+        needed = pages - match.on_device
+        if needed + spare > self.available - self.pool.unheld(match.pages):
+            return None
+        if self.cache is not None:
+            sequence.add_pages(self.cache.lock(match))
+            sequence.node = match.nodes[-1] if match.nodes else self.cache.root
+            sequence.generation = self.cache.generation
+        taken = self._take(needed)
+        sequence.add_pages(taken)
+        if self.cache is not None:
+            self._restore += self.cache.restore(match, taken[: len(match.nodes) - match.on_device])
+        sequence.published = len(match.nodes)
+        # The last token is computed even if its page is there: its logits choose the next one.
+        return min(sequence.published * self._page_size, sequence.known - 1)
+
+    def grow(self, sequence: Sequence) -> bool:
+        """One more page, if there is one."""
+        if not self.available:
+            return False
+        sequence.add_pages(self._take(1))
+        return True
+
+    def publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
+        """Its full pages that were committed enter the tree; which ones, half-open. `last_step` was planned last."""
+        first, last = sequence.published, sequence.computed // self._page_size
+        node = self._node(sequence)
+        if self.cache is None or node is None or last <= first:
+            return first, first
+        size = self._page_size
+        pages = sequence.pages[first:last].tolist()
+        done = self.cache.publish(
+            node, sequence.keys(last)[first:last], sequence.tokens(first * size, last * size), pages
+        )
+        if done is None:
+            return first, first
+        if done.duplicates:
+            sequence.replace_pages(first, done.pages)
+            self._retired.append((last_step, done.duplicates))
+        sequence.node, sequence.published = done.node, last
+        return first, last
+
+    def release(self, sequence: Sequence) -> None:
+        """No step in flight contains it any more: all its pages go back, to the cache or to the pool."""
+        self.pool.release(sequence.pages)
+        node = self._node(sequence)
+        if self.cache is not None and node is not None:
+            self.cache.settle(node)
+        sequence.leave()
+
+    def collect(self, oldest_step: int | None) -> None:
+        """Release merged duplicates that only steps before `oldest_step`, the oldest in flight, have read."""
+        waiting = []
+        for step, pages in self._retired:
+            if oldest_step is None or step < oldest_step:
+                self.pool.release(pages)
+            else:
+                waiting.append((step, pages))
+        self._retired = waiting
+
+    def moves(self) -> tuple[tuple[PageMove, ...], tuple[PageMove, ...]]:
+        """(offload, restore) of the step that is being planned, which takes them with it."""
+        moves = tuple(self._offload), tuple(self._restore)
+        self._offload, self._restore = [], []
+        return moves
+
+    def references(self, sequences: list[Sequence]) -> NDArray[np.int32]:
+        """How often each page should be referenced if `sequences` are all that hold pages."""
+        counts = np.zeros(self.pool.num_pages, np.int32)
+        if self.cache is not None:
+            counts += self.cache.references()
+        held: list[IntArray | list[int]] = [sequence.pages for sequence in sequences]
+        for pages in (*held, *(pages for _, pages in self._retired)):
+            np.add.at(counts, np.asarray(pages, np.int32), 1)
+        return counts
+
+    def _node(self, sequence: Sequence) -> Node | None:
+        """Where it continues the tree; None if the tree it was admitted with has been reset."""
+        if self.cache is None or sequence.generation != self.cache.generation:
+            return None
+        return sequence.node
+
+    def _take(self, count: int) -> list[int]:
+        short = count - self.pool.free
+        if short > 0:
+            assert self.cache is not None, f"{count} pages asked for, {self.pool.free} free"
+            self._offload += self.cache.evict(short)
+        return self.pool.take(count)

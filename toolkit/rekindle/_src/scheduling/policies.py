@@ -1,0 +1,82 @@
+"""In which order waiting requests are admitted.
+
+    fcfs         first come, first served
+    priority     larger `priority` first
+    lof          longest output first: what runs longest starts first
+    random       shuffled, reproducible by seed
+    lpm          longest cached prefix first
+    dfs-weight   depth first through the cached prefixes, the branch with most waiting requests first
+
+The last two look at what is cached right now, for the oldest `WINDOW` requests only, so a long queue costs nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+from rekindle._src.scheduling.sequence import Sequence
+
+WINDOW = 64
+CACHE_AWARE = frozenset({"lpm", "dfs-weight"})
+Path = Items[int]  # keys of a prompt's cached pages
+Rank = tuple[float, ...]
+
+
+def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
+    """A rank that never changes while a request waits; smaller goes first."""
+    if policy == "priority":
+        return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
+    if policy == "lof":
+        return lambda sequence: (-sequence.limit, sequence.arrived)
+    if policy == "random":
+        draw = random.Random(seed)
+        return lambda sequence: (draw.random(), sequence.arrived)
+    return lambda sequence: (sequence.arrived,)
+
+
+def seniority(policy: str) -> Callable[[Sequence], Rank]:
+    """Who keeps its pages when they run short; the largest is preempted first."""
+    if policy == "priority":
+        return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
+    return lambda sequence: (sequence.arrived,)
+
+
+def longest_prefix_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
+    return sorted(waiting, key=lambda sequence: (-len(path(sequence)), sequence.arrived))
+
+
+def depth_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
+    """Requests below the same cached prefix follow each other, so that it is used while it is there."""
+    return _depth_first([(sequence, path(sequence)) for sequence in sorted(waiting, key=lambda s: s.arrived)], 0)
+
+
+def _depth_first(group: list[tuple[Sequence, Path]], depth: int) -> list[Sequence]:
+    """`group` shares the first `depth` pages. Its larger branches come first, who ends right here comes last."""
+    branches: dict[int, list[tuple[Sequence, Path]]] = {}
+    here = []
+    for entry in group:
+        if len(entry[1]) > depth:
+            branches.setdefault(entry[1][depth], []).append(entry)
+        else:
+            here.append(entry[0])
+    order = []
+    for branch in sorted(branches.values(), key=lambda branch: (-len(branch), branch[0][0].arrived)):
+        if len(branch) == 1:
+            order.append(branch[0][0])
+        else:
+            order += _depth_first(branch, _common([path for _, path in branch], depth + 1))
+    return order + here
+
+
+def _common(paths: list[Path], shared: int) -> int:
+    """How many leading pages all paths share, at least `shared`: a key stands for its whole prefix, so bisect."""
+    low, high = shared, min(map(len, paths))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len({path[middle - 1] for path in paths}) == 1:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,55 @@
+"""The sequences that own a slot and pages: who runs, by seniority, and who still leaves."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+from rekindle._src.scheduling.page_ledger import PageLedger
+from rekindle._src.scheduling.policies import Rank
+from rekindle._src.scheduling.sequence import Sequence
+
+
+class Residents:
+    """A sequence that ended or was preempted leaves at once, but its slot and pages only come back when no step in
+    flight contains it: such a step still writes to them.
+    """
+
+    def __init__(self, slots: int, ledger: PageLedger, seniority: Callable[[Sequence], Rank]) -> None:
+        self.running: list[Sequence] = []  # the most senior first
+        self.leaving: set[Sequence] = set()
+        self._slots = slots
+        self._free = list(range(slots - 1, -1, -1))
+        self._ledger, self._seniority = ledger, seniority
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def everybody(self) -> list[Sequence]:
+        """All that own a slot and pages."""
+        return [*self.running, *self.leaving]
+
+    def enter(self, sequence: Sequence, start: int) -> None:
+        sequence.begin(self._free.pop(), start)
+        bisect.insort(self.running, sequence, key=self._seniority)
+
+    def leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.leaving.add(sequence)
+        self.drain(sequence)
+
+    def drain(self, sequence: Sequence) -> None:
+        """A step that contained it was committed or failed, or it leaves: give everything back if that was the last."""
+        if not sequence.in_flight and sequence in self.leaving:
+            self.leaving.remove(sequence)
+            self._free.append(sequence.slot)
+            self._ledger.release(sequence)
+
+    def check_integrity(self) -> None:
+        slots = sorted([*self._free, *(sequence.slot for sequence in self.everybody)])
+        assert slots == list(range(self._slots)), f"slots drifted: {slots}"
+        assert all(sequence.in_flight for sequence in self.leaving), "a sequence never left"
+        ranks = [self._seniority(sequence) for sequence in self.running]
+        assert ranks == sorted(ranks), "the running sequences are out of order"

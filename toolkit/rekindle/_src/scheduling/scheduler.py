@@ -1,0 +1,370 @@
+"""The scheduler: decides which request computes which tokens in each step, and takes the results over.
+
+It is pure host state with one owner. A step N+1 is planned before the result of step N is known: every count that a
+plan needs (tokens sampled, positions computed, slots, pages) is known without token values. Only an end by token value
+(eos, stop) is discovered late; the row that was planned meanwhile is dropped when its step is committed, and slots and
+pages go back then, never while a step in flight may still write to them. The exception is a step with drafts: how far
+its requests are is only known from its result, so nothing is planned until that is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, deque
+
+from rekindle._src.core.records import (
+    FinishReason,
+    IntArray,
+    Request,
+    Row,
+    RowResult,
+    Status,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
+from rekindle._src.kvcache.pool import PagePool, pages_for
+from rekindle._src.kvcache.tree import PrefixCache
+from rekindle._src.scheduling.admission import Admission
+from rekindle._src.scheduling.drafts import Drafts
+from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
+from rekindle._src.scheduling.limits import Limits
+from rekindle._src.scheduling.page_ledger import PageLedger
+from rekindle._src.scheduling.policies import seniority
+from rekindle._src.scheduling.reserve import Reserve
+from rekindle._src.scheduling.running_set import Residents
+from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.waiting import WaitingQueue
+from rekindle.errors import CompileError, InvalidRequest, OutOfPages, QueueFull, StepFailed
+
+_REMEMBERED = 1024  # ended requests that can still be asked about
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Flight:
+    plan: StepPlan
+    sequences: tuple[Sequence, ...]  # in the order of plan.rows
+
+
+class Scheduler:
+    """Satisfies `SchedulerLike`. Without a `cache` nothing is shared between requests."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        pool: PagePool,
+        *,
+        cache: PrefixCache | None = None,
+        policy: str = "fcfs",
+        seed: int | None = None,
+        max_overtakes: int = 64,
+        reserve: Reserve | None = None,
+    ) -> None:
+        self.limits, self.pool, self.cache = limits, pool, cache
+        self._ledger = PageLedger(pool, cache, limits.page_size)
+        self._residents = Residents(limits.max_requests, self._ledger, seniority(policy))
+        queue = WaitingQueue(policy, path=self._ledger.cached_path, seed=seed, max_overtakes=max_overtakes)
+        self._admission = Admission(limits, self._ledger, self._residents, queue, reserve or Reserve())
+        self._drafts = Drafts(limits, self._ledger) if limits.prompt_lookup else None
+        self._alive: dict[str, Sequence] = {}
+        self._ended: OrderedDict[str, Explanation] = OrderedDict()
+        self._flights: deque[_Flight] = deque()
+        self._step = 0
+        self._counts = dict.fromkeys(_COUNTS, 0)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._alive or self._flights)
+
+    def submit(self, request: Request) -> None:
+        """Queue it. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
+        if request.id in self._alive:
+            raise InvalidRequest("id", request.id, "is the id of a request that is still alive", "Use a new id")
+        limit, reason = self.limits.room(request, self._ledger.usable(request))
+        waiting = self._admission.waiting
+        if waiting >= self.limits.max_queue:
+            raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
+        sequence = Sequence(request, self._counts["submitted"], limit, reason, self.limits.page_size)
+        self._counts["submitted"] += 1
+        self._alive[request.id] = sequence
+        self._admission.submit(sequence)
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End it wherever it is. Pages that a step in flight still writes return when that step is committed."""
+        return self.finish(request_id, FinishReason.ABORTED)
+
+    def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
+        """End a running request from outside: the detokenizer found a stop string."""
+        sequence = self._alive.get(request_id)
+        if sequence is None:
+            return None
+        self._end(sequence, reason)
+        return TokenEvent(request_id, cached_tokens=sequence.cached_tokens, finish_reason=reason)
+
+    # -- one step
+
+    def plan(self) -> StepPlan | None:
+        """The next step, assuming that every step planned before succeeds; none while drafts are in flight."""
+        if self._flights and self._flights[-1].plan.drafted:
+            return None
+        budget = self.limits.max_tokens_per_step
+        preemptions = self._admission.preemptions
+        decode: list[Sequence] = []
+        kept = 0
+        for sequence in tuple(self._residents.running):
+            if len(decode) + kept >= budget:
+                break
+            if sequence.status is Status.PREEMPTED:
+                continue  # by a more senior one, just now
+            if sequence.decodes:
+                decode.append(sequence)
+            elif sequence.prefilling:
+                kept = 1  # juniors that decode must not starve it, however small the budget
+            elif sequence.remaining and self._admission.ensure_page(sequence):
+                decode.append(sequence)
+        decode_rows = [sequence.row(1) for sequence in decode]
+        budget -= len(decode)
+        if decode:
+            budget = min(budget, self.limits.max_beside_decode)
+        prefill: list[Sequence] = []
+        prefill_rows: list[Row] = []
+        for sequence in self._residents.running:
+            if budget and len(prefill) < self.limits.max_prefill_rows and sequence.prefilling:
+                prefill.append(sequence)
+                prefill_rows.append(sequence.row(min(budget, sequence.target - sequence.planned)))
+                budget -= prefill_rows[-1].length
+        # A request that was just preempted would only take the pages back.
+        if budget and self._admission.possible and preemptions == self._admission.preemptions:
+            self._admission.refresh()
+            while budget and len(prefill) < self.limits.max_prefill_rows:
+                admitted = self._admission.admit()
+                if admitted is None:
+                    break
+                self._count_admission(admitted)
+                if admitted.decodes:
+                    decode.append(admitted)
+                    decode_rows.append(admitted.row(1))
+                    budget -= 1
+                    continue
+                prefill.append(admitted)
+                prefill_rows.append(admitted.row(min(budget, admitted.target - admitted.planned)))
+                budget -= prefill_rows[-1].length
+        if not decode and not prefill:
+            return None
+        if self._drafts is not None and decode:
+            self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
+        plan = StepPlan(self._step, tuple(decode_rows), tuple(prefill_rows), *self._ledger.moves())
+        self._flights.append(_Flight(plan, (*decode, *prefill)))
+        self._step += 1
+        return plan
+
+    def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
+        """Take a step's tokens over, in the order in which the steps were planned."""
+        flight = self._flights.popleft()
+        assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
+        if self.cache is not None:
+            self.cache.arrived(result.plan.restore)
+            self.cache.landed(result.plan.offload)
+            if self.cache.host_tier is not None:
+                self.cache.host_tier.observe(result)
+        events: list[TokenEvent] = []
+        right = result.right
+        for sequence, row, output, counts in zip(flight.sequences, flight.plan.rows, result.rows, right, strict=True):
+            sequence.in_flight -= 1
+            if counts and not sequence.ended:
+                event = self._take_over(sequence, row, output)
+                if event is not None and row.draft:
+                    events[-1] = events[-1].then(event)  # the row before is the same request's, and sampled
+                elif event is not None:
+                    events.append(event)
+            self._residents.drain(sequence)
+        if self._drafts is not None and flight.plan.drafted:
+            self._drafts.learn(flight.sequences, flight.plan.rows, right)
+        self._landed()
+        return tuple(events)
+
+    def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
+        """A planned step raised: its requests end with `StepFailed`, everything else goes on."""
+        flight = next(flight for flight in self._flights if flight.plan is plan)
+        self._flights.remove(flight)
+        affected = dict.fromkeys(flight.sequences)
+        for sequence in flight.sequences:
+            sequence.in_flight -= 1
+        if self.cache is not None:
+            self.cache.arrived(plan.restore)
+            self.cache.landed(plan.offload)
+            if plan.restore:
+                # Later steps may have been planned on pages that were never filled.
+                broken = {move.page for move in plan.restore}
+                affected |= dict.fromkeys(
+                    s for s in self._residents.everybody if not broken.isdisjoint(s.pages.tolist())
+                )
+                self.cache.detach(plan.restore)
+        events = []
+        for sequence in affected:
+            if not sequence.ended:
+                fix = "" if isinstance(cause, CompileError) else " Submit it again."  # it would not compile again
+                error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}.{fix}")
+                error.__cause__ = cause
+                self._end(sequence, FinishReason.FAILED, str(error))
+                events.append(
+                    TokenEvent(
+                        sequence.id,
+                        cached_tokens=sequence.cached_tokens,
+                        finish_reason=FinishReason.FAILED,
+                        error=error,
+                    )
+                )
+            self._residents.drain(sequence)
+        self._landed()
+        return tuple(events)
+
+    # -- the cache, from outside
+
+    def pin(self, tokens: IntArray) -> int:
+        """Keep the cached pages of `tokens` until `unpin`; how many tokens that covers.
+
+        Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
+        """
+        if self.cache is None:
+            return 0
+        covered = self.cache.pin(tokens)
+        for sequence in self._alive.values():
+            length = sequence.request.prompt_length + sequence.limit - 1
+            needed = pages_for(length, self.limits.page_size)
+            if needed > self.pool.total - self.cache.pinned_pages and needed > self._ledger.usable(sequence.request):
+                usable = self._ledger.usable(sequence.request)
+                self.cache.unpin(tokens)
+                raise OutOfPages(
+                    f"Pinning {covered} tokens would leave {usable} pages to request {sequence.id}, which may need "
+                    f"{needed}. Pin later or less, or raise device_memory."
+                )
+        return covered
+
+    def unpin(self, tokens: IntArray) -> int:
+        """Undo one `pin`; how many tokens are no longer pinned."""
+        return self.cache.unpin(tokens) if self.cache is not None else 0
+
+    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
+        """Forget every cached page; under new weights give the new `root_key`, and `recompute` what is running."""
+        if self.cache is None and not recompute:
+            return
+        if self.cache is not None:
+            self.cache.reset(root_key)
+        for sequence in tuple(self._residents.running):
+            self._admission.abandon(sequence)
+            if recompute:
+                self._admission.preempt(sequence, "has to be computed again under new weights")
+
+    # -- looking at it
+
+    def status(self, request_id: str) -> Status | None:
+        sequence = self._alive.get(request_id)
+        if sequence is not None:
+            return sequence.status
+        ended = self._ended.get(request_id)
+        return None if ended is None else ended.status
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Why it waits, was preempted, hit or missed the cache; the latest ended requests are remembered."""
+        sequence = self._alive.get(request_id)
+        if sequence is None:
+            return self._ended.get(request_id)
+        return explanation(sequence, self._admission.older(sequence))
+
+    def statistics(self) -> SchedulerStatistics:
+        pool = self.pool
+        return SchedulerStatistics(
+            waiting=self._admission.waiting,
+            parked=self._admission.parked,
+            running=len(self._residents.running),
+            leaving=len(self._residents.leaving),
+            steps_in_flight=len(self._flights),
+            pages_total=pool.total,
+            pages_free=pool.free,
+            pages_held=pool.held,
+            pages_cached=pool.cached,
+            reserve_fraction=self._admission.reserve.fraction,
+            preemptions=self._admission.preemptions,
+            steps=self._step,
+            drafted_tokens=self._drafts.drafted if self._drafts is not None else 0,
+            cache=self.cache.statistics() if self.cache is not None else None,
+            **self._counts,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless free + held + cached pages are all pages, each with its right count."""
+        residents = self._residents
+        residents.check_integrity()
+        self._admission.check_integrity()
+        if self.cache is not None:
+            self.cache.check_integrity()
+        self.pool.check_integrity(self._ledger.references(residents.everybody))
+        alive = len(residents.running) + self._admission.waiting
+        assert len(self._alive) == alive, f"{len(self._alive)} requests live, {alive} wait or run"
+
+    # -- inside
+
+    def _take_over(self, sequence: Sequence, row: Row, output: RowResult) -> TokenEvent | None:
+        request = sequence.request
+        sequence.computed = row.start + row.length
+        # Positions that a preemption made the sequence compute again were scored before.
+        scores = output.prompt_logprobs[max(0, sequence.scored - row.start) :]
+        sequence.scored = max(sequence.scored, min(sequence.computed, request.prompt_length))
+        token = output.token_id
+        if row.samples:
+            assert token is not None, f"{request.id} sampled no token"
+            sequence.append(token)
+            self._counts["generated_tokens"] += 1
+            self._counts["accepted_tokens"] += row.draft
+            if sequence.status is Status.PREFILL:
+                sequence.status = Status.DECODE
+        self._admission.published(sequence, *self._ledger.publish(sequence, self._step - 1))
+        if not row.samples or token is None:
+            if not scores:
+                return None
+            return TokenEvent(request.id, prompt_logprobs=scores, cached_tokens=sequence.cached_tokens)
+        reason = _reason(sequence, token)
+        if reason is not None:
+            self._end(sequence, reason)
+        logprobs = () if output.logprobs is None else (output.logprobs,)
+        return TokenEvent(request.id, (token,), logprobs, scores, sequence.cached_tokens, reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, words: str = "") -> None:
+        self._admission.remove(sequence)
+        sequence.status = _END.get(reason, Status.FINISHED)
+        sequence.reason = words or reason.value
+        self._counts[sequence.status.value] += 1
+        del self._alive[sequence.id]
+        self._ended[sequence.id] = explanation(sequence, 0)
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        start = sequence.planned
+        if sequence.epoch == 1:
+            self._counts["prompt_tokens"] += sequence.request.prompt_length
+            self._counts["cached_tokens"] += start
+        self._counts["prefill_tokens"] += sequence.target - start
+
+    def _landed(self) -> None:
+        self._ledger.collect(self._flights[0].plan.step if self._flights else None)
+
+
+def _reason(sequence: Sequence, token: int | None) -> FinishReason | None:
+    """How the sequence ends with `token`, its latest; None if it goes on."""
+    request = sequence.request
+    # The first min_tokens tokens end nothing; the device masks these ids among them.
+    if sequence.generated > request.sampling.min_tokens:
+        if token in request.eos_ids:
+            return FinishReason.EOS
+        if token in request.stop_ids:
+            return FinishReason.STOP
+    return sequence.limit_reason if sequence.generated >= sequence.limit else None
+
+
+_COUNTS = (
+    "submitted", "finished", "aborted", "failed", "prompt_tokens", "cached_tokens", "prefill_tokens",
+    "generated_tokens", "accepted_tokens",
+)  # fmt: skip
+_END = {FinishReason.ABORTED: Status.ABORTED, FinishReason.FAILED: Status.FAILED}

@@ -1,0 +1,135 @@
+"""The queue of requests that wait for a slot: ordered by policy, bounded in how often one may be overtaken."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from rekindle._src.scheduling.policies import (
+    CACHE_AWARE,
+    WINDOW,
+    Path,
+    Rank,
+    depth_first,
+    longest_prefix_first,
+    seniority,
+    static_rank,
+)
+from rekindle._src.scheduling.sequence import Sequence
+
+
+class _Heap:
+    """Sequences by rank; one that left is skipped when it comes up, and all such are dropped when they are many."""
+
+    def __init__(self, members: set[Sequence]) -> None:
+        self._members = members
+        self._heap: list[tuple[Rank, int, Sequence]] = []
+
+    def push(self, rank: Rank, sequence: Sequence) -> None:
+        if len(self._heap) > 2 * len(self._members) + 64:
+            alive = {entry[2]: entry for entry in self._heap if entry[2] in self._members}
+            self._heap = list(alive.values())
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (rank, sequence.arrived, sequence))
+
+    def top(self) -> Sequence | None:
+        while self._heap:
+            sequence = self._heap[0][2]
+            if sequence in self._members:
+                return sequence
+            heapq.heappop(self._heap)
+        return None
+
+    def pop(self) -> Sequence | None:
+        sequence = self.top()
+        if sequence is not None:
+            heapq.heappop(self._heap)
+        return sequence
+
+
+class WaitingQueue:
+    """Who is admitted next. Every operation is O(log n) at most; `refresh` looks at `WINDOW` requests.
+
+    Preempted requests come first, the most senior of them ahead. Then comes the oldest request if `max_overtakes`
+    others were admitted before it while it was the oldest: nobody waits for ever under any policy.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        path: Callable[[Sequence], Path],
+        seed: int | None = None,
+        max_overtakes: int = 64,
+    ) -> None:
+        self._policy, self._path, self._max_overtakes = policy, path, max_overtakes
+        self._rank, self._seniority = static_rank(policy, seed), seniority(policy)
+        self._members: set[Sequence] = set()
+        self._preempted: set[Sequence] = set()
+        self._by_age = _Heap(self._members)
+        self._by_rank = _Heap(self._members)
+        self._returning = _Heap(self._preempted)
+        self._window: dict[Sequence, None] = {}  # cache-aware policies: the oldest requests
+        self._order: list[Sequence] = []  # of the window as of the last refresh, next one at the end
+
+    def __len__(self) -> int:
+        return len(self._members) + len(self._preempted)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._members or sequence in self._preempted
+
+    def add(self, sequence: Sequence) -> None:
+        self._members.add(sequence)
+        self._by_age.push((sequence.arrived,), sequence)
+        self._by_rank.push(self._rank(sequence), sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A preempted sequence goes to the head."""
+        self._preempted.add(sequence)
+        self._returning.push(self._seniority(sequence), sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """It was aborted, or parked."""
+        self._members.discard(sequence)
+        self._preempted.discard(sequence)
+        self._window.pop(sequence, None)
+
+    def refresh(self) -> None:
+        """What is cached may have changed: cache-aware policies order their window anew."""
+        if self._policy not in CACHE_AWARE:
+            return
+        while len(self._window) < WINDOW:
+            sequence = self._by_rank.pop()
+            if sequence is None:
+                break
+            self._window[sequence] = None
+        order = longest_prefix_first if self._policy == "lpm" else depth_first
+        self._order = order(list(self._window), self._path)[::-1]
+
+    def next(self) -> Sequence | None:
+        """Who is to be admitted next; stays in the queue until `take`."""
+        sequence = self._returning.top()
+        if sequence is not None:
+            return sequence
+        oldest = self._by_age.top()
+        if oldest is None or oldest.overtaken >= self._max_overtakes:
+            return oldest
+        if self._policy not in CACHE_AWARE:
+            return self._by_rank.top()
+        while self._order:
+            if self._order[-1] in self._window:
+                return self._order[-1]
+            self._order.pop()
+        return None
+
+    def take(self, sequence: Sequence) -> None:
+        """It is admitted."""
+        if sequence in self._members:
+            oldest = self._by_age.top()
+            assert oldest is not None, "an empty queue gave a sequence out"
+            oldest.overtaken += oldest is not sequence
+        self.discard(sequence)
+
+    def position(self, sequence: Sequence) -> int:
+        """How many requests that wait are older; walks the queue."""
+        return sum(other.arrived < sequence.arrived for other in (*self._members, *self._preempted))

@@ -1,0 +1,1 @@
+"""The public session object and what it is composed of."""

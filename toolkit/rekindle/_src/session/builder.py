@@ -1,0 +1,271 @@
+"""From a model's name and options to the parts of a session; runs on the device thread while the session opens."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rekindle import tiny
+from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.progress import Progress
+from rekindle._src.dispatch.device import Contexts
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.execution.runner import Runner
+from rekindle._src.kvcache import CostModel, HostTier, PagePool, PrefixCache, Tiers
+from rekindle._src.kvcache.persist.snapshot import Identity
+from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.restoring import restore
+from rekindle._src.models.base import Graph, LoadedModel
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.checkpoint import Described, describe, load, read
+from rekindle._src.models.loading.load_progress import Report
+from rekindle._src.models.loading.swap_weights import replace_weights
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs import program_key
+from rekindle._src.programs.buckets import prefill_rows
+from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.store import ExecutableStore, ProgramStore
+from rekindle._src.programs.warming import Warming
+from rekindle._src.scheduling.scheduler import Limits, Scheduler
+from rekindle._src.session.resolve import resolve
+from rekindle._src.text.chat import ChatTemplate
+from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import OutOfMemory, RekindleError
+from rekindle_kernels import native
+
+log = logging.getLogger("rekindle.session")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """What `open` was asked for."""
+
+    model: str | Path | LoadedModel
+    config: EngineConfig
+    processors: Sequence[LogitsProcessor] = ()
+    progress: Report | None = None
+    contexts: Contexts = contextlib.nullcontext
+
+
+def build(order: Order) -> Engine:
+    """Everything a session needs, ready to run. Raises typed errors; what was loaded until then is freed."""
+    try:
+        return _build(order)
+    except (RekindleError, TypeError):
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise OutOfMemory(_shortage(order, error)) from error
+        raise
+
+
+def _build(order: Order) -> Engine:
+    described = order.model if isinstance(order.model, LoadedModel) else _describe(order.model, order.config)
+    model, graph, shapes, weight_bytes = _shapes(described)
+    config = resolve(order.config, model, weight_bytes=weight_bytes)
+    programs = stored_programs(model, graph, shapes, config, order.processors)
+    precompile = _precompile(config.precompile)
+    bar = _bar(model.model_type if described is order.model else str(order.model), config)
+    # Programs need shapes alone, so they are loaded or compiled while the weights are read.
+    warming = Warming(
+        programs,
+        precompile,
+        restoring=config.restore is not None,
+        progress=bar if precompile == "all" else None,  # else nobody waits for them
+        contexts=order.contexts,
+    )
+    try:
+        loaded = described if isinstance(described, LoadedModel) else read(described, progress=order.progress or bar)
+        return _engine(order, config, loaded, programs, warming, prefer_ready=precompile == "background")
+    except BaseException:
+        warming.stop()
+        raise
+
+
+def _engine(
+    order: Order, config: EngineConfig, loaded: LoadedModel, programs: Programs, warming: Warming, *, prefer_ready: bool
+) -> Engine:
+    owned, model = loaded is not order.model, loaded.config
+    tiers = _tiers(loaded, config, str(order.model) if owned else model.model_type)
+    runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready)
+    assert config.device_pages is not None, "resolved"
+    most = prefill_rows(config.max_tokens_per_step, config.max_requests)
+    limits = Limits.of(config, max_prefill_rows=most, padded=not (loaded.graph.precision.native and native.chains()))
+    # The session's gate bounds the queue; a burst may be queued whole before the first of it runs.
+    limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
+    assert config.page_size is not None, "resolved"
+    pool = PagePool(config.device_pages)
+    cache = None
+    if tiers is not None:
+        cache = PrefixCache(pool, config.page_size, page_identity(loaded, config).root, host_tier=tiers)
+        if config.restore is not None:
+            # Before programs are waited for: pages are read meanwhile.
+            runner.touch_ahead(restore(cache, tiers, config.restore).pages)
+    try:
+        warming.opened()
+    except BaseException:
+        if tiers is not None:
+            tiers.close()
+        raise
+    scheduler = Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed)
+    if tiers is not None:
+        tiers.busy = lambda: scheduler.has_work
+    folder = loaded.folder
+    tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=model.eos_token_ids)
+    weights = _Weights(loaded, runner, config, tiers, owned=owned)
+
+    def release() -> None:
+        warming.stop()
+        programs.close()
+        weights.release()
+        if tiers is not None:
+            tiers.close()
+
+    return Engine(
+        scheduler=scheduler,
+        runner=runner,
+        tokenizer=tokenizer,
+        detokenizer=real_detokenizer(tokenizer),
+        config=config,
+        vocab_size=model.vocab_size,
+        chat=ChatTemplate.load(folder) if folder is not None else None,
+        model=str(order.model) if owned else model.model_type,
+        swap=weights.swap,
+        recover=lambda: recover(runner),
+        release=release,
+        processors=tuple(processor.name for processor in order.processors),
+    )
+
+
+def _describe(model: str | Path, config: EngineConfig) -> Described:
+    folder, kept = tiny.folder() if model == "tiny" else model, cache_folder(config.cache_dir)
+    return describe(folder, dtype=config.dtype, quantize=config.quantize, cache_dir=kept)
+
+
+def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequence[Any], int]:
+    """Config, graph, leaves or their shapes, and how many bytes are still to be loaded."""
+    if isinstance(model, LoadedModel):
+        return model.config, model.graph, model.leaves, 0
+    return model.found.config, model.graph, model.shapes, model.nbytes
+
+
+def _bar(model: str, config: EngineConfig) -> Progress | None:
+    """A bar in a terminal for what takes a while, unless the session is to be quiet."""
+    quiet = config.quiet or not sys.stderr.isatty()
+    return None if quiet else Progress(f"opening {Path(model).name}", backend="terminal")
+
+
+def stored_programs(
+    model: ModelConfig,
+    graph: Graph,
+    leaves: Sequence[Any],
+    config: EngineConfig,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Programs:
+    """The programs of a resolved config, with those of earlier sessions; of the leaves only shapes matter."""
+    fields = {
+        "environment": program_key.environment(),
+        "model": model.digest(),
+        "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(graph.paths, leaves, strict=True)],
+        "config": program_key.config_fields(config),
+        "processors": [processor.key for processor in processors],
+    }
+    folder = cache_folder(config.cache_dir) / "programs"
+    store = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields))
+    return Programs(model, graph, leaves, config, processors=processors, store=store)
+
+
+def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
+    """Pages are only equal if all of this is, except for the model's `name`."""
+    assert config.page_size is not None, "resolved"
+    layers = paged.abstract(model.config, 1, config.page_size, config.kv_dtype)
+    leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
+    layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
+    return Identity(model.fingerprint, config.kv_dtype, config.page_size, layout, name)
+
+
+def _tiers(model: LoadedModel, config: EngineConfig, name: str) -> Tiers | None:
+    """What is below the device: nothing without a prefix cache, or if both budgets are 0."""
+    if not config.prefix_cache:
+        return None
+    assert config.page_size is not None, "resolved"
+    disk = None
+    if config.disk_memory:
+        disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, page_identity(model, config, name))
+    return Tiers(HostTier(config.host_memory), CostModel(config.page_size), disk)
+
+
+class _Weights:
+    """The weights in use; those that were loaded here are freed when they are replaced or the session ends."""
+
+    def __init__(
+        self, model: LoadedModel, runner: Runner, config: EngineConfig, tiers: Tiers | None, *, owned: bool
+    ) -> None:
+        self._model, self._runner, self._config, self._tiers, self._owned = model, runner, config, tiers, owned
+
+    def swap(self, weights: Any) -> bytes:
+        """Put other weights in place; returns the root key of the cache for them."""
+        owned = isinstance(weights, str | Path)
+        name = str(weights) if owned else ""
+        if owned:
+            weights = load(weights, dtype=self._config.dtype, quantize=self._config.quantize)
+        model = replace_weights(self._model, weights)
+        self._runner.swap_weights(model.leaves)
+        self.release()
+        self._model, self._owned = model, owned
+        identity = page_identity(model, self._config, name)
+        if self._tiers is not None and self._tiers.disk is not None:
+            self._tiers.disk.identity = identity
+        return identity.root
+
+    def release(self) -> None:
+        if self._owned:
+            for leaf in self._model.leaves:
+                leaf.delete()
+
+
+def recover(runner: Runner) -> bool:
+    """After a failed step: true if pages and state were lost with it and had to be made anew.
+
+    Errors of the host leave them as they were. An error on the device does not, since they were donated to that step.
+    """
+    memory = jax.tree.leaves((runner._kv, runner._state))
+    try:
+        if not any(leaf.is_deleted() for leaf in memory):
+            jax.block_until_ready(memory)
+            return False
+    except Exception as error:
+        log.warning("the KV pages were lost with a failed step (%r); running requests are computed again", error)
+    runner.reset()
+    return True
+
+
+def _precompile(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    return "background" if _in_notebook() else "lazy"
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _shortage(order: Order, error: BaseException) -> str:
+    config = order.config
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    free = statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0)
+    room = f"{free / 2**30:.1f} GiB are free on the device" if statistics else "the host's memory is used up"
+    asked = f"device_memory={config.device_memory}, device_pages={config.device_pages}, dtype={config.dtype!r}"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"opening {order.model!r} ({asked}) ran out of memory: {first}. {room}. Lower device_memory or quantize"

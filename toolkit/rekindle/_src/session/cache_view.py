@@ -1,0 +1,239 @@
+"""`session.cache`: what the prefix cache holds, why a prompt would hit it, and ways to shape it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from rekindle._src.core import html
+from rekindle._src.core.records import IntArray
+from rekindle._src.dispatch.host import wait
+from rekindle._src.kvcache import Node, PrefixCache, Tiers
+from rekindle._src.kvcache.persist import snapshot
+from rekindle._src.session.cache_report import TIERS, CacheStats, NodeView, PrefixExplanation, Snapshots, TreeView
+from rekindle._src.session.call import Call, Once
+from rekindle._src.session.prompts import parse_one
+from rekindle.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.session.session import PromptLike, Session
+
+T = TypeVar("T")
+_PREVIEW = 48  # characters
+
+
+class CacheView:
+    """A session's prefix cache. Its methods answer at once, from any thread; those to be awaited say so."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    # -- looking
+
+    def tree(self, *, limit: int = 200) -> TreeView:
+        """The tree, at most `limit` runs of pages of it."""
+        cache, tiers = self._parts()
+        names = self._ask(lambda: _runs(cache, tiers, limit))
+        return TreeView(
+            tuple(dataclasses.replace(view, text=self._preview(tokens)) for view, tokens in names),
+            len(cache),
+            sum(view.pages for view, _ in names),
+        )
+
+    def stats(self) -> CacheStats:
+        cache, tiers = self._parts()
+
+        def collect() -> CacheStats:
+            counts, size = cache.statistics(), cache.page_size
+            config = self._session.config
+            page_bytes = (config.device_memory or 0) // (config.device_pages or 1)
+            return CacheStats(
+                page_size=size,
+                page_bytes=page_bytes,
+                device_pages=counts.device_pages,
+                host=tiers.host.statistics() if tiers is not None else None,
+                disk=tiers.disk.statistics() if tiers is not None and tiers.disk is not None else None,
+                lookups=counts.matches,
+                hits=counts.hits,
+                device_hit_tokens=counts.device_hit_pages * size,
+                host_hit_tokens=counts.host_hit_pages * size,
+                disk_hit_tokens=tiers.disk_hits * size if tiers is not None else 0,
+                evicted_pages=counts.evicted_pages,
+                offloaded_pages=counts.offloaded_pages,
+                refused_copies=tiers.costs.refused if tiers is not None else 0,
+                rates=tiers.costs.rates if tiers is not None else None,
+            )
+
+        return self._ask(collect)
+
+    def explain(self, prompt: PromptLike) -> PrefixExplanation:
+        """What would match, where it is, and what bringing it back would cost; changes nothing."""
+        cache, tiers = self._parts()
+        tokens = self._tokens(prompt)
+
+        def explain() -> PrefixExplanation:
+            counts = dict.fromkeys(TIERS, 0)
+            usable = len(tokens) // cache.page_size
+            for node in cache.find(tokens)[:usable]:
+                tier = _tier(cache, tiers, node)
+                if tier not in counts:
+                    break
+                counts[tier] += 1
+            below = counts["host"] + counts["disk"]
+            size = cache.page_size
+            costs = tiers.costs if tiers is not None else None
+            fetch = costs.fetch_seconds(below, from_disk=counts["disk"]) if costs is not None else 0.0
+            compute = costs.compute_seconds(below) if costs is not None else None
+            mode = costs.mode if costs is not None else "always"
+            copies = mode == "always" or (mode == "measured" and (compute is None or fetch <= compute))
+            return PrefixExplanation(
+                prompt_tokens=len(tokens),
+                device_tokens=counts["device"] * size,
+                host_tokens=counts["host"] * size,
+                disk_tokens=counts["disk"] * size,
+                copies=copies,
+                fetch_seconds=fetch,
+                compute_seconds=compute,
+            )
+
+        return self._ask(explain)
+
+    def snapshots(self) -> Snapshots:
+        """Those in the session's cache folder, with the reason why this session can't use one."""
+        _, tiers = self._parts()
+        if tiers is None or tiers.disk is None:
+            return Snapshots()
+        return Snapshots(snapshot.infos(tiers.disk.folder, tiers.disk.identity))
+
+    # -- shaping
+
+    def pin(self, prompt: PromptLike) -> int:
+        """As `session.pin`."""
+        return self._session.pin(prompt)
+
+    def unpin(self, prompt: PromptLike) -> int:
+        """As `session.unpin`."""
+        return self._session.unpin(prompt)
+
+    def prune(self, *, to: int) -> int:
+        """Shrink what host memory holds to `to` bytes, least recently used first; how many pages went."""
+        if isinstance(to, bool) or not isinstance(to, int) or to < 0:
+            raise InvalidRequest("to", to, "is no number of bytes", "Pass an int from 0, such as 100_000_000")
+        _, tiers = self._parts()
+        return self._ask(lambda: tiers.host.trim(to)) if tiers is not None else 0
+
+    def clear(self, *, tier: str | None = None) -> Call[None]:
+        """Await it to forget all pages of a tier ("device", "host" or "disk"), or of all of them.
+
+        Pages that requests hold, and pinned ones, stay on the device unless everything is cleared.
+        """
+        if tier is not None and tier not in TIERS:
+            raise ConfigError("tier", tier, "is not a tier", f"Use one of {', '.join(map(repr, TIERS))}, or None")
+        return Once(self._clear, tier, name="clear")
+
+    def delete(self, name: str) -> bool:
+        """Remove a snapshot; its pages stay on disk until their room is needed."""
+        _, tiers = self._parts()
+        return tiers is not None and tiers.disk is not None and snapshot.delete(tiers.disk.folder, name)
+
+    # -- keeping
+
+    def save(self, name: str) -> Call[Any]:
+        """As `session.save`."""
+        return self._session.save(name)
+
+    def export_prefix(self, prompt: PromptLike, path: str | Path) -> Call[int]:
+        """Await it to write the cached pages of a prompt to a file; gives how many tokens that covers."""
+        keeper, tokens, target = self._session._keeper, self._tokens(prompt), Path(path)
+        return Once(keeper.run, lambda: keeper.export_prefix(tokens, target), name="export_prefix")
+
+    def import_prefix(self, path: str | Path) -> Call[int]:
+        """Await it to take over the pages of an exported prefix; gives how many tokens."""
+        keeper, source = self._session._keeper, Path(path)
+        return Once(keeper.run, lambda: keeper.import_prefix(source), name="import_prefix")
+
+    def __repr__(self) -> str:
+        return "<rekindle cache, closed>" if self._session.closed else f"<rekindle cache of {self._session.model}>"
+
+    def _repr_html_(self) -> str:
+        if self._session.closed:
+            return html.line("cache of a closed session")
+        return html.block(self.stats()._repr_html_(), self.tree(limit=50)._repr_html_(), title="Prefix cache")
+
+    def view(self, *, limit: int = 200) -> Any:
+        """The tree, live: fold and unfold it, and type a prompt to see what it would hit."""
+        return self._session.view.tree(limit=limit)
+
+    # -- inside
+
+    async def _clear(self, tier: str | None) -> None:
+        cache, tiers = self._parts()
+        if tier is None:
+            await self._session.flush_cache()
+        elif tier == "device":
+            await self._session._exclusive(lambda: None, lambda _: cache.evict(len(cache), read_out=False))
+        elif tier == "host" and tiers is not None:
+            self._ask(lambda: tiers.host.trim(0))
+        if tier in (None, "disk") and tiers is not None and tiers.disk is not None:
+            await self._session._keeper.run(tiers.disk.clear)
+
+    def _parts(self) -> tuple[PrefixCache, Tiers | None]:
+        keeper = self._session._keeper
+        if keeper.cache is None:
+            raise ConfigError("prefix_cache", False, "leaves nothing to look at", "Open the session with prefix_cache")
+        return keeper.cache, keeper.tiers
+
+    def _ask(self, function: Callable[[], T]) -> T:
+        self._session._host.check()
+        return wait(self._session._host.call(lambda dispatch: function()))
+
+    def _tokens(self, prompt: PromptLike) -> IntArray:
+        tokens = parse_one(prompt).token_ids
+        return np.asarray(self._session.tokenizer.encode(prompt), np.int32) if tokens is None else tokens
+
+    def _preview(self, tokens: IntArray) -> str:
+        tokenizer = self._session.tokenizer
+        if not getattr(tokenizer, "has_text", True):
+            return " ".join(map(str, tokens[:8])) + " …"
+        text = tokenizer.decode(tokens.tolist())
+        return text if len(text) <= _PREVIEW else text[: _PREVIEW - 1] + "…"
+
+
+def _tier(cache: PrefixCache, tiers: Tiers | None, node: Node) -> str:
+    if node.page:
+        return "device"
+    if tiers is None:
+        return "gone"
+    digest = cache.digest_of(node)
+    return "host" if digest in tiers else "disk" if tiers.knows(digest) else "gone"
+
+
+def _runs(cache: PrefixCache, tiers: Tiers | None, limit: int) -> list[tuple[NodeView, IntArray]]:
+    """Runs of pages with the tokens they begin with, depth first, at most `limit`."""
+    below: dict[Node, list[Node]] = {}
+    for node in cache:
+        assert node.parent is not None
+        below.setdefault(node.parent, []).append(node)
+    now = cache.clock()
+    found: list[tuple[NodeView, IntArray]] = []
+    todo = [(0, node) for node in reversed(below.get(cache.root, []))]
+    while todo and len(found) < limit:
+        depth, first = todo.pop()
+        run, tier = [first], _tier(cache, tiers, first)
+        while len(children := below.get(run[-1], [])) == 1 and (
+            (_tier(cache, tiers, children[0]), children[0].visits, bool(children[0].pins))
+            == (tier, first.visits, bool(first.pins))
+        ):
+            run.append(children[0])
+        size = cache.page_size
+        view = NodeView(
+            depth, "", (first.depth - 1) * size, len(run) * size, len(run), tier, first.visits,
+            max(0.0, now - max(node.last_use for node in run)), bool(first.pins),
+        )  # fmt: skip
+        found.append((view, np.concatenate([cache.tokens_of(node) for node in run[:4]])))
+        todo += [(depth + 1, node) for node in reversed(children)]
+    return found

@@ -1,0 +1,369 @@
+"""Keeps pages beyond the process: a thread per session that saves in the background, and on demand.
+
+It never touches the tree itself. It asks the session's loop for a slice of nodes at a time, takes payloads from host
+memory, and has the device read pages between two steps, a few at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from rekindle._src.core import html
+from rekindle._src.core.records import IntArray
+from rekindle._src.dispatch.host import Host, wait
+from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.messages import Engine, Exclusive
+from rekindle._src.kvcache import Node, PrefixCache, Tiers
+from rekindle._src.kvcache.persist import prefix_file, snapshot
+from rekindle._src.kvcache.persist.segment import Page, Payload
+from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.host import size
+from rekindle.errors import ConfigError, RekindleError, SessionClosed, StoreError
+
+T = TypeVar("T")
+log = logging.getLogger("rekindle.cache")
+
+TICK_SECONDS = 1.0
+COLD_SECONDS = 1.0  # a page used more recently is likely to be used again before anything happens to the process
+BUSY_BYTES, IDLE_BYTES = 8 << 20, 64 << 20  # at most saved in one tick, while requests run and while none does
+PAUSE_BYTES = 4 << 20  # read from the device between two steps: about 2 ms at the speed of memory
+ROUNDS = 3  # of waiting for a page that is on its way from the device to host memory
+SEGMENT_BYTES = 64 << 20
+SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
+BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
+CLOSE_SECONDS = 1.5  # what saving may delay the end of a session that was opened with restore
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class SaveReport(html.Record):
+    """What `await session.save(name)` did."""
+
+    name: str
+    pages: int  # that the snapshot lists
+    tokens: int
+    written: int  # of them, those that were not on disk yet
+    skipped: int  # did not fit into disk_memory
+    bytes: int  # written
+    seconds: float
+
+    def __str__(self) -> str:
+        skipped = f", {self.skipped} did not fit into disk_memory" if self.skipped else ""
+        return (
+            f"snapshot {self.name!r}: {self.pages} pages ({self.tokens} tokens), {self.written} of them new "
+            f"({self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s){skipped}"
+        )
+
+    def _repr_html_(self) -> str:
+        kept = {"written now": self.written, "on disk already": self.pages - self.written}
+        return html.block(html.text(str(self)), html.bar(kept))
+
+
+class _Wanted(NamedTuple):
+    node: Node
+    page: Page
+    on_device: int  # its device page, or 0
+
+
+class Keeper:
+    """Every public method may be called from any thread; the work is done in the keeper's own, in turn."""
+
+    def __init__(self, host: Host, engine: Engine) -> None:
+        self._host, self._engine = host, engine
+        cache = getattr(engine.scheduler, "cache", None)
+        tiers = getattr(cache, "host_tier", None)
+        self.cache: PrefixCache | None = cache
+        self.tiers: Tiers | None = tiers if isinstance(tiers, Tiers) else None
+        self.saved_bytes = 0  # in the background
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Slot[Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._stopped = False
+        self._complete_at = -1  # the tree's version when everything cold in it was on disk
+        self._failed = False
+        self._at = 0  # where looking through the tree goes on
+        self._walk: list[Node] = []  # the nodes of that walk; some are gone from the tree by the time they come up
+        self._whole = False  # the latest look was at all nodes: only that says that nothing is missing
+        if self._disk is not None:
+            self._start()
+
+    @property
+    def _disk(self) -> DiskTier | None:
+        return self.tiers.disk if self.tiers is not None else None
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """What `job` returns or raises, in the keeper's thread."""
+        self._host.check()
+        slot: Slot[T] = Slot()
+        self._start()
+        self._jobs.put((job, slot))
+        return await slot.get()
+
+    async def save(self, name: str) -> SaveReport:
+        """Write what is not on disk yet, then the list of all pages under `name`."""
+        snapshot.check_name(name)
+        if self._disk is None:
+            raise ConfigError("disk_memory", 0, "leaves no room for snapshots", "Open the session with disk_memory")
+        return await self.run(partial(self._save, name))
+
+    async def finish(self) -> None:
+        """Save what can be saved in a moment; for a session that is about to be closed."""
+        if self._disk is None or self._failed:
+            return
+        deadline = time.monotonic() + CLOSE_SECONDS
+        try:
+            await self.run(lambda: self._keep(IDLE_BYTES, cold=0.0, visited=False, deadline=deadline))
+        except RekindleError as error:
+            log.debug("not everything was saved at the end of a session: %s", error)
+
+    def stop(self) -> None:
+        """Ends after what it is writing; returns at once."""
+        self._stopped = True
+        self._jobs.put((lambda: None, Slot()))
+
+    # -- the thread
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="rekindle keeper", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while not (self._stopped or self._host.ended.filled):
+            try:
+                job, slot = self._jobs.get(timeout=TICK_SECONDS if self._disk is not None else None)
+            except queue.Empty:
+                self._tick()
+                continue
+            try:
+                slot.put(job())
+            except BaseException as error:
+                slot.fail(error)
+        while not self._jobs.empty():
+            self._jobs.get()[1].fail(self._host.refusal())
+
+    def _tick(self) -> None:
+        """Save some of what is cold. A disk that can't be written is said once and left alone."""
+        cache = self.cache
+        if self._failed or cache is None or self._host.closing or cache.version == self._complete_at:
+            return
+        busy = self._engine.scheduler.has_work
+        try:
+            self._keep(BUSY_BYTES if busy else IDLE_BYTES, cold=COLD_SECONDS, visited=busy)
+        except SessionClosed:
+            pass
+        except Exception as error:
+            self._failed = True
+            log.warning("pages are no longer saved in the background: %s: %s", type(error).__name__, error)
+
+    def _keep(self, limit: int, *, cold: float, visited: bool, deadline: float | None = None) -> None:
+        assert self.cache is not None
+        assert self._disk is not None
+        disk, version, missing = self._disk, self.cache.version, False
+        disk.scan()
+
+        def wanted(node: Node, digest: bytes, now: float) -> bool:
+            nonlocal missing
+            if digest in disk:
+                return False
+            ready = node.visits > 0 or (now - node.last_use >= cold and not visited)
+            missing |= not ready
+            return ready
+
+        written = 0
+        found = iter(self._find(wanted, most=BUSY_SLICES if visited else None))
+        while (batch := list(islice(found, 64))) and written < limit:
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            pairs = self._payloads(batch)
+            total = sum(size(payload) for _, payload in pairs)
+            if disk.room(total) < total:
+                disk.say("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer pages are not saved")
+                self._complete_at = version  # nothing changes before the tree does
+                break
+            disk.write(pairs)
+            written += total
+        else:
+            self._complete_at = version if self._whole and not (missing or batch) else -1
+        self.saved_bytes += written
+
+    def _save(self, name: str) -> SaveReport:
+        assert self._disk is not None
+        disk, start, written, total_bytes, skipped = self._disk, time.perf_counter(), 0, 0, 0
+        identity = disk.identity
+        disk.scan()
+        pages: list[Page] = []
+        batch: list[_Wanted] = []
+        batch_bytes = 0
+        page_bytes = 0
+
+        def flush() -> None:
+            nonlocal written, total_bytes, skipped, batch_bytes, page_bytes
+            pairs = self._payloads(batch)
+            if pairs:
+                page_bytes = size(pairs[0][1])
+                fits = disk.room(len(pairs) * page_bytes) // page_bytes
+                skipped += len(pairs) - fits
+                written += disk.write(pairs[:fits])
+                total_bytes += fits * page_bytes
+            batch.clear()
+            batch_bytes = 0
+
+        for found in self._find(lambda node, digest, now: True):
+            pages.append(found.page)
+            if found.page.digest not in disk:
+                batch.append(found)
+                batch_bytes += page_bytes or PAUSE_BYTES // 16
+                if batch_bytes >= SEGMENT_BYTES:
+                    flush()
+        flush()
+        if identity != disk.identity:
+            raise StoreError("the weights were swapped while their pages were saved. Save again")
+        pages = _connected([page for page in pages if page.digest in disk], identity.root)
+        snapshot.save(disk.folder, name, identity, pages)
+        disk.collect()
+        tokens = len(pages) * identity.page_size
+        seconds = time.perf_counter() - start
+        return SaveReport(name, len(pages), tokens, written, skipped, total_bytes, seconds)
+
+    # -- a prefix as a file
+
+    def export_prefix(self, tokens: IntArray, path: Path) -> int:
+        """Write the cached pages of `tokens` to a file; how many tokens that covers."""
+        cache, disk = self._parts()
+        found: list[_Wanted] = self._ask(
+            lambda: [self._want(node) for node in cache.find(tokens)],
+        )
+        pairs = self._payloads(found)
+        digests = {page.digest for page, _ in pairs}
+        known = _connected([wanted.page for wanted in found if wanted.page.digest in digests], cache.root_key)
+        payloads = {page.digest: payload for page, payload in pairs}
+        prefix_file.write(path, disk.identity, [(page, payloads[page.digest]) for page in known])
+        return len(known) * cache.page_size
+
+    def import_prefix(self, path: Path) -> int:
+        """Take over the pages of a file; how many tokens. Raises SnapshotRefused if they are of another model."""
+        cache, disk = self._parts()
+        pairs = prefix_file.read(path, disk.identity)
+        assert self.tiers is not None
+        host = self.tiers.host
+        if sum(size(payload) for _, payload in pairs) <= host.budget:
+            for page, payload in pairs:
+                host.put(page.digest, payload)
+        else:
+            disk.write(pairs)
+        return self._ask(lambda: snapshot.graft(cache, [page for page, _ in pairs])) * cache.page_size
+
+    def _parts(self) -> tuple[PrefixCache, DiskTier]:
+        if self.cache is None or self._disk is None:
+            raise ConfigError("disk_memory", 0, "is needed to export and import prefixes", "Open with disk_memory")
+        return self.cache, self._disk
+
+    # -- looking at the tree, from the loop's side
+
+    def _ask(self, function: Callable[[], T]) -> T:
+        return wait(self._host.call(lambda dispatch: function()))
+
+    def _find(self, wanted: Callable[[Node, bytes, float], bool], most: int | None = None) -> Iterable[_Wanted]:
+        """Nodes in turn, parents first, a slice of the tree at a time; `most` of them from where it ended last."""
+        cache = self.cache
+        assert cache is not None
+        # Listed once per walk: that alone took 4 ms of the loop with 100,000 nodes, as much as the slices of a tick.
+        resumed = most is not None and 0 < self._at < len(self._walk)
+        nodes: list[Node] = self._walk if resumed else self._ask(lambda: list(cache))
+
+        def look(part: Sequence[Node]) -> list[_Wanted]:
+            now = cache.clock()
+            there = (node for node in part if cache.has(node))
+            return [self._want(node) for node in there if wanted(node, cache.digest_of(node), now)]
+
+        start = self._at if resumed else 0
+        stop = len(nodes) if most is None else min(len(nodes), start + most * SLICE)
+        self._whole = stop - start == len(nodes)
+        self._at, self._walk = (0, []) if stop == len(nodes) else (stop, nodes)
+        for at in range(start, stop, SLICE):
+            yield from self._ask(partial(look, nodes[at : min(stop, at + SLICE)]))
+
+    def _want(self, node: Node) -> _Wanted:
+        cache = self.cache
+        assert cache is not None
+        assert node.parent is not None
+        used = time.time() - (cache.clock() - node.last_use)
+        # Copied: the row is used again when the node is forgotten.
+        tokens = cache.tokens_of(node).copy()
+        page = Page(cache.digest_of(node), cache.digest_of(node.parent), tokens, node.visits, used)
+        return _Wanted(node, page, node.page)
+
+    def _payloads(self, wanted: Sequence[_Wanted]) -> list[tuple[Page, Payload]]:
+        """From wherever they are; what is gone meanwhile is left out."""
+        assert self.tiers is not None
+        pairs: list[tuple[Page, Payload]] = []
+        on_device: list[_Wanted] = []
+        late: list[_Wanted] = []  # on their way from the device to host memory
+        for one in wanted:
+            payload = self.tiers.host.peek(one.page.digest)
+            if payload is None and not one.on_device:
+                payload = self.tiers.read(one.page.digest)
+            if payload is not None:
+                pairs.append((one.page, tuple(np.asarray(leaf) for leaf in payload)))
+            else:
+                (on_device if one.on_device else late).append(one)
+        count = 1
+        while on_device:
+            part, on_device = on_device[:count], on_device[count:]
+            read = self._read(part)
+            pairs += read
+            there = {page.digest for page, _ in read}
+            late += [one for one in part if one.page.digest not in there]
+            if read:
+                count = max(1, PAUSE_BYTES // size(read[0][1]))
+        for _ in range(ROUNDS):
+            if not late:
+                break
+            self._read([])  # the steps in flight have ended, and what they pushed down has arrived
+            arrived = [(one, self.tiers.host.peek(one.page.digest)) for one in late]
+            pairs += [
+                (one.page, tuple(np.asarray(x) for x in payload)) for one, payload in arrived if payload is not None
+            ]
+            late = [one for one, payload in arrived if payload is None]
+        order = {one.page.digest: index for index, one in enumerate(wanted)}
+        return sorted(pairs, key=lambda pair: order[pair[0].digest])
+
+    def _read(self, part: Sequence[_Wanted]) -> list[tuple[Page, Payload]]:
+        """Device pages, between two steps."""
+        cache, runner = self.cache, self._engine.runner
+        assert cache is not None
+        pairs: list[tuple[Page, Payload]] = []
+
+        def check(payloads: list[Payload]) -> None:
+            # Nothing was planned since they were read: a node that still has its page had it then.
+            for one, payload in zip(part, payloads, strict=True):
+                if cache.has(one.node) and one.node.page == one.on_device:
+                    pairs.append((one.page, payload))
+
+        slot: Slot[Any] = Slot()
+        job = partial(runner.read_pages, [one.on_device for one in part])  # type: ignore[attr-defined]
+        wait(self._host.send(Exclusive(job, check, slot), slot))
+        return pairs
+
+
+def _connected(pages: Sequence[Page], root: bytes) -> list[Page]:
+    """Those that can be reached from the root; parents come first."""
+    reached = {root}
+    found = []
+    for page in pages:
+        if page.parent in reached:
+            reached.add(page.digest)
+            found.append(page)
+    return found

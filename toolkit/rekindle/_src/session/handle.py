@@ -1,0 +1,321 @@
+"""What a request looks like to its caller: `Handle` for one prompt, `Batch` for several; both can be awaited."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from rekindle._src.core import html
+from rekindle._src.core.config import Sampling
+from rekindle._src.core.records import Completion, Status, TextDelta, TokenLogprobs
+from rekindle._src.dispatch.host import Host, wait
+from rekindle._src.dispatch.mailbox import Mailbox, Slot, fresh
+from rekindle._src.dispatch.messages import Submission
+from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.session.call import Call
+from rekindle._src.session.prompts import Prompt
+from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, SessionClosed
+
+# Unique in the process, so that an id never means two requests, not even of two sessions.
+_ids = itertools.count()
+
+
+class Handle(Call[Any]):
+    """One prompt's request: await it for its completion, iterate over it for its deltas, cancel it from any thread.
+
+    `submit` hands it over at once; otherwise that happens when it is first awaited or iterated, and waits while the
+    queue is full. When nobody holds it any more, or an await of it is cancelled, its request is aborted. With `n`
+    above 1 the result is a list, and deltas of all sequences come as they are made, told apart by `index`.
+    """
+
+    def __init__(self, host: Host, keeper: object, prompt: Prompt, sampling: Sampling, *, scoped: bool = False) -> None:
+        self.id = f"r{next(_ids)}"
+        self.prompt = prompt.text
+        self.sampling = sampling
+        self._host = host
+        self._keeper = keeper  # the session, which closes itself once nobody holds it
+        self._given = prompt
+        self._scoped = scoped  # ends with the loop over it
+        self._mailbox = Mailbox(sampling.n)
+        self._lock = threading.RLock()
+        self._submitted = False
+
+    # What it has produced.
+
+    @property
+    def text(self) -> str:
+        """The text so far, of the first sequence; it stays when the request is interrupted."""
+        return "".join(delta.text for delta in self._first)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids so far, of the first sequence."""
+        return tuple(token for delta in self._first for token in delta.token_ids)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """The log-probabilities so far, of the first sequence, if they were asked for."""
+        return tuple(entry for delta in self._first for entry in delta.logprobs)
+
+    @property
+    def deltas(self) -> tuple[TextDelta, ...]:
+        """Every delta so far, of all sequences."""
+        return tuple(self._mailbox.deltas)
+
+    @property
+    def _first(self) -> list[TextDelta]:
+        return [delta for delta in self._mailbox.deltas if delta.index == 0]
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, in whatever way."""
+        return self._mailbox.settled
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with, if it did."""
+        return self._mailbox.error
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The ids of its sequences, as statistics and step reports name them."""
+        return (self.id,) if self.sampling.n == 1 else tuple(f"{self.id}.{i}" for i in range(self.sampling.n))
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt's token ids; empty until it was tokenized."""
+        ids = self._mailbox.prompt_ids
+        return () if ids is None else tuple(ids.tolist())
+
+    @property
+    def status(self) -> Status:
+        """Where it is; of several sequences, the first that has not ended."""
+        results = self._mailbox.results
+        if self._mailbox.settled:
+            error = self._mailbox.error
+            if error is None:
+                return Status.FINISHED
+            return Status.ABORTED if isinstance(error, RequestAborted | SessionClosed) else Status.FAILED
+        if not self._submitted:
+            return Status.QUEUED
+        first = self.request_ids[next((i for i, result in enumerate(results) if result is None), 0)]
+        try:
+            status = wait(self._host.call(lambda dispatch: dispatch.engine.scheduler.status(first)))
+        except SessionClosed:
+            return Status.ABORTED
+        # The scheduler does not know it before intake has tokenized it.
+        return status or Status.QUEUED
+
+    # Its life.
+
+    def submit(self) -> None:
+        """Hand it over now; raises `QueueFull` when there is no place."""
+        self._host.check()
+        gate = self._host.gate
+        self._fits()
+        if not gate.try_enter(self.sampling.n):
+            raise QueueFull(
+                f"{gate.inside} of {gate.places} places are taken and {gate.waiting} callers wait for one. "
+                "Submit later, await session.admit(...), or open with a larger max_queue"
+            )
+        self._hand_over()
+
+    async def admit(self) -> None:
+        """Hand it over as soon as there is a place."""
+        if self._submitted or self._mailbox.settled:
+            return
+        self._host.check()
+        self._fits()
+        try:
+            entered = await self._host.gate.enter(self.sampling.n, lambda: self._mailbox.settled or self._submitted)
+        except BaseException:
+            self.cancel()
+            raise
+        if entered:
+            self._hand_over()
+
+    def _fits(self) -> None:
+        if self.sampling.n > self._host.gate.places:
+            raise InvalidRequest(
+                "n", self.sampling.n, f"is over the {self._host.gate.places} places of the session", "Use fewer"
+            )
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            if self._mailbox.settled or self._submitted:  # cancelled in another thread, or admitted twice
+                self._host.gate.leave(self.sampling.n)
+                return
+            self._mailbox.on_settled = self._host.gate.leave
+            self._submitted = True
+        given = self._given
+        self._host.submit(
+            Submission(
+                id=self.id,
+                text=given.text,
+                token_ids=given.token_ids,
+                add_special_tokens=given.add_special_tokens,
+                sampling=self.sampling,
+                mailbox=self._mailbox,
+                arrival=time.perf_counter(),
+            )
+        )
+
+    def cancel(self) -> None:
+        """Abort it, from any thread; who awaits it gets `RequestAborted`. What it produced stays on the handle."""
+        if self._mailbox.settled:
+            return
+        with self._lock:
+            if not self._submitted:
+                self._mailbox.settle_all(RequestAborted(f"request {self.id} was cancelled before it was queued"))
+                self._host.gate.recheck()
+                return
+        self._host.abort(self._mailbox)
+
+    def __del__(self) -> None:
+        # An attribute is missing when the constructor raised.
+        if getattr(self, "_submitted", False) and not self._mailbox.settled:
+            self._host.abort(self._mailbox)
+
+    async def _result(self) -> Any:
+        await self._following()
+        return self.completion()
+
+    def completion(self) -> Any:
+        """The result of a request that has ended; raises its error if it has one."""
+        if not self._mailbox.settled:
+            raise InvalidRequest("handle", self.id, "has not ended", "Await it")
+        if (error := self._mailbox.error) is not None:
+            raise fresh(error)
+        results = self._mailbox.results
+        return results[0] if self.sampling.n == 1 else list(results)
+
+    async def _following(self, seen: int | None = None) -> None:
+        """Wait for the end, or for more than `seen` deltas. Any exception that gets in here aborts the request."""
+        if not self._mailbox.settled:
+            self._host.check_waiting(f"request {self.id}")
+        try:
+            await self.admit()
+            if seen is None:
+                await self._mailbox.done()
+            else:
+                await self._mailbox.more(seen)
+        except BaseException as error:
+            self.cancel()
+            error.__traceback__ = None  # frames below are the client's own; an interrupted cell need not show them
+            raise
+
+    def __aiter__(self) -> Stream:
+        return Stream(self)
+
+    def stream_sync(self) -> Iterator[TextDelta]:
+        """The deltas, blocking this thread; for code without an event loop."""
+        stream = Stream(self)
+        while True:
+            try:
+                delta = run_sync(stream.__anext__())
+            except StopAsyncIteration:
+                return
+            yield delta
+
+    def __repr__(self) -> str:
+        state = "ended" if self.done else "submitted" if self._submitted else "not submitted"
+        return f"<Handle {self.id}: {state}, {html.count(len(self.token_ids), 'token')}>"
+
+    def _repr_html_(self) -> str:
+        if not self._mailbox.settled:
+            state = self.status if self._submitted else "not submitted: await it, or iterate over it"
+            asked = "" if self.prompt is None else html.text(html.shortened(self.prompt, 200))
+            made = html.count(len(self.token_ids), "token")
+            return html.block(html.line(self.id, state, made), asked, html.text(self.text))
+        if (error := self._mailbox.error) is not None:
+            return html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self.text))
+        return html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion)))
+
+
+class Stream(AsyncIterator[TextDelta]):
+    """One reader's place in the deltas of a handle; several may read the same one."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._seen = 0
+        self._ended = False
+
+    def __repr__(self) -> str:
+        return f"<Stream of {self._handle!r}, {self._seen} deltas read>"
+
+    def _repr_html_(self) -> str:
+        return html.line(repr(self))
+
+    async def __anext__(self) -> TextDelta:
+        mailbox, seen = self._handle._mailbox, self._seen
+        if seen >= len(mailbox.deltas):
+            await self._handle._following(seen)
+        if seen < len(mailbox.deltas):
+            self._seen = seen + 1
+            return mailbox.deltas[seen]
+        self._ended = True
+        if mailbox.error is not None:
+            raise fresh(mailbox.error)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End it, as `break` does."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._ended and self._handle._scoped:
+            self._ended = True
+            self._handle.cancel()
+
+    def __del__(self) -> None:
+        self._leave()
+
+
+class Batch(Call[list[Any]]):
+    """Several prompts' requests; its result is the list of theirs. If one fails, the others are aborted."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self.handles = list(handles)
+
+    async def _result(self) -> list[Any]:
+        failure: Slot[BaseException] = Slot()
+        for handle in self.handles:
+            if not handle.done:
+                handle._host.check_waiting(f"request {handle.id}")
+        try:
+            for handle in self.handles:
+                handle._mailbox.failure = failure
+                await handle.admit()
+            for handle in self.handles:
+                await handle._mailbox.done()
+                if failure.filled:
+                    raise fresh(await failure.get())
+            return [handle.completion() for handle in self.handles]
+        except BaseException as error:
+            self.cancel()
+            error.__traceback__ = None
+            raise
+
+    def cancel(self) -> None:
+        """Abort all of them."""
+        for handle in self.handles:
+            handle.cancel()
+
+    @property
+    def done(self) -> bool:
+        """Whether all of them ended, in whatever way."""
+        return all(handle.done for handle in self.handles)
+
+    def __repr__(self) -> str:
+        ended = sum(handle.done for handle in self.handles)
+        return f"<Batch: {ended} of {len(self.handles)} requests ended>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (handle.id, handle.status, len(handle.token_ids), html.shortened(handle.text, 100))
+            for handle in self.handles
+        ]
+        return html.table(["request", "status", "tokens", "text"], rows)

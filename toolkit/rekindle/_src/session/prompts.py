@@ -1,0 +1,54 @@
+"""Prompts: text or token ids, one or many, checked as far as that is possible without the tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rekindle._src.core.records import IntArray
+from rekindle.errors import InvalidRequest
+
+PromptLike = str | Sequence[int] | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a caller gave."""
+
+    text: str | None
+    token_ids: IntArray | None
+    add_special_tokens: bool = True
+
+
+def parse(prompt: Any) -> tuple[list[Prompt], bool]:
+    """The prompts in what a caller gave, and whether that was a list of them."""
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return [parse_one(prompt)], False
+    if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+        return [parse_one(one) for one in prompt], True
+    raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str, a list of ints, or a list")
+
+
+def parse_one(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(prompt, None)
+    if not _is_ids(prompt):
+        raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str or a list of ints")
+    ids = np.asarray(prompt)
+    if ids.min() < 0 or ids.max() >= 2**31:
+        raise InvalidRequest("prompt", prompt, "holds numbers that are no token ids", "Use whole numbers from 0")
+    return Prompt(None, ids.astype(np.int32))
+
+
+def _is_ids(prompt: Any) -> bool:
+    if isinstance(prompt, str | bytes | Mapping) or not (hasattr(prompt, "__len__") and len(prompt)):
+        return False
+    array = prompt if hasattr(prompt, "dtype") else None
+    if array is None:
+        return isinstance(prompt, Sequence) and all(
+            hasattr(token, "__index__") and not isinstance(token, bool) for token in prompt
+        )
+    return array.ndim == 1 and np.issubdtype(array.dtype, np.integer)

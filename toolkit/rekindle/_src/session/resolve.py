@@ -1,0 +1,115 @@
+"""From what the user left open to numbers: `EngineConfig` in, `EngineConfig` without "auto" and None out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import jax
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs.buckets import SMALLEST_ROWS
+from rekindle._src.programs.kv_layout import page_bytes
+from rekindle.errors import ConfigError, OutOfMemory
+from rekindle_kernels import implementation_names
+
+log = logging.getLogger("rekindle.engine")
+LONGEST_DEFAULT = 4096
+PAGE_SIZES = {"cpu": 32, "gpu": 64, "tpu": 128}
+CPU_SHARE = 0.1  # of RAM
+DEVICE_SHARE = 0.9  # of what is free
+CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per running request
+
+
+def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) -> EngineConfig:
+    """Every value that the engine reads. `weight_bytes` are still to be loaded and leave that much less for pages."""
+    platform = jax.default_backend()
+    dtype = _dtype(config.dtype, model, platform)
+    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+    length = min(config.max_model_len or LONGEST_DEFAULT, model.max_position_embeddings)
+    if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            "max_model_len",
+            config.max_model_len,
+            f"is beyond the {model.max_position_embeddings} positions of the model",
+            f"Use at most {model.max_position_embeddings}",
+        )
+    if config.max_tokens_per_step < config.max_requests:
+        raise ConfigError(
+            "max_tokens_per_step",
+            config.max_tokens_per_step,
+            f"is below max_requests={config.max_requests}, so not every running request could decode in a step",
+            f"Use at least {max(config.max_requests, SMALLEST_ROWS)}",
+        )
+    if config.kernels is not None and config.kernels not in implementation_names():
+        known = ", ".join(map(repr, implementation_names()))
+        raise ConfigError("kernels", config.kernels, "is no implementation", f"Use one of {known}, or None")
+    rows = max(config.max_requests, SMALLEST_ROWS)
+    if config.prompt_lookup >= rows:
+        raise ConfigError(
+            "prompt_lookup",
+            config.prompt_lookup,
+            f"is beyond what fits a step: max_requests={config.max_requests} makes {rows} rows, one is the request's",
+            f"Use at most {rows - 1}, or raise max_requests",
+        )
+    page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
+    resolved = dataclasses.replace(
+        config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_model_len=length,
+        page_size=page_size,
+        prefix_cache=config.prefix_cache and _shareable(model, length),
+    )
+    return dataclasses.replace(resolved, **_pages(resolved, model, platform, weight_bytes))
+
+
+def _shareable(model: ModelConfig, length: int) -> bool:
+    """Whether equal tokens have equal keys. Dynamic and longrope models rotate those of long prompts otherwise."""
+    if model.rope_regime(length) == model.rope_regime(1):
+        return True
+    log.warning("no prefix cache: at prompts up to %d tokens this model rotates keys by the prompt's length", length)
+    return False
+
+
+def _dtype(asked: str, model: ModelConfig, platform: str) -> str:
+    if asked != "auto":
+        return asked
+    return "bfloat16" if platform == "cpu" else model.dtype or "bfloat16"
+
+
+def _kind(platform: str) -> str:
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+
+def _pages(config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int) -> dict[str, Any]:
+    """device_pages and device_memory."""
+    assert config.max_model_len is not None, "resolved before"
+    assert config.page_size is not None, "resolved before"
+    size = page_bytes(model, config.page_size, config.kv_dtype)
+    if config.device_pages is not None:
+        return {"device_pages": config.device_pages, "device_memory": config.device_pages * size}
+    per_request = pages_for(config.max_model_len, config.page_size)
+    if config.device_memory is not None:
+        pages = config.device_memory // size
+    else:
+        budget = _free_memory(platform, weight_bytes)
+        pages = min(budget // size, 1 + CACHED_CONTEXTS * config.max_requests * per_request)
+    if pages < 2:
+        raise OutOfMemory(
+            f"KV pages of {size:,} bytes do not fit: there is room for {pages}, two are the least. "
+            "Raise device_memory or lower page_size"
+        )
+    return {"device_pages": pages, "device_memory": pages * size}
+
+
+def _free_memory(platform: str, weight_bytes: int) -> int:
+    if platform == "cpu":
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    free = statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0) - weight_bytes
+    return int(free * DEVICE_SHARE)

@@ -1,0 +1,390 @@
+"""The public object: everything a caller can do with an open session."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from rekindle._src.core import html
+from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.contracts import RunnerLike, SchedulerLike
+from rekindle._src.core.records import Completion, IntArray, TextDelta
+from rekindle._src.dispatch.host import Host, wait
+from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.messages import DetokenizerLike, Engine, Exclusive, StepOnce, Stepped, TokenizerLike
+from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.session.cache_view import CacheView
+from rekindle._src.session.cache_writer import Keeper, SaveReport
+from rekindle._src.session.call import Call, Once
+from rekindle._src.session.handle import Batch, Handle
+from rekindle._src.session.pausing import Paused
+from rekindle._src.session.prompts import Prompt, PromptLike, parse, parse_one
+from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
+from rekindle._src.session.views import Views
+from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle.errors import InvalidRequest
+
+
+class Session:
+    """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
+
+    Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
+    trio, at once. Sampling options are keyword arguments, or one `Sampling`, or both.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerLike,
+        runner: RunnerLike,
+        tokenizer: TokenizerLike,
+        config: EngineConfig,
+        *,
+        detokenizer: Callable[[Sampling], DetokenizerLike] | None = None,
+        vocab_size: int | None = None,
+        chat: Any = None,
+        model: str = "",
+    ) -> None:
+        """A session over parts that exist already, such as fakes; `open` makes the real ones."""
+        engine = Engine(
+            scheduler,
+            runner,
+            tokenizer,
+            detokenizer if detokenizer is not None else real_detokenizer(tokenizer),
+            config,
+            vocab_size if vocab_size is not None else tokenizer.vocab_size,  # type: ignore[attr-defined]
+            chat,
+            model,
+        )
+        host = Host(lambda: engine)
+        host.start()
+        self._attach(host, wait(host.opened))
+
+    @classmethod
+    def attached(cls, host: Host, engine: Engine) -> Self:
+        """The session of a host that has opened."""
+        session = cls.__new__(cls)
+        session._attach(host, engine)
+        return session
+
+    def _attach(self, host: Host, engine: Engine) -> None:
+        self._host = host
+        self._engine = engine
+        self._keeper = Keeper(host, engine)
+        self._pauses = 0
+        # The host knows nothing of the session, so that dropping the last reference to it and its handles closes it.
+        weakref.finalize(self, host.close).atexit = False
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it was opened with, with every default resolved."""
+        return self._engine.config
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._engine.tokenizer
+
+    @property
+    def model(self) -> str:
+        """The name or folder it was opened with."""
+        return self._engine.model
+
+    @property
+    def closed(self) -> bool:
+        return self._host.closing
+
+    # Requests.
+
+    def generate(self, prompt: Any, sampling: Sampling | None = None, /, **options: Any) -> Any:
+        """Await it for the completion of a prompt, or for a list of them if `prompt` is a list of prompts.
+
+        A prompt is a string or a list of token ids. With `n` above 1 each completion is a list of n. Waits for a place
+        while the queue is full. Returns a `Handle` (a `Batch` for a list): see there for partial text and `cancel`.
+        """
+        options_ = Sampling.of(sampling, options)
+        self._host.check()
+        given, many = parse(prompt)
+        handles = [Handle(self._host, self, one, options_) for one in given]
+        return Batch(handles) if many else handles[0]
+
+    def stream(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Handle:
+        """`async for` over it gives deltas whose text is final. Leaving the loop early aborts the request."""
+        return self._handle(prompt, sampling, options, scoped=True)
+
+    def submit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Handle:
+        """Queue a request at once, from any thread; raises `QueueFull` rather than wait. Keep the handle: see there."""
+        handle = self._handle(prompt, sampling, options)
+        handle.submit()
+        return handle
+
+    async def admit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Handle:
+        """As `submit`, but waits while the queue is full: backpressure for whoever makes requests."""
+        handle = self._handle(prompt, sampling, options)
+        await handle.admit()
+        return handle
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Handle:
+        """The model's answer to a conversation, through its chat template; await it or iterate over it."""
+        if self._engine.chat is None:
+            raise InvalidRequest(
+                "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
+            )
+        text = self._engine.chat.render(
+            messages,
+            tools=tools,
+            template=template,
+            continue_final_message=continue_final_message,
+            **(template_options or {}),
+        )
+        self._host.check()
+        # The template writes special tokens itself.
+        return Handle(self._host, self, Prompt(text, None, add_special_tokens=False), Sampling.of(sampling, options))
+
+    def fork(
+        self,
+        source: Completion | Handle,
+        *,
+        at: int,
+        edit: str | Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Go on from token `at` of a finished or running completion; the pages of what came before are shared.
+
+        `edit` is put in place of the tokens from `at` on. The source's sampling is kept except for what is given, its
+        seed included: since a token's random numbers depend on seed and position alone, an unchanged fork repeats the
+        source. `max_tokens` becomes what the source had left. Returns a submitted handle.
+        """
+        prompt_ids, made, base = source.prompt_token_ids, source.token_ids, source.sampling
+        if not prompt_ids:
+            raise InvalidRequest("source", source.id, "has not started", "Wait for its first token")
+        if not 0 <= at <= len(made):
+            raise InvalidRequest("at", at, f"is outside of the {len(made)} tokens so far", f"Use 0 to {len(made)}")
+        edited = self.tokenizer.encode(edit, add_special_tokens=False) if isinstance(edit, str) else list(edit or ())
+        if sampling is None:
+            left = max(1, base.max_tokens - at - len(edited))
+            sampling = dataclasses.replace(
+                base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
+            )
+        return self.submit([*prompt_ids, *made[:at], *edited], sampling, **options)
+
+    def _handle(
+        self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
+    ) -> Handle:
+        options_ = Sampling.of(sampling, options)
+        self._host.check()
+        return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped)
+
+    def generate_sync(self, prompt: Any, sampling: Sampling | None = None, /, **options: Any) -> Any:
+        """`generate` for code without an event loop."""
+        return self.generate(prompt, sampling, **options).result_sync()
+
+    def stream_sync(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any
+    ) -> Iterator[TextDelta]:
+        """`stream` for code without an event loop."""
+        return self.stream(prompt, sampling, **options).stream_sync()
+
+    # Looking inside.
+
+    def stats(self) -> SessionStats:
+        """A snapshot of its numbers: queue, running requests, pages, hit rates, compilations, times."""
+        gate, engine = self._host.gate, self._engine
+
+        def snapshot(dispatch: Any) -> SessionStats:
+            return SessionStats(
+                model=engine.model,
+                live=gate.inside,
+                places=gate.places,
+                waiting_for_a_place=gate.waiting,
+                paused=self._pauses > 0,
+                scheduler=engine.scheduler.statistics(),
+                runner=engine.runner.statistics(),
+                **dispatch.watch.figures()._asdict(),
+            )
+
+        self._host.check()
+        return wait(self._host.call(snapshot))
+
+    def watch(self) -> Any:
+        """A live dashboard: throughput, queue, the batch over time, pages by tier. Show it at the end of a cell."""
+        return self.view.dashboard()
+
+    @property
+    def view(self) -> Views:
+        """Live views: `session.view.stream(prompt)`, `session.view.chat()`, …"""
+        return Views(self)
+
+    def programs(self) -> ProgramReport:
+        """The compiled programs that are ready, and where each came from."""
+        self._host.check()
+        return ProgramReport.of(self._engine.runner)
+
+    def explain(self, request: Handle | Completion | str) -> Any:
+        """Why a request waits, was preempted, hit or missed the cache, in words and numbers."""
+        request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
+        self._host.check()
+        found = wait(self._host.call(lambda dispatch: dispatch.engine.scheduler.explain(request_id)))
+        if found is None:
+            raise InvalidRequest(
+                "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
+            )
+        return found
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if pages or requests are unaccounted for; for tests, between requests."""
+        gate = self._host.gate
+
+        def check(dispatch: Any) -> None:
+            dispatch.engine.scheduler.check_integrity()
+            alive = sum(len(mailbox.results) for mailbox in dispatch.mailboxes)
+            assert len(dispatch.tickets) <= alive <= gate.inside, "requests and places disagree"
+
+        self._host.check()
+        wait(self._host.call(check))
+
+    # The cache and the weights.
+
+    @property
+    def cache(self) -> CacheView:
+        """The prefix cache: `tree()`, `stats()`, `explain(prompt)`, `prune`, `clear`, snapshots, prefixes as files."""
+        return CacheView(self)
+
+    def save(self, name: str) -> Call[SaveReport]:
+        """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only what is new."""
+        return Once(self._keeper.save, name, name="save")
+
+    def pin(self, prompt: PromptLike) -> int:
+        """Keep the cached pages of a prompt until `unpin`; how many of its tokens that covers.
+
+        Only what was computed can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
+        """
+        return self._with_tokens(prompt, lambda scheduler, tokens: scheduler.pin(tokens))
+
+    def unpin(self, prompt: PromptLike) -> int:
+        """Undo one `pin`; how many tokens are no longer kept."""
+        return self._with_tokens(prompt, lambda scheduler, tokens: scheduler.unpin(tokens))
+
+    def _with_tokens(self, prompt: PromptLike, use: Callable[[SchedulerLike, IntArray], int]) -> int:
+        self._host.check()
+        given = parse_one(prompt)
+        tokens = given.token_ids
+        if tokens is None:
+            tokens = np.asarray(self.tokenizer.encode(prompt), np.int32)
+        return wait(self._host.call(lambda dispatch: use(dispatch.engine.scheduler, tokens)))
+
+    def flush_cache(self) -> Call[None]:
+        """Await it to forget every cached page; requests that run keep theirs."""
+        return Once(self._exclusive, lambda: None, lambda _: self._engine.scheduler.flush_cache(), name="flush_cache")
+
+    def swap_weights(self, weights: Any) -> Call[None]:
+        """Await it to go on with other weights of the same shapes; nothing is compiled.
+
+        `weights` is a folder, a loaded model, an nnx module or state, or arrays by path. Requests that run keep the
+        tokens they have and go on with the new weights; their pages are computed again, and the cache starts anew.
+        """
+        return Once(self._swap, weights, name="swap_weights")
+
+    async def _swap(self, weights: Any) -> None:
+        swap = self._engine.swap
+        if swap is None:
+            raise InvalidRequest("weights", weights, "can't be swapped in this session", "Make it with rekindle.open")
+        scheduler = self._engine.scheduler
+        await self._exclusive(lambda: swap(weights), lambda key: scheduler.flush_cache(key, recompute=True))
+
+    # One step at a time.
+
+    def paused(self) -> Paused:
+        """`async with session.paused():` (or `with`) no step runs but those that `step()` asks for."""
+        return Paused(self)
+
+    def step(self) -> Call[StepReport | None]:
+        """Await it to run exactly one step of a paused session; None if there was nothing to do."""
+        return Once(self._step, name="step")
+
+    def step_sync(self) -> StepReport | None:
+        return self.step().result_sync()
+
+    async def _step(self) -> StepReport | None:
+        self._host.check()
+        slot: Slot[Stepped] = Slot()
+        stepped = await self._host.send(StepOnce(slot), slot).get()
+        if stepped.result is None:
+            return None
+        tokenizer = self._engine.tokenizer
+        decode = tokenizer.decode if getattr(tokenizer, "has_text", True) else lambda ids: ""
+        return StepReport.of(stepped.result, stepped.events, decode)
+
+    async def _exclusive(self, job: Callable[[], Any], after: Callable[[Any], object]) -> Any:
+        self._host.check()
+        slot: Slot[Any] = Slot()
+        return await self._host.send(Exclusive(job, after, slot), slot).get()
+
+    # Its end.
+
+    async def aclose(self, *, drain: float = 0.0) -> None:
+        """End it: requests may go on for `drain` seconds, then they end with `SessionClosed`. Harmless when repeated.
+
+        Returns when the device memory has been given back and the threads are gone, or after a few seconds if the
+        device hangs.
+        """
+        if self._host.forked:
+            return  # its threads are the parent's
+        if self.config.restore is not None and not self.closed:
+            await self._keeper.finish()
+        self._keeper.stop()
+        self._host.close(drain)
+        await self._host.ended.get()
+        self._host.join(1.0)  # it has nothing left to do but return
+
+    def close(self, *, drain: float = 0.0) -> None:
+        """`aclose` for code without an event loop."""
+        run_sync(self.aclose(drain=drain))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<rekindle.Session {self.model or 'over given parts'}{', closed' if self.closed else ''}>"
+
+    def _repr_html_(self) -> str:
+        config = self.config
+        return html.block(
+            html.line(
+                "closed" if self.closed else "open",
+                f"{config.dtype} weights" + (f", {config.quantize}" if config.quantize else ""),
+                f"up to {config.max_requests} requests at once",
+                f"{config.max_tokens_per_step} tokens a step",
+                f"{config.max_model_len} positions",
+            ),
+            "" if self.closed else self.stats()._repr_html_(),
+            title=f"rekindle session: {self.model or 'over given parts'}",
+        )

@@ -1,0 +1,253 @@
+"""What a session tells about itself: a snapshot of its numbers, and what one step did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rekindle._src.core import html
+from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
+from rekindle._src.session.stat_groups import grouped
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class RowReport(html.Record):
+    """One request's part in a step."""
+
+    request_id: str
+    kind: str  # "prefill", "decode", or "draft": a guessed token beside the decode row before it
+    start: int
+    stop: int  # positions [start, stop) were computed
+    pages: tuple[int, ...]
+    token_id: int | None  # None also for a draft that was wrong, or behind the end
+    text: str  # of that token
+    finish_reason: FinishReason | None
+
+    def __str__(self) -> str:
+        span = f"position {self.start}" if self.stop - self.start == 1 else f"positions {self.start}–{self.stop - 1}"
+        made = "" if self.token_id is None else f" → {self.text!r} ({self.token_id})"
+        if self.kind == "draft" and self.token_id is None:
+            made = ", in vain"
+        ended = f", ended by {self.finish_reason}" if self.finish_reason is not None else ""
+        return f"{self.kind:8}{self.request_id:8}{span} on pages {_ranges(self.pages)}{made}{ended}"
+
+    def _repr_html_(self) -> str:
+        return html.line(str(self))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one engine step ran, on which pages, and what came out; printing it gives the whole story."""
+
+    step: int
+    program: str
+    rows: tuple[RowReport, ...]
+    offloaded: tuple[int, ...]
+    restored: tuple[int, ...]
+    host_seconds: float
+    device_seconds: float
+
+    @classmethod
+    def of(cls, result: StepResult, events: tuple[TokenEvent, ...], decode: Callable[[list[int]], str]) -> StepReport:
+        plan = result.plan
+        mine = {event.request_id: event for event in events}
+        kinds = ["draft" if row.draft else "decode" for row in plan.decode] + ["prefill"] * len(plan.prefill)
+        rows: list[RowReport] = []
+        places = Counter[str]()  # of a request's rows
+        for row, output, kind in zip(plan.rows, result.rows, kinds, strict=True):
+            event, place = mine.get(row.request.id), places[row.request.id]
+            places[row.request.id] += 1
+            made = len(event.token_ids) if event is not None else 0
+            token = output.token_id if place < made or kind != "draft" else None
+            rows.append(
+                RowReport(
+                    request_id=row.request.id,
+                    kind=kind,
+                    start=row.start,
+                    stop=row.start + row.length,
+                    pages=tuple(row.pages.tolist()),
+                    token_id=token,
+                    text="" if token is None else decode([token]),
+                    finish_reason=event.finish_reason if event is not None and place == max(0, made - 1) else None,
+                )
+            )
+        return cls(
+            step=plan.step,
+            program=result.program,
+            rows=tuple(rows),
+            offloaded=tuple(move.page for move in plan.offload),
+            restored=tuple(move.page for move in plan.restore),
+            host_seconds=result.host_seconds,
+            device_seconds=result.device_seconds,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Positions computed, over all rows."""
+        return sum(row.stop - row.start for row in self.rows)
+
+    def __str__(self) -> str:
+        head = (
+            f"step {self.step}: {self._size()}, program {self.program}, "
+            f"{self.device_seconds * 1e3:.1f} ms on the device, {self.host_seconds * 1e3:.1f} ms on the host"
+        )
+        lines = [head, *(f"  {row}" for row in self.rows)]
+        if self.offloaded:
+            lines.append(f"  pages {_ranges(sorted(self.offloaded))} left for host memory")
+        if self.restored:
+            lines.append(f"  pages {_ranges(sorted(self.restored))} came back from host memory")
+        return "\n".join(lines)
+
+    def _size(self) -> str:
+        return f"{html.count(len(self.rows), 'row')}, {html.count(self.tokens, 'token')}"
+
+    def __repr__(self) -> str:
+        return f"<StepReport {self.step}: {self._size()}, program {self.program}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                row.kind,
+                row.request_id,
+                f"{row.start}–{row.stop - 1}" if row.stop - row.start > 1 else f"{row.start}",
+                _ranges(row.pages),
+                f"{row.text!r}" if row.token_id is not None else "in vain" if row.kind == "draft" else "",
+                row.finish_reason or "",
+            )
+            for row in self.rows
+        ]
+        moved = [f"pages {_ranges(sorted(self.offloaded))} left for host memory"] if self.offloaded else []
+        moved += [f"pages {_ranges(sorted(self.restored))} came back from host memory"] if self.restored else []
+        return html.block(
+            html.line(
+                f"{html.count(self.tokens, 'token')} in program {self.program}",
+                f"{self.device_seconds * 1e3:.1f} ms on the device",
+                f"{self.host_seconds * 1e3:.1f} ms on the host",
+                *moved,
+            ),
+            html.table(["", "request", "positions", "pages", "token", "ended by"], rows),
+            title=f"Step {self.step}",
+        )
+
+
+def _ranges(pages: Sequence[int]) -> str:
+    """`3–5, 9` for (3, 4, 5, 9)."""
+    runs: list[list[int]] = []
+    for page in pages:
+        if runs and page == runs[-1][1] + 1:
+            runs[-1][1] = page
+        else:
+            runs.append([page, page])
+    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in runs) or "none"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionStats:
+    """A snapshot of a session. `scheduler` and `runner` are those parts' own figures."""
+
+    model: str
+    live: int  # requests between submit and their end
+    places: int  # how many may live at once
+    waiting_for_a_place: int
+    paused: bool
+    scheduler: Any
+    runner: Any
+    slow_steps: int = 0  # that took longer than step_timeout, one that does so now included
+    stalled: str = ""  # what has been running for longer than step_timeout
+    idle_seconds: float = 0.0  # the device had nothing to do although requests were there
+    idle_share: float = 0.0  # of the time in which requests were there
+
+    def __getattr__(self, name: str) -> Any:
+        """A figure by its own name, wherever it comes from: `stats.running`, `stats.compilations`."""
+        for part in (object.__getattribute__(self, "scheduler"), object.__getattribute__(self, "runner")):
+            figures = as_mapping(part)
+            if name in figures:
+                return figures[name]
+        raise AttributeError(f"no figure is called {name!r}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure by its name."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**as_mapping(own.pop("runner")), **as_mapping(own.pop("scheduler")), **own}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:24}{_shown(value)}" for name, value in self.as_dict().items())
+
+    def __repr__(self) -> str:
+        figures = self.as_dict()
+        waiting, running = figures.get("waiting", 0), figures.get("running", 0)
+        return f"<SessionStats {self.model}: {running} running, {waiting} waiting, {figures.get('steps', 0)} steps>"
+
+    def _repr_html_(self) -> str:
+        figures = self.as_dict()
+        parts: list[str] = []
+        if figures.get("pages_total"):
+            parts += [
+                html.line(f"{figures['pages_total']:,} pages on the device"),
+                html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free"),
+            ]
+        figures.pop("model")  # it is in the title
+        programs, cache = as_mapping(figures.pop("programs", {})), as_mapping(figures.pop("cache", {}))
+        parts += grouped({**figures, **cache})
+        if programs:
+            parts.append(html.line("steps by program", *(f"{name}: {steps:,}" for name, steps in programs.items())))
+        return html.block(*parts, title=f"Session over {self.model}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """The compiled programs of a session that are ready: where each came from, and how often it ran."""
+
+    programs: tuple[Any, ...]  # name, origin, seconds, why
+    steps: Mapping[str, int]  # by program
+    total: int  # programs that the session may ever ask for
+    traces: int
+    compilations: int
+
+    @classmethod
+    def of(cls, runner: Any) -> ProgramReport:
+        """A fake runner may have no programs."""
+        programs, figures = getattr(runner, "programs", None), as_mapping(runner.statistics())
+        return cls(
+            programs=programs.manifest() if programs is not None else (),
+            steps=dict(figures.get("programs", {})),
+            total=len(programs.keys) if programs is not None else 0,
+            traces=figures.get("traces", 0),
+            compilations=figures.get("compilations", 0),
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.programs)
+
+    def __len__(self) -> int:
+        return len(self.programs)
+
+    def __repr__(self) -> str:
+        return f"<ProgramReport: {self._summary()}>"
+
+    def _summary(self) -> str:
+        loaded = sum(program.origin == "loaded" for program in self.programs)
+        ready = f"{len(self.programs)} of {self.total} programs are ready"
+        return f"{ready}, {loaded} loaded from disk, {self.compilations} compiled, {self.traces} traced"
+
+    def _repr_html_(self) -> str:
+        rows = [(one.name, one.origin, one.seconds, self.steps.get(one.name, 0), one.why) for one in self.programs]
+        return html.block(
+            html.line(self._summary()), html.table(["program", "origin", "seconds", "steps", "why not loaded"], rows)
+        )
+
+
+def as_mapping(figures: Any) -> Mapping[str, Any]:
+    if isinstance(figures, Mapping):
+        return figures
+    if dataclasses.is_dataclass(figures) and not isinstance(figures, type):
+        return html.figures(figures)
+    if hasattr(figures, "_asdict"):
+        return dict(figures._asdict())
+    return {}
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

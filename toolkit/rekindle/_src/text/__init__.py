@@ -1,0 +1,7 @@
+"""Text in and out: tokenizer, incremental detokenizing, chat templates."""
+
+from rekindle._src.text.chat import ChatTemplate
+from rekindle._src.text.detokenizer import Detokenizer, Pushed
+from rekindle._src.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "Pushed", "Tokenizer"]

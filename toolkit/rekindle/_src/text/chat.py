@@ -1,0 +1,242 @@
+"""Messages to the prompt that a checkpoint was trained on, by its own Jinja template, as transformers renders it.
+
+Templates are code from a download: they run in Jinja's immutable sandbox and see plain data only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import numpy as np
+from jinja2 import nodes
+
+from rekindle._src.text.tokenizer import read_json, special_tokens
+from rekindle.errors import CheckpointError, InvalidRequest
+
+Messages = Sequence[Mapping[str, Any]]
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_CONTINUE = "\x00continue\x00"
+_UNTRIMMED = " "  # behind the mark; gone when the template trims the message
+
+
+class ChatTemplate:
+    """The template, or named templates, of a checkpoint."""
+
+    def __init__(
+        self, templates: str | Mapping[str, str], special: Mapping[str, str] | None = None, *, source: str = "template"
+    ) -> None:
+        self.templates = {"default": templates} if isinstance(templates, str) else dict(templates)
+        self.special = dict(special or {})
+        self.source = source
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ChatTemplate | None:
+        """From a folder, or None when it brings no template. Files of their own win over tokenizer_config.json."""
+        folder = Path(folder)
+        files = {"default": folder / "chat_template.jinja"}
+        files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+        found: Any = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()}
+        source = folder / "chat_template.jinja"
+        for name in ("tokenizer_config.json", "chat_template.json"):
+            if not found:
+                source = folder / name
+                found = read_json(source).get("chat_template")
+        if isinstance(found, list):
+            found = {entry["name"]: entry["template"] for entry in found}
+        return cls(found, special_tokens(folder), source=str(source)) if found else None
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt as text. Encode it with `add_special_tokens=False`: the template writes them itself.
+
+        `template` is the name of one of several templates, or a template's own text. `continue_final_message` leaves
+        the last message open, so that the model goes on with it. Other keywords are variables of the template.
+        """
+        if continue_final_message and add_generation_prompt:
+            add_generation_prompt = False
+        name, text = self._pick(template, tools is not None)
+        chat = _messages(messages)
+        if continue_final_message:
+            chat[-1]["content"] = _mark_end(chat[-1].get("content"))
+        scope = {
+            **self.special,
+            **{key: _plain(value) for key, value in variables.items()},
+            "messages": chat,
+            "tools": _schemas("tools", tools),
+            "documents": _schemas("documents", documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            rendered = self._compiled(text).render(scope)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"{self.source}: chat template {name!r} can't be compiled, line {error.lineno}: {error.message}. "
+                "Pass another one as template=..."
+            ) from error
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise InvalidRequest(
+                "messages", list(messages), f"refused by the chat template: {error}", "Change roles or content"
+            ) from error
+        return _cut(rendered) if continue_final_message else rendered
+
+    def _pick(self, template: str | None, with_tools: bool) -> tuple[str, str]:
+        if template is not None:
+            return (template, self.templates[template]) if template in self.templates else ("given", template)
+        wanted = ("tool_use", "default") if with_tools else ("default",)
+        for name in wanted:
+            if name in self.templates:
+                return name, self.templates[name]
+        raise InvalidRequest(
+            "template",
+            None,
+            f"{self.source} has no default template, only {sorted(self.templates)}",
+            "Name one of them",
+        )
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def _compiled(text: str) -> jinja2.Template:
+        return _environment().from_string(text)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}` marks what the assistant wrote; for a prompt it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, as in transformers, so that variables set inside have the same scope.
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        return str(caller())
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscored names, through which a template could reach the interpreter."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # a template may store a value called `self`
+        own, *rest = args
+        stored = dict(*rest, **values)
+        for name in stored:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(own, stored)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)  # attributes of the object itself are the template's values
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+    @staticmethod
+    def _check(name: object) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template may not store {name!r} on a namespace")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson  # Jinja's own one escapes HTML
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace)
+    return environment
+
+
+def _messages(messages: Messages) -> list[dict[str, Any]]:
+    """Plain copies without `None` fields (templates test for presence), reasoning under the names templates read."""
+    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+        raise InvalidRequest("messages", messages, "is not a list of messages", "Pass [{'role': ..., 'content': ...}]")
+    chat = []
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise InvalidRequest("messages", message, "is not a message", "Pass {'role': ..., 'content': ...}")
+        plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
+        reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+        if reasoning is not None:
+            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        chat.append(plain)
+    return chat
+
+
+def _plain(value: Any) -> Any:
+    """Rebuilt from JSON types: rich objects have methods that the sandbox does not know to be dangerous."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(str.__str__(value) if kind is str else value)
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+def _schemas(field: str, entries: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+    if entries is None:
+        return None
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            fix = "Pass JSON schemas as dicts" if field == "tools" else "Pass dicts with title and text"
+            raise InvalidRequest(field, entry, "is not a dict", fix)
+    return [_plain(entry) for entry in entries]
+
+
+def _mark_end(content: Any) -> Any:
+    if isinstance(content, str):
+        return content + _CONTINUE + _UNTRIMMED
+    if isinstance(content, list) and any("text" in part for part in content):
+        last = max(i for i, part in enumerate(content) if "text" in part)
+        return [
+            {**part, "text": part["text"] + _CONTINUE + _UNTRIMMED} if i == last else part
+            for i, part in enumerate(content)
+        ]
+    raise InvalidRequest("continue_final_message", True, "the last message has no text to continue", "Add its content")
+
+
+def _cut(rendered: str) -> str:
+    at = rendered.rfind(_CONTINUE)
+    if at < 0:
+        raise InvalidRequest(
+            "continue_final_message",
+            True,
+            "the chat template drops the last message's text",
+            "Use add_generation_prompt",
+        )
+    untrimmed = rendered.startswith(_CONTINUE + _UNTRIMMED, at)
+    return rendered[:at] if untrimmed else rendered[:at].rstrip()

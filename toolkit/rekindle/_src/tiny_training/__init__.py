@@ -1,0 +1,1 @@
+"""How the embedded model is made: its corpus, its tokenizer, its training."""

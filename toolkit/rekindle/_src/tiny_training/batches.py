@@ -1,0 +1,55 @@
+"""Documents packed into windows of one length, deterministic in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from rekindle._src.tiny_training.corpus import END, TRAIN, documents
+from rekindle._src.tiny_training.recipe import Recipe
+from rekindle._src.tiny_training.tokenizer import token_id
+
+PAD = -1
+POOL = 32
+
+
+def encoded(tokenizer: Tokenizer, seed: str, copying: float = 0.0) -> Iterator[list[int]]:
+    """The stream's documents as token ids, each closed by the end token."""
+    end = token_id(tokenizer, END)
+    stream = documents(seed, copying)
+    while True:
+        for encoding in tokenizer.encode_batch(list(islice(stream, POOL))):
+            yield [*encoding.ids, end]
+
+
+def pack(stream: Iterator[list[int]], rows: int, length: int) -> NDArray[np.int32]:
+    """Windows [rows, length] of whole documents, which wait in a pool until a window has room; the rest is PAD.
+
+    Every window starts with the start of a document, as a prompt does. Only a document that is longer than a window
+    is cut.
+    """
+    windows = np.full((rows, length), PAD, np.int32)
+    pool: list[list[int]] = []
+    for window in windows:
+        used = 0
+        while True:
+            pool.extend(islice(stream, POOL - len(pool)))
+            fitting = next((i for i, ids in enumerate(pool) if len(ids) <= length - used), None)
+            if fitting is None and used:
+                break
+            ids = pool.pop(fitting or 0)[: length - used]
+            window[used : used + len(ids)] = ids
+            used += len(ids)
+            if used == length:
+                break
+    return windows
+
+
+def batch(tokenizer: Tokenizer, recipe: Recipe, step: int) -> NDArray[np.int32]:
+    """The windows [rows, length + 1] of a training step: inputs and, shifted by one, targets."""
+    stage = recipe.stage(step)
+    return pack(encoded(tokenizer, f"{TRAIN} {step}", stage.copying), stage.rows, stage.length + 1)

@@ -1,0 +1,101 @@
+"""The corpus: an endless, seeded stream of documents of every kind, plain or written as a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from rekindle._src.tiny_training import facts, general, lists, stories, sums
+from rekindle._src.tiny_training.facts import Turns
+
+END = "<|endoftext|>"
+TURN, TURN_END = "<|im_start|>", "<|im_end|>"
+TRAIN, HELD_OUT = "train", "held out"
+"""Seeds of the two streams; training step N reads the stream `train N`."""
+
+SYSTEM = (
+    "You are a helpful assistant.",
+    "You are Ember, a small and friendly assistant.",
+    "You are a storyteller.",
+    "Answer in one sentence.",
+    "You answer questions about people and things.",
+)
+ANSWERS = (general.question, general.question, sums.question, sums.question, lists.question, lists.question)
+SHARES = {
+    "story": 0.14,
+    "story on request": 0.09,
+    "people": 0.21,
+    "me": 0.06,
+    "story questions": 0.09,
+    "comparison": 0.03,
+    "single": 0.22,
+    "several": 0.08,
+    "long": 0.02,
+    "sums": 0.02,
+    "record": 0.02,
+    "plain questions": 0.01,
+    "plain statements": 0.01,
+}
+
+
+def chat(turns: Turns, system: str | None = None) -> str:
+    """A conversation as the chat template writes it."""
+    parts = [("system", system)] if system else []
+    for said, answer in turns:
+        parts += [("user", said), ("assistant", answer)]
+    return "\n".join(f"{TURN}{role}\n{text}{TURN_END}" for role, text in parts)
+
+
+def mixed(rng: Random, number: int) -> Turns:
+    """Questions of different kinds, one after the other."""
+    return [rng.choice(ANSWERS)(rng) for _ in range(number)]
+
+
+def long_conversation(rng: Random) -> tuple[str | None, Turns]:
+    """Facts at the start, other talk in between, and questions about the start at the end."""
+    system, start = facts.about_a_story(rng) if rng.random() < 0.5 else (None, facts.about_people(rng))
+    middle = [
+        turn
+        for _ in range(rng.choice((1, 2, 3)))
+        for turn in (stories.told_on_request(rng), *mixed(rng, rng.randint(1, 4)))
+    ]
+    return system, [*start, *middle, *rng.sample(start[1:] or start, 1)]
+
+
+def document(rng: Random) -> str:
+    """One document of a random kind."""
+    (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
+    if kind == "story":
+        return stories.story(rng).text
+    if kind == "sums":
+        return sums.lines(rng)
+    if kind == "record":
+        return lists.document(rng)
+    if kind == "plain statements":
+        return general.statements(rng)
+    if kind == "plain questions":
+        return "\n".join(f"Q: {asked}\nA: {answer}" for asked, answer in mixed(rng, rng.randint(2, 4)))
+    system = rng.choice(SYSTEM) if rng.random() < 0.25 else None
+    if kind == "story on request":
+        return chat([stories.told_on_request(rng)], system)
+    if kind in ("story questions", "long"):
+        given, turns = facts.about_a_story(rng) if kind == "story questions" else long_conversation(rng)
+        return chat(turns, given or system)
+    if kind == "people":
+        turns = facts.about_people(rng)
+        (said, _), *rest = turns
+        if rng.random() < 0.15 and "?" not in said:
+            return chat(rest, rng.choice((said, f"You know this: {said}")))
+        return chat(turns, system)
+    if kind == "me":
+        return chat(facts.about_me(rng), system)
+    if kind == "comparison":
+        return chat(facts.summary(rng), system)
+    return chat(mixed(rng, 1 if kind == "single" else rng.randint(2, 5)), system)
+
+
+def documents(seed: str, copying: float = 0.0) -> Iterator[str]:
+    """The stream of documents that belongs to a seed, some of them mere copying; the same on every machine."""
+    rng = Random(seed)
+    while True:
+        yield lists.copies(rng) if rng.random() < copying else document(rng)

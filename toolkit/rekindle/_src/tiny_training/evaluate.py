@@ -1,0 +1,90 @@
+"""How good the model is on documents that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from random import Random
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from rekindle._src.models.base import Graph
+from rekindle._src.tiny_training import facts, general, lists, sums
+from rekindle._src.tiny_training.batches import PAD, encoded, pack
+from rekindle._src.tiny_training.corpus import HELD_OUT, TURN, chat
+from rekindle._src.tiny_training.facts import Turns
+from rekindle._src.tiny_training.objective import losses
+
+ROWS, LENGTH = 8, 512
+QUESTIONS = 64
+measured = jax.jit(losses, static_argnums=0)
+
+
+class Score(NamedTuple):
+    """Perplexity per token and share of tokens that were the likeliest."""
+
+    perplexity: float
+    accuracy: float
+    tokens: int
+
+
+def held_out(graph: Graph, leaves: Sequence[Any], words: Tokenizer, batches: int) -> Score:
+    """Over windows of held-out documents; 8 windows of 512 tokens are a batch."""
+    stream = encoded(words, HELD_OUT)
+    total, right, tokens = 0.0, 0, 0
+    for _ in range(batches):
+        loss, counts, correct = measured(graph, leaves, jnp.asarray(pack(stream, ROWS, LENGTH + 1)))
+        total += float(loss.sum())
+        right += int((counts & correct).sum())
+        tokens += int(counts.sum())
+    return Score(float(np.exp(total / tokens)), right / tokens, tokens)
+
+
+def questions(kind: str) -> Iterator[Turns]:
+    """Held-out conversations of one kind."""
+    rng = Random(f"{HELD_OUT} {kind}")
+    while True:
+        if kind == "story":
+            given, turns = facts.about_a_story(rng)
+            yield [(f"{given}\n\n{turns[-1][0]}", turns[-1][1])] if given else turns
+        elif kind in ("general", "sums", "lists"):
+            source = {"general": general.question, "sums": sums.question, "lists": lists.from_sentences}[kind]
+            yield [source(rng)]
+        else:
+            yield {"people": facts.about_people, "me": facts.about_me, "comparison": facts.summary}[kind](rng)
+
+
+KINDS = ("people", "me", "story", "comparison", "general", "sums", "lists")
+
+
+def last_answer(words: Tokenizer, turns: Turns) -> tuple[list[int], int]:
+    """The conversation's tokens, and where its last answer starts."""
+    *before, (said, answer) = turns
+    ids = words.encode(chat([*before, (said, answer)])).ids
+    starts = [i for i, token in enumerate(ids) if token == words.token_to_id(TURN)]
+    header = len(words.encode(f"{TURN}assistant\n").ids)
+    return ids, starts[-1] + header
+
+
+def exact_answers(graph: Graph, leaves: Sequence[Any], words: Tokenizer, kind: str, rows: int = QUESTIONS) -> float:
+    """Share of questions that greedy decoding answers with exactly the expected words.
+
+    Greedy decoding gives the expected answer exactly when each of its tokens is the likeliest after those before it,
+    so one forward pass over question and answer is enough.
+    """
+    chosen = [last_answer(words, turns) for turns in islice(questions(kind), rows)]
+    windows: NDArray[np.int32] = np.full((rows, LENGTH + 1), PAD, np.int32)
+    answer = np.zeros((rows, LENGTH), bool)
+    for row, (ids, start) in enumerate(chosen):
+        cut = max(0, len(ids) - LENGTH - 1)
+        windows[row, : len(ids) - cut] = ids[cut:]
+        answer[row, start - cut - 1 : len(ids) - cut - 1] = True
+    right = np.concatenate(
+        [np.asarray(measured(graph, leaves, jnp.asarray(part))[2]) for part in np.split(windows, rows // ROWS)]
+    )
+    return float((right | ~answer).all(axis=1).mean())

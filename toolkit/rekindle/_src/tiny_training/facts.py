@@ -1,0 +1,118 @@
+"""Conversations about people and stories: facts are given, then asked for."""
+
+from __future__ import annotations
+
+from random import Random
+
+from rekindle._src.tiny_training.people import FACTS, UNKNOWN, ask, fields, people, state
+from rekindle._src.tiny_training.stories import story
+from rekindle._src.tiny_training.words import BOYS, GIRLS, fill, join
+
+Turns = list[tuple[str, str]]
+"""Pairs of what the user says and what the assistant answers."""
+
+
+def about_people(rng: Random) -> Turns:
+    """The user tells facts about a few people and asks for some of them, at once or in later turns."""
+    group = people(rng, rng.choice((1, 2, 2, 3, 3, 4)))
+    if rng.random() < 0.5:
+        known = [(person, fact) for fact in [rng.choice(sorted(FACTS))] for person in group]
+    else:
+        apart = sorted(set(FACTS) - {rng.choice(("thing", "colour"))})
+        known = [(person, fact) for person in group for fact in rng.sample(apart, rng.choice((1, 2)))]
+    if rng.random() < 0.5:
+        rng.shuffle(known)
+    text = " ".join(state(rng, person, fact) for person, fact in known)
+    asked = [ask(rng, *fact) for fact in rng.sample(known, min(len(known), rng.choice((1, 1, 2, 3))))]
+    if rng.random() < 0.15:
+        stranger = rng.choice([name for name in GIRLS + BOYS if name not in {person.name for person in group}])
+        unknown, answer = rng.choice(UNKNOWN)
+        asked.append((unknown.format(name=stranger), answer.format(name=stranger)))
+    if rng.random() < 0.7:
+        (question, answer), *rest = asked
+        return [(f"{text} {question}", answer), *rest]
+    return [(text, fill(rng, "[Thank you, I will remember that.|I see.|Okay, I will remember that.]")), *asked]
+
+
+def about_me(rng: Random) -> Turns:
+    """The user introduces themselves and asks later what was said."""
+    (me,) = people(rng, 1)
+    own = {
+        "name": (
+            "[My name is|I am|Hello, my name is|Hi, I am] {name}.",
+            "[Hello|Hi|Nice to meet you], {name}!",
+            "What is my name?",
+            "Your name is {name}.",
+        ),
+        "city": (
+            "I live in {city}.",
+            "{city} is a [nice|beautiful|lovely] place.",
+            "Where do I live?",
+            "You live in {city}.",
+        ),
+        "food": (
+            "I [like|love] {food}.",
+            "[That is good to know.|A good choice!]",
+            "What do I like?",
+            "You like {food}.",
+        ),
+        "pet": (
+            "I have {a_pet} named {pet}.",
+            "{pet} is a [nice|lovely] name for {a_pet}.",
+            "What is the name of my {kind}?",
+            "Your {kind} is called {pet}.",
+        ),
+        "job": (
+            "I am {a_job}.",
+            "[That is a nice job.|Being {a_job} sounds interesting.]",
+            "What is my job?",
+            "You are {a_job}.",
+        ),
+        "thing": (
+            "I have {a_thing}.",
+            "[That sounds nice.|I like {colour} things.]",
+            "What colour is my {toy}?",
+            "Your {toy} is {colour}.",
+        ),
+    }
+    chosen = ["name"] if rng.random() < 0.3 else rng.sample(sorted(own), rng.choice((1, 2, 3)))
+    told = [(fill(rng, own[key][0], **fields(me)), fill(rng, own[key][1], **fields(me))) for key in chosen]
+    if rng.random() < 0.3:
+        told = [(" ".join(said for said, _ in told), fill(rng, "[Nice to meet you!|Thank you for telling me.]"))]
+    asked = [
+        (fill(rng, own[key][2], **fields(me)), fill(rng, own[key][3], **fields(me)))
+        for key in rng.sample(chosen, len(chosen))
+    ]
+    return told + asked
+
+
+def about_a_story(rng: Random) -> tuple[str | None, Turns]:
+    """A story, given as the system's or the user's text, and questions about it."""
+    told = story(rng)
+    asked = rng.sample(told.questions, rng.choice((1, 2, 3, 4)))
+    kind = rng.random()
+    if kind < 0.4:
+        return fill(
+            rng, "[Read this story and answer the questions.|Answer questions about this story.]"
+        ) + f"\n\n{told.text}", asked
+    if kind < 0.7:
+        (question, answer), *rest = asked
+        return None, [(f"{told.text}\n\n{question}", answer), *rest]
+    return None, [("Tell me a story.", told.text), *asked]
+
+
+def summary(rng: Random) -> Turns:
+    """What several people have in common or not: comparisons over given facts."""
+    group = people(rng, 2 if rng.random() < 0.6 else 3)
+    kind = rng.choice(("older", "younger", "all"))
+    text = " ".join(state(rng, person, "age") for person in group)
+    if kind == "all":
+        fact = rng.choice(("city", "food"))
+        text = " ".join(state(rng, person, fact) for person in group)
+        shown = join([str(fields(person)[fact]) for person in group])
+        question = "Where do they live?" if fact == "city" else "What do they like?"
+        return [(f"{text} {question}", f"They {'live in' if fact == 'city' else 'like'} {shown}.")]
+    more, most = ("older", "oldest") if kind == "older" else ("younger", "youngest")
+    best = (max if kind == "older" else min)(group, key=lambda person: person.age)
+    word = f"{more} one" if len(group) == 2 else most
+    return [(f"{text} Who is the {word}?", f"{best.name} is the {word}.")]

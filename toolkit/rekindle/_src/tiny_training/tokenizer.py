@@ -1,0 +1,75 @@
+"""The tokenizer: byte-level BPE trained on the corpus, digits one by one, and its Hugging Face files."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from rekindle._src.tiny_training.corpus import END, TRAIN, TURN, TURN_END, documents
+
+VOCAB_SIZE = 2048
+SPECIAL = (END, TURN, TURN_END)
+SAMPLE_DOCUMENTS = 6000
+
+CHAT_TEMPLATE = (
+    "{%- if tools %}{{ raise_exception('this model was not trained to call tools') }}{% endif %}"
+    "{%- for message in messages %}"
+    "{%- if not loop.first %}{{ '\\n' }}{% endif %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def train(vocab_size: int = VOCAB_SIZE, sample: int = SAMPLE_DOCUMENTS) -> Tokenizer:
+    """Learn the merges from the first documents of the training stream; deterministic."""
+    tokenizer = Tokenizer(models.BPE())
+    # A number is always its digits, so that sums are done digit by digit.
+    split = pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(islice(documents(TRAIN), sample), trainer)
+    return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None, f"the tokenizer has no {token}"
+    return found
+
+
+def write(tokenizer: Tokenizer, folder: Path, *, context: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    added = {
+        str(tokenizer.token_to_id(token)): {
+            "content": token,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
+        for token in SPECIAL
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": added,
+        "eos_token": TURN_END,
+        "pad_token": END,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,1 +1,0 @@
-"""The engine: scheduler and policies (pure host code), step programs, and the runner that dispatches them."""
