@@ -193,7 +193,7 @@ def submission(name: str, text: str, **options) -> Submission:
 
 
 async def run(submissions: list[Submission]) -> None:
-    tickets: dict[str, detokenize.Ticket] = {}
+    tickets: dict[str, detokenize.OutputState] = {}
     submit, submitted = anyio.create_memory_object_stream(16)
     to_schedule, inbox = anyio.create_memory_object_stream(64)
     turns, turned = anyio.create_memory_object_stream(1)

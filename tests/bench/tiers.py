@@ -27,7 +27,7 @@ import rekindle
 import rekindle._src.session.cache_writer
 from rekindle._src.core.records import StepResult
 from rekindle._src.dispatch.host import wait
-from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.kvcache import CostModel, HostTier, PrefixCache, Tiers
 from rekindle._src.models.base import LoadedModel, random_model
 from rekindle._src.models.config import ModelConfig
@@ -55,16 +55,16 @@ def shaped(layers: int, hidden: int) -> LoadedModel:
 
 def use(session: Session, kind: Kind) -> None:
     """From now on; each thread exchanges its own while it does nothing else."""
-    scheduler, keeper, done = session._engine.scheduler, session._keeper, Slot[None]()
+    scheduler, writer, done = session._engine.scheduler, session._cache_writer, OneShot[None]()
 
     def exchange(dispatch: object) -> None:
         scheduler.cache = scheduler._ledger.cache = kind.cache
 
-    def exchange_for_keeper() -> None:
-        keeper.cache, keeper.tiers = kind
+    def exchange_for_writer() -> None:
+        writer.cache, writer.tiers = kind
 
     wait(session._host.call(exchange))
-    keeper._jobs.put((exchange_for_keeper, done))
+    writer._jobs.put((exchange_for_writer, done))
     wait(done)
 
 
@@ -93,8 +93,8 @@ def step_ms(session: Session, steps: Steps, prompts: Sequence[list[int]], new: i
 
 def look_ms(session: Session) -> float:
     """How long the session's loop does nothing else while cold pages are looked for once, as between steps."""
-    keeper, spent = session._keeper, 0.0
-    ask = keeper._ask
+    writer, spent = session._cache_writer, 0.0
+    ask = writer._ask
 
     def timed(function: Callable[[], object]) -> object:
         def work() -> object:
@@ -107,13 +107,13 @@ def look_ms(session: Session) -> float:
 
         return ask(work)
 
-    keeper._ask = timed
+    writer._ask = timed
     try:
-        done = Slot[None]()
-        keeper._jobs.put((lambda: keeper._keep(0, cold=1.0, visited=True), done))
+        done = OneShot[None]()
+        writer._jobs.put((lambda: writer._keep(0, cold=1.0, visited=True), done))
         wait(done)
     finally:
-        keeper._ask = ask
+        writer._ask = ask
     return 1e3 * spent
 
 
@@ -154,7 +154,7 @@ def main() -> None:
             )
         )  # fmt: skip
         kept: PrefixCache = session._engine.scheduler.cache
-        tiers = session._keeper.tiers
+        tiers = session._cache_writer.tiers
         assert tiers is not None
         nothing = Tiers(HostTier(0), CostModel(PAGE))
         kinds = []

@@ -19,7 +19,7 @@ from rekindle._src.models import ModelConfig, abstract_model
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.text import Tokenizer
 
-LIMITS = limits.Limits(read_gb_per_s=40.0, bf16_gflop_per_s=800.0, f32_gflop_per_s=400.0, int8_gflop_per_s=600.0)
+LIMITS = limits.MachineLimits(read_gb_per_s=40.0, bf16_gflop_per_s=800.0, f32_gflop_per_s=400.0, int8_gflop_per_s=600.0)
 
 
 def work(shape: str, quantize: str | None = None) -> limits.Work:

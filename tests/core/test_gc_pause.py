@@ -7,22 +7,22 @@ import threading
 
 import pytest
 
-from rekindle._src.core.gc_pause import no_search
+from rekindle._src.core.gc_pause import gc_paused
 
 
 def test_it_is_off_until_the_last_thread_is_done() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with no_search():
+        with gc_paused():
             inside.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with no_search():
+    with gc_paused():
         thread.start()
         assert inside.wait(10)
-        with no_search():
+        with gc_paused():
             assert not gc.isenabled()
     assert not gc.isenabled()
     leave.set()
@@ -31,7 +31,7 @@ def test_it_is_off_until_the_last_thread_is_done() -> None:
 
 
 def test_an_error_turns_it_on_again() -> None:
-    with pytest.raises(ValueError, match="so"), no_search():
+    with pytest.raises(ValueError, match="so"), gc_paused():
         raise ValueError("so")
     assert gc.isenabled()
 
@@ -39,7 +39,7 @@ def test_an_error_turns_it_on_again() -> None:
 def test_who_turned_it_off_before_finds_it_off() -> None:
     gc.disable()
     try:
-        with no_search():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -51,7 +51,7 @@ def test_what_stays_is_not_looked_through_next(stays: bool) -> None:
     before = gc.get_threshold()
     gc.set_threshold(1 << 30)
     try:
-        with no_search(stays=stays):
+        with gc_paused(stays=stays):
             made = [[]]
         young = {id(one) for one in gc.get_objects(generation=0)}
     finally:
@@ -63,7 +63,7 @@ def test_what_somebody_froze_stays_frozen() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with no_search(stays=True):
+        with gc_paused(stays=True):
             pass
         assert gc.get_freeze_count() == frozen
     finally:

@@ -13,7 +13,7 @@ import rekindle
 from helpers.driving import tiny_model
 from rekindle._src.core import progress
 from rekindle._src.core.progress import Progress
-from rekindle._src.models.loading.load_progress import Progress as Loaded
+from rekindle._src.models.loading.load_progress import LoadProgress as Loaded
 from rekindle._src.session import builder
 
 

@@ -12,7 +12,7 @@ from helpers.sessions import byte_tokenizer
 from helpers.task_streams import rest
 from rekindle._src.core.records import Completion, FinishReason, TokenEvent
 from rekindle._src.dispatch import detokenize
-from rekindle._src.dispatch.detokenize import Ticket
+from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Abort, Events, Finish
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -22,19 +22,19 @@ pytestmark = pytest.mark.anyio
 
 
 class TestDetokenize:
-    def ticket(self, **sampling: Any) -> Ticket:
+    def output(self, **sampling: Any) -> OutputState:
         request = make_request("abc", id="r", **sampling)
-        return Ticket(request, Mailbox(1), "abc", real_detokenizer(byte_tokenizer())(request.sampling))
+        return OutputState(request, Mailbox(1), "abc", real_detokenizer(byte_tokenizer())(request.sampling))
 
-    async def run(self, ticket: Ticket, *events: TokenEvent) -> list[Any]:
+    async def run(self, output: OutputState, *events: TokenEvent) -> list[Any]:
         send, receive = anyio.create_memory_object_stream[Events](100)
         feedback, said = anyio.create_memory_object_stream[Any](100)
-        self.tickets = {"r": ticket}
+        self.outputs = {"r": output}
         for event in events:
             send.send_nowait(Events((event,), ("r",), 2.0))
         send.close()
         with anyio.fail_after(10):
-            await detokenize.run(receive, feedback, self.tickets)
+            await detokenize.run(receive, feedback, self.outputs)
             return await rest(said)
 
     def events(self, text: bytes, reason: FinishReason | None = FinishReason.LENGTH) -> list[TokenEvent]:
@@ -45,45 +45,45 @@ class TestDetokenize:
         ]
 
     async def test_deltas_add_up_to_the_completion(self) -> None:
-        ticket = self.ticket()
-        assert await self.run(ticket, *self.events("né 😀!".encode())) == []
-        done = ticket.mailbox.results[0]
+        output = self.output()
+        assert await self.run(output, *self.events("né 😀!".encode())) == []
+        done = output.mailbox.results[0]
         assert isinstance(done, Completion) and done.text == "né 😀!"
-        assert "".join(delta.text for delta in ticket.mailbox.deltas) == done.text
-        assert [t for delta in ticket.mailbox.deltas for t in delta.token_ids] == list(done.token_ids)
+        assert "".join(delta.text for delta in output.mailbox.deltas) == done.text
+        assert [t for delta in output.mailbox.deltas for t in delta.token_ids] == list(done.token_ids)
         assert done.usage.cached_tokens == 2 and done.usage.completion_tokens == len("né 😀!".encode())
-        assert ticket.mailbox.deltas[-1].finish_reason is FinishReason.LENGTH
-        assert not self.tickets
+        assert output.mailbox.deltas[-1].finish_reason is FinishReason.LENGTH
+        assert not self.outputs
 
     async def test_half_a_character_waits_for_its_other_half(self) -> None:
-        ticket = self.ticket()
-        await self.run(ticket, *self.events("é".encode()[:1], None))
-        assert not ticket.mailbox.deltas
+        output = self.output()
+        await self.run(output, *self.events("é".encode()[:1], None))
+        assert not output.mailbox.deltas
 
     async def test_the_eos_token_is_no_text(self) -> None:
-        ticket = self.ticket()
-        await self.run(ticket, *self.events(b"ab", None), TokenEvent("r", (EOS,), finish_reason=FinishReason.EOS))
-        done = ticket.mailbox.results[0]
+        output = self.output()
+        await self.run(output, *self.events(b"ab", None), TokenEvent("r", (EOS,), finish_reason=FinishReason.EOS))
+        done = output.mailbox.results[0]
         assert isinstance(done, Completion) and (done.text, done.token_ids) == ("ab", (97, 98, EOS))
 
     async def test_a_stop_string_ends_the_request_at_once(self) -> None:
-        ticket = self.ticket(stop=("xyz",))
-        assert await self.run(ticket, *self.events(b"abxyzcd", None)) == [Finish("r", FinishReason.STOP)]
-        done = ticket.mailbox.results[0]
+        output = self.output(stop=("xyz",))
+        assert await self.run(output, *self.events(b"abxyzcd", None)) == [Finish("r", FinishReason.STOP)]
+        done = output.mailbox.results[0]
         assert isinstance(done, Completion)
         assert (done.text, done.finish_reason) == ("ab", FinishReason.STOP)
         assert bytes(done.token_ids) == b"abxyz"
-        assert all("x" not in delta.text for delta in ticket.mailbox.deltas)
+        assert all("x" not in delta.text for delta in output.mailbox.deltas)
 
     async def test_an_abort_keeps_what_there_was(self) -> None:
-        ticket = self.ticket(stop=("bcd",))
-        await self.run(ticket, *self.events(b"abc", None), TokenEvent("r", finish_reason=FinishReason.ABORTED))
-        assert isinstance(ticket.mailbox.error, RequestAborted)
-        assert "".join(delta.text for delta in ticket.mailbox.deltas) == "abc"
+        output = self.output(stop=("bcd",))
+        await self.run(output, *self.events(b"abc", None), TokenEvent("r", finish_reason=FinishReason.ABORTED))
+        assert isinstance(output.mailbox.error, RequestAborted)
+        assert "".join(delta.text for delta in output.mailbox.deltas) == "abc"
 
     async def test_undecodable_text_fails_that_request_and_frees_it(self) -> None:
-        ticket = self.ticket()
-        ticket._detokenizer.push = lambda ids: 1 / 0  # type: ignore[assignment, method-assign, return-value]
-        assert await self.run(ticket, *self.events(b"abc", None)) == [Abort("r")]
-        assert isinstance(ticket.mailbox.error, RequestFailed)
-        assert isinstance(ticket.mailbox.error.__cause__, ZeroDivisionError)
+        output = self.output()
+        output._detokenizer.push = lambda ids: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+        assert await self.run(output, *self.events(b"abc", None)) == [Abort("r")]
+        assert isinstance(output.mailbox.error, RequestFailed)
+        assert isinstance(output.mailbox.error.__cause__, ZeroDivisionError)

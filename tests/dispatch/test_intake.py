@@ -14,7 +14,7 @@ from helpers.fakes import EOS
 from helpers.sessions import byte_tokenizer, fake_engine
 from helpers.task_streams import rest, submission
 from rekindle._src.dispatch import intake
-from rekindle._src.dispatch.detokenize import Ticket
+from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Drain, Submission
 from rekindle.errors import InvalidRequest, RequestAborted, RequestFailed
@@ -23,23 +23,23 @@ pytestmark = pytest.mark.anyio
 
 
 class TestIntake:
-    async def run(self, *submissions: Submission) -> tuple[list[Any], dict[str, Ticket]]:
-        tickets: dict[str, Ticket] = {}
+    async def run(self, *submissions: Submission) -> tuple[list[Any], dict[str, OutputState]]:
+        outputs: dict[str, OutputState] = {}
         send, receive = anyio.create_memory_object_stream[Submission](10)
         out, messages = anyio.create_memory_object_stream[Any](100)
         for one in submissions:
             send.send_nowait(one)
         send.close()
         with anyio.fail_after(10):
-            await intake.run(receive, out, fake_engine(), tickets)
-            return await rest(messages), tickets
+            await intake.run(receive, out, fake_engine(), outputs)
+            return await rest(messages), outputs
 
     async def test_hands_on_requests_then_drains(self) -> None:
         given = submission("abc", n=3, seed=5, stop_token_ids=(7,))
-        messages, tickets = await self.run(given)
+        messages, outputs = await self.run(given)
         *requests, last = messages
         assert last == Drain()
-        assert [request.id for request in requests] == ["s.0", "s.1", "s.2"] == list(tickets)
+        assert [request.id for request in requests] == ["s.0", "s.1", "s.2"] == list(outputs)
         assert [request.sampling.seed for request in requests] == [5, 6, 7]
         assert all(request.token_ids.tolist() == [97, 98, 99] for request in requests)
         assert all(request.stop_ids == {7} and request.eos_ids == {EOS} for request in requests)
@@ -67,9 +67,9 @@ class TestIntake:
         self, given: Submission, field: str
     ) -> None:
         given = given._replace(mailbox=Mailbox(1))  # parameters are shared by both backends
-        messages, tickets = await self.run(given, submission("fine"))
+        messages, outputs = await self.run(given, submission("fine"))
         assert isinstance(given.mailbox.error, InvalidRequest) and given.mailbox.error.field == field
-        assert len(messages) == 2 and len(tickets) == 1
+        assert len(messages) == 2 and len(outputs) == 1
 
     async def test_a_broken_tokenizer_fails_that_request_with_the_cause(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def encode(text: str, add_special_tokens: bool = True) -> list[int]:
@@ -77,16 +77,16 @@ class TestIntake:
 
         monkeypatch.setattr(byte_tokenizer(), "encode", encode)
         given = submission("abc")
-        messages, tickets = await self.run(given)
-        assert messages == [Drain()] and not tickets
+        messages, outputs = await self.run(given)
+        assert messages == [Drain()] and not outputs
         assert isinstance(given.mailbox.error, RequestFailed)
         assert isinstance(given.mailbox.error.__cause__, ZeroDivisionError)
 
     async def test_what_was_abandoned_meanwhile_goes_nowhere(self) -> None:
         given = submission("abc")
         given.mailbox.abandoned = True
-        messages, tickets = await self.run(given)
-        assert messages == [Drain()] and not tickets
+        messages, outputs = await self.run(given)
+        assert messages == [Drain()] and not outputs
         assert isinstance(given.mailbox.error, RequestAborted)
 
     async def test_a_long_text_is_encoded_in_a_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:

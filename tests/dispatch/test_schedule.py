@@ -12,7 +12,7 @@ from helpers.sessions import fake_engine
 from helpers.task_streams import rest
 from rekindle._src.core.records import FinishReason, Request, StepPlan
 from rekindle._src.dispatch import schedule, step
-from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import (
     Abort,
     Drain,
@@ -127,8 +127,8 @@ class TestSchedule:
         scheduler.check_integrity()
 
     async def test_pausing_waits_for_the_step_in_flight_and_steps_run_singly(self) -> None:
-        quiet: Slot[None] = Slot()
-        reports: list[Slot[Stepped]] = [Slot(), Slot()]
+        quiet: OneShot[None] = OneShot()
+        reports: list[OneShot[Stepped]] = [OneShot(), OneShot()]
         async with anyio.create_task_group() as group:
             await self.start(group)
             await self.inbox.send(make_request("abc", id="a", max_tokens=5))
@@ -161,7 +161,7 @@ class TestSchedule:
         assert steps == [1, 2]
 
     async def test_a_step_of_a_running_session_is_refused(self) -> None:
-        report: Slot[Stepped] = Slot()
+        report: OneShot[Stepped] = OneShot()
         async with anyio.create_task_group() as group:
             await self.start(group)
             await self.inbox.send(StepOnce(report))
@@ -170,7 +170,7 @@ class TestSchedule:
             await report.get()
 
     async def test_exclusive_jobs_run_between_steps(self) -> None:
-        done: Slot[Any] = Slot()
+        done: OneShot[Any] = OneShot()
         after: list[Any] = []
         async with anyio.create_task_group() as group:
             await self.start(group)

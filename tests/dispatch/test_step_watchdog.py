@@ -14,7 +14,7 @@ import pytest
 from helpers.fakes import make_request
 from helpers.sessions import CONFIG, eventually, opened, parts
 from rekindle._src.core.records import StepPlan, StepResult
-from rekindle._src.dispatch.step_watchdog import Watch
+from rekindle._src.dispatch.step_watchdog import StepWatchdog
 
 
 def test_a_line_every_few_steps_counts_what_they_did(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +96,7 @@ async def test_the_watch_sees_every_hanging_step_once_and_sleeps_between(caplog:
     scheduler, runner = parts(HASTY)
     for text in ("abc", "def"):
         scheduler.submit(make_request(text, id=text, max_tokens=3))
-    watch = Watch(scheduler, runner, HASTY)
+    watchdog = StepWatchdog(scheduler, runner, HASTY)
     plans = [plan for plan in (scheduler.plan(), scheduler.plan()) if plan is not None]
     assert len(plans) == 2
 
@@ -107,17 +107,17 @@ async def test_the_watch_sees_every_hanging_step_once_and_sleeps_between(caplog:
 
     with caplog.at_level(logging.WARNING, "rekindle.steps"):
         async with anyio.create_task_group() as group:
-            group.start_soon(watch.run)
+            group.start_soon(watchdog.run)
             for count, plan in enumerate(plans, start=1):
-                watch.wake()
-                watch.enter(plan, "on the device")
+                watchdog.wake()
+                watchdog.enter(plan, "on the device")
                 await until(lambda count=count: len(caplog.records) == count)  # type: ignore[misc]
                 await anyio.sleep(3 * HASTY.step_timeout)
                 assert len(caplog.records) == count, "said twice"
-                assert watch.figures().slow_steps == count
-                watch.leave()
-                await until(lambda: watch._asleep is not None)
-                assert watch.figures().stalled == ""
+                assert watchdog.figures().slow_steps == count
+                watchdog.leave()
+                await until(lambda: watchdog._asleep is not None)
+                assert watchdog.figures().stalled == ""
             group.cancel_scope.cancel()
     assert [f"step {plan.step} has been on the device" in record.getMessage() for plan, record in zip(
         plans, caplog.records, strict=True)] == [True, True]  # fmt: skip
@@ -125,18 +125,18 @@ async def test_the_watch_sees_every_hanging_step_once_and_sleeps_between(caplog:
 
 def test_idle_time_counts_only_while_somebody_wants_a_step() -> None:
     scheduler, runner = parts()
-    watch = Watch(scheduler, runner, CONFIG)
+    watchdog = StepWatchdog(scheduler, runner, CONFIG)
 
     def step(idle: float) -> None:
-        watch(StepResult(StepPlan(0, (), ()), (), device_seconds=3.0, idle_seconds=idle))
+        watchdog(StepResult(StepPlan(0, (), ()), (), device_seconds=3.0, idle_seconds=idle))
 
     step(100.0)  # nobody had asked for anything
     step(1.0)
-    watch.rest()
+    watchdog.rest()
     step(100.0)
     step(2.0)
-    assert watch.figures().idle_seconds == 3.0
-    assert watch.figures().idle_share == 3.0 / (3.0 + 4 * 3.0)
+    assert watchdog.figures().idle_seconds == 3.0
+    assert watchdog.figures().idle_share == 3.0 / (3.0 + 4 * 3.0)
 
 
 def test_requests_that_follow_each_other_leave_no_idle_time_behind() -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle._src.execution.prefault import touch_ahead
+from rekindle._src.execution.prefault import prefault
 
 PAGES, PER_PAGE = 64, 16 * mmap.PAGESIZE
 
@@ -38,7 +38,7 @@ class Leaf:
 
 
 def touched(leaves: list[Any], pages: int) -> None:
-    thread = touch_ahead(leaves, pages)
+    thread = prefault(leaves, pages)
     assert thread is not None
     thread.join()
 
@@ -68,4 +68,4 @@ def test_what_memory_holds_stays() -> None:
     leaf = jnp.arange(3 * PER_PAGE, dtype=jnp.int32).reshape(3, -1)
     touched([leaf], 2)
     assert (np.asarray(leaf).reshape(-1) == np.arange(3 * PER_PAGE)).all()
-    assert touch_ahead([leaf], 0) is None
+    assert prefault([leaf], 0) is None

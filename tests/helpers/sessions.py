@@ -75,7 +75,7 @@ def opened(config: EngineConfig = CONFIG, **options: Any) -> Iterator[Session]:
     session = fake_session(config, **options)
     try:
         yield session
-        settled(session)
+        wait_until_idle(session)
     finally:
         session.close()
     eventually(lambda: threads() <= before)
@@ -86,7 +86,7 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith(("rekindle", "AnyIO"))}
 
 
-def settled(session: Session) -> None:
+def wait_until_idle(session: Session) -> None:
     """Wait until nothing lives in the session any more, and check that nothing leaked."""
     eventually(lambda: session.stats().live == 0 and not session._engine.scheduler.has_work)
     session.check_integrity()
@@ -107,5 +107,13 @@ def expected(prompt: str | list[int], model: FakeModel | None = None, **sampling
 
 
 __all__ = [
-    "CONFIG", "byte_tokenizer", "eventually", "expected", "fake_engine", "fake_session", "opened", "parts", "settled",
+    "CONFIG",
+    "byte_tokenizer",
+    "eventually",
+    "expected",
+    "fake_engine",
+    "fake_session",
+    "opened",
+    "parts",
+    "wait_until_idle",
 ]  # fmt: skip

@@ -48,7 +48,7 @@ def opened(folder: Path, *, model: Any = MODEL, **options: Any) -> Session:
         "max_model_len": 128, "cache_dir": str(folder), "precompile": "lazy",
     }  # fmt: skip
     session = rekindle.open_sync(model, **settings | options)
-    tiers = session._keeper.tiers
+    tiers = session._cache_writer.tiers
     assert tiers is not None
     tiers.costs.mode = "always"
     return session

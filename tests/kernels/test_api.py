@@ -21,7 +21,7 @@ def call(**changes: object) -> Call:
 
 
 def test_cpu_is_served_by_native_kernels_where_numba_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.reason_against() is None:
+    if native.unavailable_reason() is None:
         assert api.choose(call()).name == "native"
     assert api.choose(call(head_dim=40)).name == "xla"
     monkeypatch.setenv("REKINDLE_NATIVE", "0")

@@ -22,7 +22,7 @@ from rekindle_kernels import init_pages, native
 from rekindle_kernels.native import attention, plan
 from rekindle_kernels.native.plan import Buffer
 
-needs_numba = pytest.mark.skipif(native.reason_against() is not None, reason="numba is not installed")
+needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 E = 64
 RANDOM = np.random.default_rng(0)
 

@@ -17,7 +17,7 @@ import pytest
 from rekindle_kernels import init_pages, native, pages
 from rekindle_kernels.native import attention, build, products
 
-pytestmark = pytest.mark.skipif(native.reason_against() is not None, reason="numba is not installed")
+pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 RANDOM = np.random.default_rng(0)
 
 
@@ -71,7 +71,7 @@ def test_an_llvm_that_would_end_the_process_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, version: str, works: bool
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    reason = native.reason_against()
+    reason = native.unavailable_reason()
     assert (reason is None) == works
     assert works or (version in str(reason) and "pip install --upgrade" in str(reason))
 

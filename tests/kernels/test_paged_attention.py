@@ -48,7 +48,7 @@ def expected(case: Case) -> tuple[Problem, np.ndarray]:
 def test_implementation_matches_the_reference(name: str, case: Case) -> None:
     if name == "native":
         known = (case.kv_dtype or case.dtype) in DTYPES and case.head_dim % LANES == 0
-        if native.reason_against() or not known:
+        if native.unavailable_reason() or not known:
             pytest.skip("not its business, or numba is not installed")
     problem, want = expected(case)
     got = jax.jit(partial(IMPLEMENTATIONS[name], **problem.options))(*problem.args)

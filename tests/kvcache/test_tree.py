@@ -45,7 +45,7 @@ class Tree:
         self.pool.release(done.duplicates)
         final = pages[:start] + done.pages
         self.pool.release(final)
-        self.cache.settle(done.node)
+        self.cache.unreference(done.node)
         self.check()
         return final
 
@@ -60,7 +60,7 @@ class Tree:
         assert self.tier is not None
         for move in moves:
             self.tier.put(move.digest, (np.zeros(1),))
-        self.cache.landed(moves)
+        self.cache.offload_done(moves)
 
 
 def test_the_longest_prefix_of_whole_pages_is_found() -> None:
@@ -116,7 +116,7 @@ def test_a_page_computed_twice_is_kept_once() -> None:
     tree.pool.release(done.duplicates)
     assert tree.pool.held == 3
     tree.pool.release(done.pages)
-    tree.cache.settle(done.node)
+    tree.cache.unreference(done.node)
     assert (tree.pool.held, tree.pool.cached) == (0, 3)
     tree.check()
 
@@ -155,7 +155,7 @@ def test_held_pages_and_their_ancestors_stay() -> None:
     tree.cache.evict(10)
     assert tree.found(tokens(1, 2, 3)) == 2
     tree.pool.release(pages)
-    tree.cache.settle(match.nodes[-1])
+    tree.cache.unreference(match.nodes[-1])
     tree.cache.evict(10)
     assert len(tree.cache) == 0 and tree.pool.free == tree.pool.total
     tree.check()
@@ -168,7 +168,7 @@ def test_a_page_was_used_until_it_was_let_go() -> None:
     pages = tree.cache.lock(match)
     tree.insert(tokens(2))
     tree.pool.release(pages)
-    tree.cache.settle(match.nodes[-1])
+    tree.cache.unreference(match.nodes[-1])
     tree.cache.evict(1)
     assert tree.found(tokens(1)) == 1 and tree.found(tokens(2)) == 0
 
@@ -193,7 +193,7 @@ def test_an_evicted_page_goes_to_the_host_and_comes_back() -> None:
     fresh = tree.pool.take(2)
     assert [move.page for move in tree.cache.restore(match, fresh)] == fresh
     tree.pool.release(fresh)
-    tree.cache.settle(match.nodes[-1])
+    tree.cache.unreference(match.nodes[-1])
     tree.check()
     assert tree.cache.evict(2) == [], "the host still has both"
 
@@ -303,7 +303,7 @@ def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None
         spent = time.thread_time() - start
         assert done is not None
         pool.release(pages)
-        cache.settle(done.node)
+        cache.unreference(done.node)
         return text, spent
 
     def match(text: IntArray) -> float:

@@ -8,7 +8,7 @@ import gc
 import anyio
 import pytest
 
-from helpers.sessions import CONFIG, eventually, opened, settled
+from helpers.sessions import CONFIG, eventually, opened, wait_until_idle
 from rekindle import Session
 
 
@@ -66,7 +66,7 @@ async def test_lesson_12_a_consumer_that_leaves_frees_everything_within_a_step(l
         eventually(lambda: scheduler.statistics().leaving == 0)
         assert scheduler.statistics().steps - at <= 3
         assert len((await bystander).token_ids) == 50
-        settled(session)
+        wait_until_idle(session)
         statistics = scheduler.statistics()
         assert statistics.pages_held == 0 and statistics.running == 0
 
@@ -92,4 +92,4 @@ def test_lesson_12_a_loop_that_is_torn_down_aborts_what_it_awaited() -> None:
 
     with opened(step_seconds=0.01) as session:
         asyncio.run(main(session))
-        settled(session)
+        wait_until_idle(session)

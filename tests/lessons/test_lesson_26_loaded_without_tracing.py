@@ -54,9 +54,9 @@ async def test_lesson_26_nothing_is_traced_from_open_to_the_hundredth_request(
 
 SCRIPT = """
 import sys
-from compiling import compiled_by_jax, counts
+from helpers.compiling import compiled_by_jax, counts
 import rekindle
-from small import opening, prompt
+from helpers.small import opening, prompt
 def open():
     if sys.argv[1] == "random":
         return opening(max_requests=2, precompile="lazy", cache_dir=sys.argv[2]).result_sync()

@@ -17,8 +17,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 FIRST = """
 import time
 from rekindle._src.notebook import Progress
-from rekindle._src.models.loading.load_progress import Progress as Loaded
-from sessions import fake_session
+from rekindle._src.models.loading.load_progress import LoadProgress as Loaded
+from helpers.sessions import fake_session
 session = fake_session(step_seconds=0.002)
 session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)
 """

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle._src.programs.function_hash import codeprint
+from rekindle._src.programs.function_hash import function_hash
 from rekindle._src.programs.processors import LogitsProcessor
 
 CELL = """
@@ -34,7 +34,7 @@ def made(source: str) -> Any:
 
 
 def test_the_same_cell_run_again_is_the_same() -> None:
-    assert codeprint(made(CELL)) == codeprint(made(CELL)) == codeprint(made("\n\n" + CELL))
+    assert function_hash(made(CELL)) == function_hash(made(CELL)) == function_hash(made("\n\n" + CELL))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_same_cell_run_again_is_the_same() -> None:
     [("+ 1.5", "+ 1.6"), ("2.0", "3.0"), ("[True, False]", "[False, True]"), ("x * ", "x - "), ("-jnp.inf", "jnp.inf")],
 )
 def test_a_change_anywhere_in_it_is_seen(before: str, after: str) -> None:
-    assert codeprint(made(CELL)) != codeprint(made(CELL.replace(before, after)))
+    assert function_hash(made(CELL)) != function_hash(made(CELL.replace(before, after)))
 
 
 def test_captured_values_defaults_and_partials_count() -> None:
@@ -52,11 +52,11 @@ def test_captured_values_defaults_and_partials_count() -> None:
     def scaled(logits: Any, context: Any, by: float = 1.0) -> Any:
         return logits * by
 
-    assert codeprint(maker(1.0)) == codeprint(maker(1.0)) != codeprint(maker(2.0))
-    assert codeprint(maker(jnp.ones(2))) == codeprint(maker(jnp.ones(2))) != codeprint(maker(jnp.zeros(2)))
-    partials = [codeprint(functools.partial(scaled, by=by)) for by in (1.0, 2.0)]
-    assert len({*partials, codeprint(scaled)}) == 3
-    assert codeprint(jax.jit(maker(1.0))) != codeprint(jax.jit(maker(2.0)))
+    assert function_hash(maker(1.0)) == function_hash(maker(1.0)) != function_hash(maker(2.0))
+    assert function_hash(maker(jnp.ones(2))) == function_hash(maker(jnp.ones(2))) != function_hash(maker(jnp.zeros(2)))
+    partials = [function_hash(functools.partial(scaled, by=by)) for by in (1.0, 2.0)]
+    assert len({*partials, function_hash(scaled)}) == 3
+    assert function_hash(jax.jit(maker(1.0))) != function_hash(jax.jit(maker(2.0)))
 
 
 def test_objects_count_by_their_call_and_their_values() -> None:
@@ -67,19 +67,19 @@ def test_objects_count_by_their_call_and_their_values() -> None:
         def __call__(self, logits: Any, context: Any) -> Any:
             return logits.at[:, self.token].set(-jnp.inf)
 
-    assert codeprint(Ban(1)) == codeprint(Ban(1)) != codeprint(Ban(2))
+    assert function_hash(Ban(1)) == function_hash(Ban(1)) != function_hash(Ban(2))
 
 
 def test_a_function_that_uses_itself_or_the_world_ends() -> None:
     def loop(logits: Any, context: Any) -> Any:
         return loop(logits, context) if np is None else sys
 
-    assert codeprint(loop) == codeprint(loop)
+    assert function_hash(loop) == function_hash(loop)
 
 
 def test_other_processes_agree() -> None:
     source = f"import numpy as np, jax.numpy as jnp\n{CELL}\n"
-    source += "from rekindle._src.programs.function_hash import codeprint\nprint(codeprint(process))"
+    source += "from rekindle._src.programs.function_hash import function_hash\nprint(function_hash(process))"
     printed = {
         subprocess.run(
             [sys.executable, "-c", source],

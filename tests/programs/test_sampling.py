@@ -23,7 +23,7 @@ _choose = jax.jit(device.choose, static_argnames="use_native")
 @pytest.fixture(autouse=True, params=["xla", "native"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of `choose` runs on both."""
-    if request.param == "native" and native.reason_against() is not None:
+    if request.param == "native" and native.unavailable_reason() is not None:
         pytest.skip("numba is not installed")
     monkeypatch.setitem(globals(), "use_native", request.param == "native")
 
@@ -190,7 +190,7 @@ def test_draws_use_the_words_that_jax_random_derives_from_seed_and_position() ->
 
 
 def test_both_paths_draw_the_same_tokens() -> None:
-    if native.reason_against() is not None:
+    if native.unavailable_reason() is not None:
         pytest.skip("numba is not installed")
     rows = [Sampling(**{"temperature": 1.3, "seed": seed, **OPTIONS[seed % len(OPTIONS)]}) for seed in range(400)]
     rows[::40] = [Sampling(seed=0, temperature=0.0)] * 10

@@ -163,7 +163,7 @@ def serialize(compiled):
 serialize_executable.serialize = serialize
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
-from small import opening, prompt
+from helpers.small import opening, prompt
 with opening(max_requests=1, precompile="lazy", cache_dir=sys.argv[1]).result_sync() as session:
     tokens = session.generate_sync(prompt(1, 5), max_tokens=3, ignore_eos=True).token_ids
     print(len(hits), *{program.why for program in session.programs()}, sep="|")

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from rekindle._src.scheduling.prompt_lookup import SIZE, Lookup
+from rekindle._src.scheduling.prompt_lookup import SIZE, PromptLookup
 
 
 def array(tokens: list[int]) -> np.ndarray:
@@ -26,7 +26,7 @@ def searched(tokens: list[int]) -> int | None:
     skip=st.integers(0, 3),
 )
 def test_it_finds_what_a_search_finds(prompt: list[int], output: list[int], skip: int) -> None:
-    lookup, tokens, source = Lookup(array(prompt)), [*prompt], searched(prompt)
+    lookup, tokens, source = PromptLookup(array(prompt)), [*prompt], searched(prompt)
     for token in output:
         lookup.push(token)
         follows = source is not None and tokens[source] == token
@@ -40,12 +40,12 @@ def test_it_finds_what_a_search_finds(prompt: list[int], output: list[int], skip
 
 
 def test_text_that_repeats_itself_is_taken_to_go_on() -> None:
-    lookup = Lookup(array([9, 1, 2, 3, 1, 2, 3, 1, 2]))
+    lookup = PromptLookup(array([9, 1, 2, 3, 1, 2, 3, 1, 2]))
     assert lookup.guess(0, 7).tolist() == [3, 1, 2, 3, 1, 2, 3]
 
 
 def test_a_place_that_was_right_is_kept_though_its_tokens_came_again() -> None:
-    lookup = Lookup(array([1, 2, 3, 4, 5, 6, 9, 4, 5, 6, 8, 1, 2, 3]))
+    lookup = PromptLookup(array([1, 2, 3, 4, 5, 6, 9, 4, 5, 6, 8, 1, 2, 3]))
     for token in (4, 5, 6):
         lookup.push(token)
     assert lookup.guess(0, 1).tolist() == [9], "not the 8 that followed last time"
@@ -56,7 +56,7 @@ def test_a_place_that_was_right_is_kept_though_its_tokens_came_again() -> None:
 
 
 def test_hope_grows_with_what_was_right_whoever_computed_it() -> None:
-    lookup = Lookup(array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]))
+    lookup = PromptLookup(array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]))
     hopes = [lookup.hope]
     for token in (4, 5, 6, 9):
         lookup.push(token)
@@ -65,7 +65,7 @@ def test_hope_grows_with_what_was_right_whoever_computed_it() -> None:
 
 
 def test_it_waits_longer_and_longer_while_it_is_wrong() -> None:
-    lookup = Lookup(array([1] * 6))
+    lookup = PromptLookup(array([1] * 6))
     waited = []
     for _ in range(8):
         lookup.learn(2, 0)

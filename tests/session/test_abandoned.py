@@ -8,7 +8,7 @@ import threading
 import anyio
 import pytest
 
-from helpers.sessions import eventually, opened, settled
+from helpers.sessions import eventually, opened, wait_until_idle
 from rekindle import EngineConfig, Sampling, Session
 from rekindle._src.core.records import Status
 from rekindle._src.session.handle import Handle
@@ -81,7 +81,7 @@ async def test_leaving_a_stream_aborts_it(slow: Session) -> None:
     assert kept.status is Status.ABORTED
     for _ in slow.stream_sync("hello", max_tokens=400):
         break
-    settled(slow)
+    wait_until_idle(slow)
 
 
 @anyio_test

@@ -54,7 +54,7 @@ def test_a_session_goes_on_under_autoreload(loop: str, tmp_path: Path) -> None:
     with kernel() as notebook:
         notebook.ok(f"%load_ext autoreload\n%autoreload 2\n%autoawait {loop}")
         notebook.ok(f"import sys; sys.path.append({str(tmp_path)!r})")
-        notebook.ok("import mine, rekindle\nfrom sessions import fake_session, settled")
+        notebook.ok("import mine, rekindle\nfrom helpers.sessions import fake_session, wait_until_idle")
         notebook.ok("session = fake_session(step_seconds=0.005)")
         check(notebook, 2)
         notebook.ok("handle = session.submit('runs on over an edit', max_tokens=200)")
@@ -68,7 +68,7 @@ def test_a_session_goes_on_under_autoreload(loop: str, tmp_path: Path) -> None:
             "async with session.paused():\n    h = session.submit('two', max_tokens=1)\n    r = await session.step()"
         )
         assert "prefill" in notebook.ok("print(r)")
-        notebook.ok("settled(session)\nawait session.aclose()")
+        notebook.ok("wait_until_idle(session)\nawait session.aclose()")
         assert notebook.ok("print(session.closed)") == "True"
         notebook.ok("session = fake_session()")
         check(notebook, 4)

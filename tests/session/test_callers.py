@@ -14,7 +14,7 @@ import trio
 from helpers.fakes import EOS
 from helpers.sessions import CONFIG, expected
 from rekindle import Sampling, Session
-from rekindle._src.dispatch.wakeups import AsyncioBell
+from rekindle._src.dispatch.wakeups import AsyncioWakeup
 
 anyio_test = pytest.mark.anyio
 
@@ -119,8 +119,8 @@ def test_the_asyncio_loop_turns_while_somebody_waits(slow: Session) -> None:
 
 def test_bells_are_of_the_loop_that_waits(session: Session) -> None:
     async def main() -> None:
-        from rekindle._src.dispatch.wakeups import new_bell
+        from rekindle._src.dispatch.wakeups import new_wakeup
 
-        assert isinstance(new_bell(), AsyncioBell)
+        assert isinstance(new_wakeup(), AsyncioWakeup)
 
     asyncio.run(main())

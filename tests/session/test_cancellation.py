@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.fakes import FakeModel
-from helpers.sessions import expected, opened, settled, threads
+from helpers.sessions import expected, opened, threads, wait_until_idle
 from rekindle import EngineConfig, Session
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle.errors import RequestAborted
@@ -82,9 +82,9 @@ async def test_two_thousand_requests_cancelled_at_random_points() -> None:
             async with anyio.create_task_group() as group:
                 for i in range(2000):
                     group.start_soon(one, i)
-        settled(session)
+        wait_until_idle(session)
         dispatch = session._host._dispatch
-        assert dispatch is not None and not dispatch.tickets and not dispatch.mailboxes
+        assert dispatch is not None and not dispatch.outputs and not dispatch.mailboxes
         assert session.stats().running == session.stats().waiting == 0
         assert session._engine.scheduler.statistics().leaving == 0
         gc.collect()

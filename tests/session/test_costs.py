@@ -70,7 +70,7 @@ def streamed(session: Any, run: Callable[[Callable[[], Awaitable[float]]], float
     def deliver(i: int) -> None:
         handle._mailbox.put(TextDelta("x", str(time.perf_counter())))
         if i == DELTAS - 1:
-            handle._mailbox.settle(0, TimeoutError())
+            handle._mailbox.complete(0, TimeoutError())
 
     async def main() -> float:
         thread = paced(DELTAS, RATE, deliver)

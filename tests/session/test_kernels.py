@@ -16,7 +16,7 @@ pytestmark = [
 ]
 SETUP = """
 import asyncio, gc, threading, time, anyio, rekindle
-from sessions import fake_session, settled, eventually, CONFIG
+from helpers.sessions import fake_session, wait_until_idle, eventually, CONFIG
 session = fake_session(step_seconds=0.005, num_pages=2048)
 def live():
     return session.stats().live
@@ -44,7 +44,7 @@ def notebook(running: Kernel, request: pytest.FixtureRequest) -> Kernel:
 
 
 def check_nothing_leaked(notebook: Kernel) -> None:
-    notebook.ok("settled(session)")
+    notebook.ok("wait_until_idle(session)")
 
 
 def test_await(notebook: Kernel) -> None:
@@ -136,7 +136,7 @@ def test_break_aborts(notebook: Kernel) -> None:
 
 def test_dropped_handle_aborts(notebook: Kernel) -> None:
     notebook.ok("handle = session.submit('a', max_tokens=400)\ndel handle")
-    notebook.ok("start = time.perf_counter(); settled(session); assert time.perf_counter() - start < 1.5")
+    notebook.ok("start = time.perf_counter(); wait_until_idle(session); assert time.perf_counter() - start < 1.5")
 
 
 def test_a_call_that_is_never_awaited_says_nothing(asyncio_kernel: Kernel) -> None:

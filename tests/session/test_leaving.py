@@ -71,7 +71,7 @@ def test_leaving_the_interpreter_with_work_in_flight(ending: str) -> None:
     done = run_script(
         f"""
         import os, signal, sys, time
-        from sessions import fake_session
+        from helpers.sessions import fake_session
         session = fake_session(step_seconds=0.05)
         handles = [session.submit("x", max_tokens=400) for _ in range(4)]
         time.sleep(0.2)
@@ -92,7 +92,7 @@ def test_exit_is_bounded_when_the_device_hangs() -> None:
     done = run_script(
         """
         import threading, time
-        from sessions import fake_session
+        from helpers.sessions import fake_session
         session = fake_session(gate=threading.Event())
         handle = session.submit("x", max_tokens=400)
         time.sleep(0.2)

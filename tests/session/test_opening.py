@@ -114,7 +114,7 @@ def test_a_start_that_finds_everything_needs_neither_flax_nor_orbax(tmp_path: Pa
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
     program = """if True:
         import sys, rekindle
-        from rekindle._src.models import prepared
+        from rekindle._src.models.loading import prepared
         prepared.MIN_BYTES = 0  # as if it were a real model
         with rekindle.open_sync(sys.argv[1], cache_dir=sys.argv[2], quiet=True, max_model_len=64) as session:
             print(session.generate_sync([3, 4, 5], max_tokens=4, ignore_eos=True).token_ids)

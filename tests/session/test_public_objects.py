@@ -210,7 +210,7 @@ def test_the_walk_finds_what_is_inside(session: Session, folder: Path) -> None:
         "Batch", "CacheStatistics", "CacheStats", "CacheView", "Completion", "EngineConfig", "Explanation", "Handle",
         "HostStatistics", "NodeView", "Once", "Paused", "PrefixExplanation", "ProgramRecord", "RowReport",
         "RunnerStatistics", "Sampling", "SaveReport", "SchedulerStatistics", "SessionStats", "SnapshotInfo",
-        "Snapshots", "StepReport", "Stream", "TextDelta", "Timings", "TokenLogprobs", "Tokenizer", "TreeView", "Usage",
+        "Snapshots", "StepReport", "Stream", "TextDelta", "Timings", "TokenLogprobs", "Tokenizer", "CacheTree", "Usage",
     }  # fmt: skip
 
 

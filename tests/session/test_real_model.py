@@ -12,7 +12,7 @@ import pytest
 
 import rekindle
 from helpers.driving import tiny_model
-from helpers.sessions import eventually, settled, threads
+from helpers.sessions import eventually, threads, wait_until_idle
 from rekindle import Session
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
 
@@ -34,7 +34,7 @@ def session(cache_dir: Path) -> Iterator[Session]:
     with rekindle.open_sync(tiny_model(), cache_dir=str(cache_dir), **OPTIONS) as made:
         made.generate_sync(PROMPT, max_tokens=2)
         yield made
-        settled(made)
+        wait_until_idle(made)
 
 
 @pytest.mark.anyio

@@ -15,7 +15,7 @@ import pytest
 from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
 from rekindle._src.core.records import Status
 from rekindle._src.dispatch.host import wait
-from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.kvcache import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
 
@@ -145,7 +145,7 @@ def test_a_request_waits_aside_while_its_pages_are_read(tmp_path: Path, monkeypa
         session.save("mine").result_sync()
     monkeypatch.setattr("rekindle._src.kvcache.tiers.tiers.AHEAD_BYTES", 0)
     with opened(tmp_path, restore="mine") as session:
-        disk = session._keeper.tiers.disk  # type: ignore[union-attr]
+        disk = session._cache_writer.tiers.disk  # type: ignore[union-attr]
         assert disk is not None
         load, read = disk.load_run, threading.Event()
         monkeypatch.setattr(disk, "load_run", lambda run, memory: load(run, memory) if read.wait(500) else [])
@@ -179,7 +179,7 @@ def test_likely_pages_are_read_before_anybody_asks(tmp_path: Path) -> None:
         assert session.cache.stats().disk_hit_tokens == 12 * 8, "that was host memory's"
         session.check_integrity()
     with opened(tmp_path, restore="mine", host_memory=3 * 6144) as session:
-        while session._keeper.tiers._ahead:  # type: ignore[union-attr]
+        while session._cache_writer.tiers._ahead:  # type: ignore[union-attr]
             time.sleep(0.01)
         assert session.cache.stats().host_bytes <= 3 * 6144
         assert ask(session, 0) == 64
@@ -195,11 +195,11 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
     with opened(tmp_path, device_pages=65) as session:
         for index in (0, 1):
             ask(session, index)
-        keeper = session._keeper
+        writer = session._cache_writer
 
         def keep(*, cold: float, visited: bool) -> None:
-            done = Slot[None]()
-            keeper._jobs.put((lambda: keeper._keep(1 << 30, cold=cold, visited=visited), done))
+            done = OneShot[None]()
+            writer._jobs.put((lambda: writer._keep(1 << 30, cold=cold, visited=visited), done))
             wait(done)
 
         nodes = session.stats().cache.nodes
@@ -207,13 +207,13 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
         listed.clear()
         for _ in range(nodes):  # twice through the tree
             keep(cold=1e6, visited=True)
-            assert keeper._complete_at == -1, "most of it is neither cold nor visited"
+            assert writer._complete_at == -1, "most of it is neither cold nor visited"
         assert listed == [nodes, nodes]
-        disk = keeper.tiers.disk  # type: ignore[union-attr]
+        disk = writer.tiers.disk  # type: ignore[union-attr]
         assert disk is not None and len(disk) == 4, "what both prompts share was visited"
         keep(cold=0.0, visited=False)
         assert len(disk) == nodes
-        assert keeper._complete_at == session._engine.scheduler.cache.version
+        assert writer._complete_at == session._engine.scheduler.cache.version
 
 
 def test_int8_pages_are_kept_as_such(tmp_path: Path) -> None:

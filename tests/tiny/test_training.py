@@ -17,7 +17,7 @@ from rekindle._src.tiny_training import evaluate, export, tokenizer
 from rekindle._src.tiny_training.batches import PAD, batch, encoded, pack
 from rekindle._src.tiny_training.objective import causal, logits, losses
 from rekindle._src.tiny_training.recipe import Recipe, Stage
-from rekindle._src.tiny_training.train import Progress, initial, schedule, train
+from rekindle._src.tiny_training.train import TrainingProgress, initial, schedule, train
 
 pytest.importorskip("optax")
 SMALL = Recipe(
@@ -40,7 +40,7 @@ def words() -> Tokenizer:
 
 
 def run(words: Tokenizer, work: Path, stop_after: int | None = None) -> tuple[list[float], list[np.ndarray]]:
-    progress: list[Progress] = []
+    progress: list[TrainingProgress] = []
     _, leaves = train(SMALL, words, work, stop_after=stop_after, report=progress.append)
     return [step.loss for step in progress], [np.asarray(leaf) for leaf in leaves]
 

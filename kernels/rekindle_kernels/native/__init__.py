@@ -1,7 +1,7 @@
 """CPU kernels compiled by numba and called by XLA, for what XLA:CPU has no fast form. Without numba there are none."""
 
 from rekindle_kernels.native.attention import split, splits
-from rekindle_kernels.native.build import called_by, ensure, reason_against
+from rekindle_kernels.native.build import called_by, ensure, unavailable_reason
 from rekindle_kernels.native.chain import chained, chains
 from rekindle_kernels.native.choosing import chooses, draw, largest_index
 from rekindle_kernels.native.gradients import differentiable
@@ -20,8 +20,8 @@ __all__ = [
     "multiplies",
     "multiply",
     "norms",
-    "reason_against",
     "rms_norm",
     "split",
     "splits",
+    "unavailable_reason",
 ]

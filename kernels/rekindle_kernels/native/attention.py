@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from rekindle_kernels import pages
 from rekindle_kernels.calls import Call, Implementation, LayerKV
-from rekindle_kernels.native.build import builds, ensure, reason_against
+from rekindle_kernels.native.build import builds, ensure, unavailable_reason
 from rekindle_kernels.native.products import DTYPES
 
 LANES = 16
@@ -63,7 +63,7 @@ def paged_attention(
 def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
     """`write_kv`; XLA's own scatter where pages are quantised."""
     known = kv.dtype.name in ("float32", "bfloat16") and kv.head_dim % LANES == 0 and kv.scales is None
-    if not known or reason_against() is not None or not builds(f"write_{kv.dtype.name}"):
+    if not known or unavailable_reason() is not None or not builds(f"write_{kv.dtype.name}"):
         return pages.write_kv(kv, k, v, page_ids, offsets)
     shape = jax.ShapeDtypeStruct(kv.pages.shape, kv.pages.dtype)
     call = jax.ffi.ffi_call(ensure(f"write_{kv.dtype.name}"), shape, input_output_aliases={0: 0})
@@ -104,7 +104,7 @@ def supports(call: Call) -> str | None:
         return f"pages of {call.kv_dtype.name} are none of {', '.join(DTYPES)}"
     if call.head_dim % LANES:
         return f"the head size {call.head_dim} is no multiple of {LANES}"
-    reason = reason_against()
+    reason = unavailable_reason()
     if reason is None and not all(builds(f"{part}_{call.kv_dtype.name}_{call.head_dim}") for part in _parts(call)):
         return "its kernels can't be built here: the log says why"
     return reason

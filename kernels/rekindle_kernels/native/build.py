@@ -35,7 +35,7 @@ _ready: set[str] = set()  # kernels
 _entries = (ctypes.c_int64 * SLOTS)()  # where that code begins, for the kernel of chains
 
 
-def reason_against() -> str | None:
+def unavailable_reason() -> str | None:
     """Why native kernels can't be used here; None if they can."""
     if sys.platform == "win32":
         return "native kernels have not been tried on Windows"

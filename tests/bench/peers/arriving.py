@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from plans import SHARES, Batch, Draw, Figures, Plan, between
-
 from engine import Answer
+from plans import SHARES, Batch, Draw, Figures, Plan, between
 
 COUNT = 32
 PROMPT, NEW = 128, 64

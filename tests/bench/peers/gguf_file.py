@@ -8,10 +8,9 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from engine import hf_config
 from gguf.quants import quantize
 from numpy.typing import NDArray
-
-from engine import hf_config
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
 

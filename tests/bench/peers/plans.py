@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import numpy as np
-
 from engine import Answer, Prompt
 
 Figures = dict[str, float]

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import arriving
+from engine import Answer, Setting
 from plans import ARRIVING, PLANS, WORKLOADS, Draw, Figures, Plan
 from process import EngineFailed, Load, Process, settle
-
-from engine import Answer, Setting
 
 FIRST_PROMPT = 32  # tokens of W5's prompt
 CHECKED = "W3"  # the workload whose first tokens are compared between the engines

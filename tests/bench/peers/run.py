@@ -20,11 +20,11 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[2] / "toolkit"), str(HERE.parents[2] / "kernels")]
 
 import table  # noqa: E402
+from engine import ENGINES, Setting  # noqa: E402
 from plans import WORKLOADS, Figures  # noqa: E402
 from process import EngineFailed  # noqa: E402
 from rounds import Race, say  # noqa: E402
 
-from engine import ENGINES, Setting  # noqa: E402
 from rekindle._src.bench import fresh, shapes  # noqa: E402
 from rekindle._src.bench.folder import write_checkpoint  # noqa: E402
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import llama_cpp as api
 import numpy as np
-
 from engine import Answer, Arrivals, Moments, Prompt, Setting, shared_length
 
 BATCH = 2048  # llama.cpp's defaults: tokens of one call, of which so many are computed at once

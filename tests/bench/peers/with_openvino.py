@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
-
 from engine import Answer, Arrivals, Moments, Prompt, Setting
 
 CACHE_GB = 2  # of KV cache, the same for both precisions

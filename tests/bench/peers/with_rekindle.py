@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 import anyio
+from engine import Answer, Moments, Prompt, Setting
 
 import rekindle
-from engine import Answer, Moments, Prompt, Setting
 
 # What a session is opened with for all workloads; the rest are defaults.
 OPTIONS = {"max_requests": 32, "max_model_len": 2048, "precompile": "all"}

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-
 from engine import Answer, Moments, Prompt, Setting
 
 

@@ -65,10 +65,10 @@ def test_what_is_not_used_is_given_back() -> None:
     kept = [slots.take(SIZE) for _ in range(3 * count)]
     assert slots.nbytes >= 3 * count * SIZE
     del kept[1:]
-    slots.settle()
+    slots.reclaim()
     assert slots.nbytes <= PIECE + LINE
     kept.clear()
-    slots.settle()
+    slots.reclaim()
     assert slots.nbytes == 0
 
 

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from helpers import checkpoints
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, hub, reading
-from rekindle._src.models.loading.load_progress import Progress
+from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.models.loading.tensor_files import read_header
 from rekindle.errors import CheckpointError, ConfigError, MissingExtra, UnsupportedModel
 
@@ -134,14 +134,14 @@ def test_weights_adopt_their_memory_without_a_copy(tmp_path: Path) -> None:
 
 
 def test_progress_reports_bytes_rate_and_what_remains(tmp_path: Path) -> None:
-    reports: list[Progress] = []
+    reports: list[LoadProgress] = []
     folder = checkpoints.write(tmp_path, RAW)
     checkpoint.load(folder, progress=reports.append)
     last = reports[-1]
     assert last.done == last.total == sum(entry.nbytes for entry in read_header(folder / "model.safetensors").entries)
     assert last.rate > 0 and last.eta == 0
     assert "MB/s" in str(last)
-    half = Progress(50, 100, 2.0)
+    half = LoadProgress(50, 100, 2.0)
     assert (half.rate, half.eta) == (25.0, 2.0)
 
 
@@ -175,7 +175,7 @@ def test_peak_memory_is_the_weights(heavier: Path, dtype: str, quantize: str | N
 
 
 def test_an_error_in_the_callback_ends_the_load(tmp_path: Path) -> None:
-    def report(_: Progress) -> None:
+    def report(_: LoadProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -29,7 +29,7 @@ RAW = {
 }
 
 
-@pytest.mark.skipif(native.reason_against() is not None, reason="numba is not installed")
+@pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 @pytest.mark.parametrize("rows", [2, 40])
 def test_gradients_go_through_the_plain_form(rows: int) -> None:
     config, random = ModelConfig.from_hf(RAW), np.random.default_rng(0)

@@ -27,7 +27,7 @@ from rekindle._src.bench import workloads
 from rekindle._src.bench.operations import executions, own_times, parts_of
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch.device import capture_contexts
-from rekindle._src.session.builder import Order, build
+from rekindle._src.session.builder import OpenRequest, build
 from rekindle._src.session.opening import Opening
 from rekindle.errors import ConfigError
 
@@ -173,7 +173,7 @@ async def measure(
 
 
 def _build(model: LoadedModel | str, config: EngineConfig) -> Engine:
-    engine = build(Order(model, config, contexts=capture_contexts()))
+    engine = build(OpenRequest(model, config, contexts=capture_contexts()))
     return engine._replace(runner=Noting(engine.runner))
 
 

@@ -15,7 +15,7 @@ READ_BYTES = 384 << 20  # far more than the caches hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class MachineLimits:
     """Measured rates of the default device."""
 
     read_gb_per_s: float
@@ -31,13 +31,13 @@ class Limits:
         return self.f32_gflop_per_s if dtype == "float32" else self.bf16_gflop_per_s
 
 
-def measure(size: int = 2048, repeat: int = 7, read_bytes: int = READ_BYTES) -> Limits:
+def measure(size: int = 2048, repeat: int = 7, read_bytes: int = READ_BYTES) -> MachineLimits:
     rates = []
     for dtype, wide in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float32), (jnp.int8, jnp.int32)):
         x = jnp.ones((size, size), dtype)
         product = jax.jit(_product, static_argnums=2)
         rates.append(2 * size**3 / best(product, x, x, wide, repeat=repeat) / 1e9)
-    return Limits(read_rate(read_bytes, repeat), *rates)
+    return MachineLimits(read_rate(read_bytes, repeat), *rates)
 
 
 def _product(a: jax.Array, b: jax.Array, wide: Any) -> jax.Array:
@@ -93,7 +93,7 @@ class Work:
         products = [leaf.size for path, leaf in named.items() if path.startswith("layers.") and len(leaf.shape) == 2]
         return cls(sum(leaf.size * leaf.dtype.itemsize for leaf in read), 2 * sum(products))
 
-    def decode_share(self, limits: Limits, tokens_per_s: float) -> float:
+    def decode_share(self, limits: MachineLimits, tokens_per_s: float) -> float:
         """Of the memory's speed that one stream's weights take up."""
         return self.decode_bytes * tokens_per_s / (limits.read_gb_per_s * 1e9)
 

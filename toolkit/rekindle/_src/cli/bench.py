@@ -23,7 +23,7 @@ from rekindle._src.core.config import cache_folder
 from rekindle.errors import ConfigError, RekindleError
 
 if TYPE_CHECKING:
-    from rekindle._src.bench.limits import Limits, Work
+    from rekindle._src.bench.limits import MachineLimits, Work
     from rekindle._src.models.base import LoadedModel
 
 FRESH = ("W5", "W8")  # in processes of their own
@@ -70,7 +70,7 @@ def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) 
 
 
 def shares(
-    name: str, figures: dict[str, float], work: Work, limits: Limits, options: dict[str, Any]
+    name: str, figures: dict[str, float], work: Work, limits: MachineLimits, options: dict[str, Any]
 ) -> dict[str, float]:
     """How much of the limit a workload reaches: one stream is bound by memory, a long prompt by products."""
     if name == "W1":

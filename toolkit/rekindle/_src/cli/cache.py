@@ -16,7 +16,7 @@ from rekindle.errors import ConfigError
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-class Entry(NamedTuple):
+class CacheItem(NamedTuple):
     """One thing that can be dropped on its own: a folder or a file two levels below the cache directory."""
 
     path: Path
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[CacheItem]:
     """Everything below `folder`, most recently used first."""
     found = []
     for kind in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -48,11 +48,11 @@ def entries(folder: Path) -> list[Entry]:
             files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
             stats = [file.stat() for file in files]
             used = max((max(stat.st_atime, stat.st_mtime) for stat in stats), default=path.stat().st_mtime)
-            found.append(Entry(path, kind.name, sum(stat.st_size for stat in stats), used))
+            found.append(CacheItem(path, kind.name, sum(stat.st_size for stat in stats), used))
     return sorted(found, key=lambda entry: -entry.used)
 
 
-def prune(found: list[Entry], keep: int) -> list[Entry]:
+def prune(found: list[CacheItem], keep: int) -> list[CacheItem]:
     """Drop the least recently used entries until at most `keep` bytes are left; returns what went."""
     total, dropped = 0, []
     for entry in found:
@@ -74,12 +74,12 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def _print(folder: Path, found: list[Entry]) -> None:
+def _print(folder: Path, found: list[CacheItem]) -> None:
     print(f"{folder}: {sum(entry.size for entry in found) / 2**20:.1f} MiB in {len(found)} entries")
     for entry in found:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         print(f"  {entry.kind:10} {entry.size / 2**20:9.1f} MiB  {used}  {entry.path.name}")
 
 
-def _report(dropped: list[Entry]) -> None:
+def _report(dropped: list[CacheItem]) -> None:
     print(f"dropped {len(dropped)} entries, {sum(entry.size for entry in dropped) / 2**20:.1f} MiB")

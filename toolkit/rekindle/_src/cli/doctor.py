@@ -124,7 +124,7 @@ def _native() -> Iterator[Check]:
 
     if jax.default_backend() != "cpu":
         return
-    reason = native.reason_against()
+    reason = native.unavailable_reason()
     if reason is None:
         yield Check("pass", "native kernels", "numba compiles them for this CPU at first use")
     else:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rekindle._src.core.records import FinishReason, IntArray, Request, Status, StepPlan, StepResult, TokenEvent
 
 
-class InFlight(Protocol):
+class InFlightLike(Protocol):
     """A dispatched step whose result has not been read."""
 
     @property
@@ -69,7 +69,7 @@ class SchedulerLike(Protocol):
 class RunnerLike(Protocol):
     """The device side. `fetch` blocks and is called from a worker thread; the rest returns at once."""
 
-    def dispatch(self, plan: StepPlan) -> InFlight: ...
+    def dispatch(self, plan: StepPlan) -> InFlightLike: ...
 
     def fetch(self, in_flight: Any) -> StepResult:
         """Wait for what `dispatch` returned."""

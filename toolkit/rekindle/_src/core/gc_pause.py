@@ -13,7 +13,7 @@ _was_on = False
 
 
 @contextmanager
-def no_search(*, stays: bool = False) -> Iterator[None]:
+def gc_paused(*, stays: bool = False) -> Iterator[None]:
     """Several threads at once: the first turns it off, the last turns it on again if it was on.
 
     With `stays`, all that there is counts as old then. Else the next search is through what was made: 70 ms after

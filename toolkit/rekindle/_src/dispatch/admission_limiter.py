@@ -6,18 +6,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from rekindle._src.dispatch.wakeups import Bell, new_bell
+from rekindle._src.dispatch.wakeups import Wakeup, new_wakeup
 from rekindle.errors import SessionClosed
 
 
 class _Waiter:
-    __slots__ = ("admitted", "bell", "count")
+    __slots__ = ("admitted", "count", "wakeup")
 
-    def __init__(self, count: int, bell: Bell) -> None:
-        self.count, self.bell, self.admitted = count, bell, False
+    def __init__(self, count: int, wakeup: Wakeup) -> None:
+        self.count, self.wakeup, self.admitted = count, wakeup, False
 
 
-class Gate:
+class AdmissionLimiter:
     """A counter of free places with a line of waiters, first come first served; usable from any thread."""
 
     def __init__(self, places: int) -> None:
@@ -50,7 +50,7 @@ class Gate:
         """Take `count` places, in turn; false if `unless()` turned true meanwhile, see `recheck`."""
         if self.try_enter(count):
             return True
-        waiter = _Waiter(count, new_bell())
+        waiter = _Waiter(count, new_wakeup())
         with self._lock:
             self._line.append(waiter)
             self._admit()
@@ -61,7 +61,7 @@ class Gate:
                 if unless():
                     self._give_up(waiter)
                     return False
-                await waiter.bell.wait()
+                await waiter.wakeup.wait()
         except BaseException:
             self._give_up(waiter)
             raise
@@ -78,7 +78,7 @@ class Gate:
     def recheck(self) -> None:
         """Let everybody in line look at their `unless`."""
         for waiter in tuple(self._line):
-            waiter.bell.ring()
+            waiter.wakeup.wake()
 
     def leave(self, count: int = 1) -> None:
         with self._lock:
@@ -98,7 +98,7 @@ class Gate:
             waiter = self._line.popleft()
             self._free -= waiter.count
             waiter.admitted = True
-            waiter.bell.ring()
+            waiter.wakeup.wake()
 
     def _refusal(self) -> SessionClosed:
         assert self.closed is not None

@@ -24,7 +24,7 @@ from rekindle.errors import RequestAborted, RequestFailed
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 
 
-class Ticket:
+class OutputState:
     """A live sequence as its caller sees it: intake makes it, detokenize fills and settles it."""
 
     __slots__ = (
@@ -120,7 +120,7 @@ class Ticket:
             decode=self._decode,
         )
 
-    def settle(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
+    def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
         """Put the completion, or the one error, into the mailbox."""
         if reason is FinishReason.ABORTED:
             error = error or RequestAborted(
@@ -129,37 +129,37 @@ class Ticket:
             )
         elif reason is FinishReason.FAILED:
             error = error or RequestFailed(f"request {self.request.id} failed after {len(self._tokens)} tokens")
-        self.mailbox.settle(self.request.index, error if error is not None else self.completion(reason, now))
+        self.mailbox.complete(self.request.index, error if error is not None else self.completion(reason, now))
 
 
 async def run(
     inbox: MemoryObjectReceiveStream[Events],
     feedback: MemoryObjectSendStream[ScheduleMessage],
-    tickets: dict[str, Ticket],
+    outputs: dict[str, OutputState],
 ) -> None:
     """Ends with the inbox. `feedback` tells schedule about stop strings, and about text that could not be decoded."""
     async with inbox, feedback:
         async for batch in inbox:
             now = time.perf_counter()
             for request_id in batch.started:
-                if (ticket := tickets.get(request_id)) is not None:
-                    ticket.started = ticket.started or batch.at
+                if (output := outputs.get(request_id)) is not None:
+                    output.started = output.started or batch.at
             for event in batch.events:
-                deliver(event, feedback, tickets, now)
+                deliver(event, feedback, outputs, now)
             for call in batch.then:
                 call()
 
 
 def deliver(
-    event: TokenEvent, feedback: MemoryObjectSendStream[ScheduleMessage], tickets: dict[str, Ticket], now: float
+    event: TokenEvent, feedback: MemoryObjectSendStream[ScheduleMessage], outputs: dict[str, OutputState], now: float
 ) -> None:
     """One event to its mailbox. Events of a sequence that was settled already are dropped."""
-    ticket = tickets.get(event.request_id)
-    if ticket is None:
+    output = outputs.get(event.request_id)
+    if output is None:
         return
     reason, error = event.finish_reason, event.error
     try:
-        ended = ticket.take(event, now)
+        ended = output.take(event, now)
         if ended is not None and reason is None:
             feedback.send_nowait(Finish(event.request_id, ended))
     except Exception as cause:
@@ -168,5 +168,5 @@ def deliver(
         error.__cause__ = cause
         feedback.send_nowait(Abort(event.request_id))
     if ended is not None:
-        del tickets[event.request_id]
-        ticket.settle(ended, error, now)
+        del outputs[event.request_id]
+        output.complete(ended, error, now)

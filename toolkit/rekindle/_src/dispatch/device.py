@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.mailbox import OneShot
 
 T = TypeVar("T")
 Contexts = Callable[[], contextlib.AbstractContextManager[None]]
@@ -48,13 +48,13 @@ class DeviceThread:
     """
 
     def __init__(self, contexts: Contexts = contextlib.nullcontext, name: str = "rekindle device") -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Slot[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs, contexts), name=name, daemon=True)
         self._thread.start()
 
     async def run(self, job: Callable[[], T]) -> T:
         """What `job` returns or raises. A caller that is cancelled leaves; the job itself runs to its end."""
-        slot: Slot[T] = Slot()
+        slot: OneShot[T] = OneShot()
         self._jobs.put((job, slot))
         return await slot.get()
 
@@ -65,7 +65,7 @@ class DeviceThread:
         return not self._thread.is_alive()
 
 
-def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], Slot[Any]] | None], contexts: Contexts) -> None:
+def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]] | None], contexts: Contexts) -> None:
     with contexts():
         while (entry := jobs.get()) is not None:
             job, slot = entry

@@ -19,26 +19,27 @@ from typing import Any
 import anyio
 
 from rekindle._src.dispatch import detokenize, intake, schedule, step
-from rekindle._src.dispatch.detokenize import Ticket
+from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Abort, Control, Engine, Events, ScheduleMessage, Submission, Turn
-from rekindle._src.dispatch.step_watchdog import Watch
+from rekindle._src.dispatch.step_watchdog import StepWatchdog
 
 
 class Dispatch:
     """The four tasks of one session. Its methods are called on the loop that runs them and return at once.
 
-    `places` is how many sequences the gate lets in. Each one alive has at most three messages in schedule's inbox
-    (itself, an abort, a stop string), so that sending there never has to wait, and no two tasks wait for each other.
+    `places` is how many sequences the admission limiter lets in. A live sequence has at most three messages in the
+    inbox of schedule (itself, an abort, a stop string), so sending there never waits and no two tasks wait for each
+    other.
     """
 
     def __init__(self, engine: Engine, device: DeviceThread, places: int) -> None:
         self.engine = engine
-        self.tickets: dict[str, Ticket] = {}  # live sequences: intake adds, detokenize removes
+        self.outputs: dict[str, OutputState] = {}  # live sequences: intake adds, detokenize removes
         self.mailboxes: set[Mailbox] = set()  # live submissions, in the streams or behind
-        self.watch = Watch(engine.scheduler, engine.runner, engine.config)
-        self.observers: list[schedule.Observer] = [self.watch]  # of committed steps
+        self.watchdog = StepWatchdog(engine.scheduler, engine.runner, engine.config)
+        self.observers: list[schedule.Observer] = [self.watchdog]  # of committed steps
         self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * places + 64)
         self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
         turns, turned = anyio.create_memory_object_stream[Turn](1)
@@ -46,19 +47,19 @@ class Dispatch:
         from_intake, from_step, from_detokenize = (self._messages.clone() for _ in range(3))
         self._streams = (submitted, inbox, turns, turned, events, happened, from_intake, from_step, from_detokenize)
         self._tasks: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (
-            partial(intake.run, submitted, from_intake, engine, self.tickets),
+            partial(intake.run, submitted, from_intake, engine, self.outputs),
             partial(
-                schedule.run, inbox, turns, events, engine.scheduler, engine.recover, self.observers, self.watch.rest
+                schedule.run, inbox, turns, events, engine.scheduler, engine.recover, self.observers, self.watchdog.rest
             ),
-            partial(step.run, turned, from_step, engine.runner, device, self.watch),
-            partial(detokenize.run, happened, from_detokenize, self.tickets),
+            partial(step.run, turned, from_step, engine.runner, device, self.watchdog),
+            partial(detokenize.run, happened, from_detokenize, self.outputs),
         )
 
     async def run(self) -> None:
         """Until drained. Raises what a task raised, never an ExceptionGroup."""
         try:
             async with anyio.create_task_group() as watching:
-                watching.start_soon(self.watch.run)
+                watching.start_soon(self.watchdog.run)
                 async with anyio.create_task_group() as group:
                     for task in self._tasks:
                         group.start_soon(task)
@@ -79,7 +80,7 @@ class Dispatch:
 
     def abort(self, mailbox: Mailbox) -> None:
         """End the sequences of one submission wherever they are."""
-        if not mailbox.abandoned and not mailbox.settled:
+        if not mailbox.abandoned and not mailbox.ended:
             mailbox.abandoned = True  # intake sees it, if the submission has not come by yet
             for request_id in mailbox.request_ids:
                 self._messages.send_nowait(Abort(request_id))
@@ -92,13 +93,13 @@ class Dispatch:
         """Every live request ends with `error` now; its pages come back as after any abort."""
         for mailbox in tuple(self.mailboxes):
             self.abort(mailbox)
-        self.settle_all(error)
+        self.complete_all(error)
 
-    def settle_all(self, error: BaseException) -> None:
+    def complete_all(self, error: BaseException) -> None:
         """Every caller gets `error`, whatever the tasks still do."""
-        self.tickets.clear()
+        self.outputs.clear()
         for mailbox in tuple(self.mailboxes):
-            mailbox.settle_all(error)
+            mailbox.complete_all(error)
 
 
 def root_cause(error: BaseException) -> BaseException:

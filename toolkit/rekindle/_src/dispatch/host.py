@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
-from rekindle._src.dispatch.admission_limiter import Gate
+from rekindle._src.dispatch.admission_limiter import AdmissionLimiter
 from rekindle._src.dispatch.device import Contexts, DeviceThread
 from rekindle._src.dispatch.dispatch import Dispatch, root_cause
-from rekindle._src.dispatch.mailbox import Mailbox, Slot
+from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.dispatch.messages import Control, Engine, Submission
-from rekindle._src.dispatch.wakeups import Port, caller, current_port, run_sync
+from rekindle._src.dispatch.wakeups import LoopWaker, caller, current_waker, run_sync
 from rekindle.errors import QueueFull, RekindleError, SessionClosed, SessionForked
 
 T = TypeVar("T")
@@ -46,16 +46,16 @@ class Host:
         backend: str = "asyncio",
         backend_options: dict[str, Any] | None = None,
     ) -> None:
-        self.opened: Slot[Engine] = Slot()
-        self.ended: Slot[None] = Slot()
-        self.gate: Gate = Gate(0)  # replaced when the engine and so its bounds are known
+        self.opened: OneShot[Engine] = OneShot()
+        self.ended: OneShot[None] = OneShot()
+        self.limiter: AdmissionLimiter = AdmissionLimiter(0)  # replaced when the engine and so its bounds are known
         self.crash: BaseException | None = None
         self.paused_by: list[object] = []  # who is inside of `with session.paused()`
         self._build: Callable[[], Engine] | None = build
         self._contexts, self._backend, self._backend_options = contexts, backend, backend_options
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
-        self._port: Port | None = None
+        self._waker: LoopWaker | None = None
         self._dispatch: Dispatch | None = None
         self._closing: anyio.Event | None = None
         self._drain_seconds: float | None = None  # set once closing was asked for; 0 aborts what runs
@@ -105,15 +105,15 @@ class Host:
         return refusal
 
     def submit(self, submission: Submission) -> None:
-        """Hand over what has passed the gate."""
-        self._post(lambda dispatch: dispatch.submit(submission), submission.mailbox.settle_all)
+        """Hand over what has been admitted."""
+        self._post(lambda dispatch: dispatch.submit(submission), submission.mailbox.complete_all)
 
     def abort(self, mailbox: Mailbox) -> None:
         """Safe in finalisers, forked children and after the end: takes no lock and never raises."""
-        if not mailbox.settled and not self.forked:
+        if not mailbox.ended and not self.forked:
             self._post(lambda dispatch: dispatch.abort(mailbox), lambda error: None)
 
-    def send(self, message: Control, slot: Slot[T]) -> Slot[T]:
+    def send(self, message: Control, slot: OneShot[T]) -> OneShot[T]:
         """Hand schedule a message that fills `slot`."""
 
         def send(dispatch: Dispatch) -> None:
@@ -125,9 +125,9 @@ class Host:
         self._post(send, slot.fail)
         return slot
 
-    def call(self, function: Callable[[Dispatch], T]) -> Slot[T]:
+    def call(self, function: Callable[[Dispatch], T]) -> OneShot[T]:
         """Run `function` between two turns of the host's loop, where nothing else changes."""
-        slot: Slot[T] = Slot()
+        slot: OneShot[T] = OneShot()
 
         def do(dispatch: Dispatch) -> None:
             try:
@@ -144,7 +144,7 @@ class Host:
             return
         first = self._drain_seconds is None
         self._drain_seconds = drain if first else min(drain, self._drain_seconds or 0.0)
-        self.gate.close(self.refusal())
+        self.limiter.close(self.refusal())
         self._jobs.append(_Job(self._wake_closer, lambda error: None))
         self._ring()
 
@@ -171,8 +171,8 @@ class Host:
             self._ring()
 
     def _ring(self) -> None:
-        if self._port is not None:
-            self._port.post(self._run_jobs)
+        if self._waker is not None:
+            self._waker.post(self._run_jobs)
 
     def _run_jobs(self) -> None:
         while self._jobs:
@@ -215,7 +215,7 @@ class Host:
         finally:
             self._dispatch = None
             self._build = None
-            self.gate.close(self.refusal())
+            self.limiter.close(self.refusal())
             self.opened.fail(self.refusal())
             self.ended.put(None)
             self._refuse_jobs()
@@ -223,7 +223,7 @@ class Host:
 
     async def _main(self) -> None:
         self._closing = anyio.Event()
-        self._port = current_port()
+        self._waker = current_waker()
         device = DeviceThread(self._contexts)
         try:
             engine = await device.run(self._take_build())
@@ -234,9 +234,9 @@ class Host:
             return
         places = engine.config.max_queue + engine.config.max_requests
         self._dispatch = Dispatch(engine, device, places)
-        self.gate = Gate(places)
+        self.limiter = AdmissionLimiter(places)
         if self._drain_seconds is not None:  # closed while it was being built
-            self.gate.close(self.refusal())
+            self.limiter.close(self.refusal())
         self._run_jobs()
         self.opened.put(engine)
         try:
@@ -271,7 +271,7 @@ class Host:
             else:
                 raise
         finally:
-            dispatch.settle_all(self.refusal())
+            dispatch.complete_all(self.refusal())
 
     async def _close_down(self, dispatch: Dispatch, scope: anyio.CancelScope) -> None:
         dispatch.drain()
@@ -310,6 +310,6 @@ def _close_all() -> None:
         host.join(max(0.0, deadline - time.monotonic()))
 
 
-def wait(slot: Slot[T]) -> T:
+def wait(slot: OneShot[T]) -> T:
     """Block this thread until the host has filled `slot`."""
     return run_sync(slot.get())

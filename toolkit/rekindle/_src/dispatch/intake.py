@@ -12,7 +12,7 @@ import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.records import IntArray, Request
-from rekindle._src.dispatch.detokenize import Ticket
+from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, TokenizerLike
 from rekindle.errors import InvalidRequest, RekindleError, RequestAborted, RequestFailed
 
@@ -23,7 +23,7 @@ async def run(
     inbox: MemoryObjectReceiveStream[Submission | Control],
     outbox: MemoryObjectSendStream[ScheduleMessage],
     engine: Engine,
-    tickets: dict[str, Ticket],
+    outputs: dict[str, OutputState],
 ) -> None:
     """Passes controls on as they are. Ends with the inbox; tells schedule to drain then."""
     seeds = random.Random(engine.config.seed)
@@ -33,7 +33,7 @@ async def run(
             # Everything that waits is handed on before schedule runs again, so that it can land in one step.
             while message is not None:
                 if isinstance(message, Submission):
-                    await _hand_on(message, outbox, engine, tickets, seeds)
+                    await _hand_on(message, outbox, engine, outputs, seeds)
                 else:
                     outbox.send_nowait(message)
                 message = _next(inbox)
@@ -51,7 +51,7 @@ async def _hand_on(
     submission: Submission,
     outbox: MemoryObjectSendStream[ScheduleMessage],
     engine: Engine,
-    tickets: dict[str, Ticket],
+    outputs: dict[str, OutputState],
     seeds: random.Random,
 ) -> None:
     mailbox = submission.mailbox
@@ -61,25 +61,25 @@ async def _hand_on(
         requests = prepare(submission, token_ids, engine, seeds)
         decode = text_of_tokens(engine.tokenizer)
         made = [
-            Ticket(request, mailbox, submission.text, engine.detokenizer(request.sampling), decode)
+            OutputState(request, mailbox, submission.text, engine.detokenizer(request.sampling), decode)
             for request in requests
         ]
     except RekindleError as error:
-        mailbox.settle_all(error)
+        mailbox.complete_all(error)
         return
     except Exception as error:
         failure = RequestFailed(f"the prompt could not be taken in: {error!r}. Check it, or pass token ids")
         failure.__cause__ = error
-        mailbox.settle_all(failure)
+        mailbox.complete_all(failure)
         return
     if mailbox.abandoned:
-        mailbox.settle_all(RequestAborted("the request was cancelled before it was queued"))
+        mailbox.complete_all(RequestAborted("the request was cancelled before it was queued"))
         return
     # No checkpoint from here on: an abort finds the request either not yet abandoned above, or in schedule's inbox.
-    for ticket in made:
-        tickets[ticket.request.id] = ticket
-        mailbox.request_ids.append(ticket.request.id)
-        outbox.send_nowait(ticket.request)
+    for output in made:
+        outputs[output.request.id] = output
+        mailbox.request_ids.append(output.request.id)
+        outbox.send_nowait(output.request)
 
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:

@@ -7,30 +7,30 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from rekindle._src.core.records import Completion, IntArray, TextDelta
-from rekindle._src.dispatch.wakeups import Bell, new_bell
+from rekindle._src.dispatch.wakeups import Wakeup, new_wakeup
 
 T = TypeVar("T")
 
 
-async def until(ready: Callable[[], bool], *places: list[Bell]) -> None:
+async def until(ready: Callable[[], bool], *places: list[Wakeup]) -> None:
     """Wait until `ready()`, which may turn true in any thread; whoever makes it true rings one of `places` then."""
     if ready():
         return
-    bell = new_bell()
-    for bells in places:
-        bells.append(bell)
+    wakeup = new_wakeup()
+    for wakeups in places:
+        wakeups.append(wakeup)
     try:
-        # Looked at again after the bell was hung up: a ring that came between is not missed.
+        # Checked again after the wakeup was registered, so that a change in between is not missed.
         while not ready():
-            await bell.wait()
+            await wakeup.wait()
     finally:
-        for bells in places:
-            bells.remove(bell)
+        for wakeups in places:
+            wakeups.remove(wakeup)
 
 
-def ring(bells: list[Bell]) -> None:
-    for bell in tuple(bells):
-        bell.ring()
+def wake(wakeups: list[Wakeup]) -> None:
+    for wakeup in tuple(wakeups):
+        wakeup.wake()
 
 
 def fresh(error: BaseException) -> BaseException:
@@ -44,29 +44,29 @@ def fresh(error: BaseException) -> BaseException:
     return copied
 
 
-class Slot(Generic[T]):
+class OneShot(Generic[T]):
     """A value that one thread sets once and others wait for."""
 
     def __init__(self) -> None:
         self._value: T
         self._error: BaseException | None = None
-        self.bells: list[Bell] = []
+        self.wakeups: list[Wakeup] = []
         self.filled = False
 
     def put(self, value: T) -> None:
         if not self.filled:
             self._value = value
             self.filled = True
-            ring(self.bells)
+            wake(self.wakeups)
 
     def fail(self, error: BaseException) -> None:
         if not self.filled:
             self._error = error
             self.filled = True
-            ring(self.bells)
+            wake(self.wakeups)
 
     async def get(self) -> T:
-        await until(lambda: self.filled, self.bells)
+        await until(lambda: self.filled, self.wakeups)
         if self._error is not None:
             raise fresh(self._error)
         return self._value
@@ -85,39 +85,39 @@ class Mailbox:
         self.request_ids: list[str] = []  # of the sequences that intake handed on
         self.prompt_ids: IntArray | None = None  # set by intake
         self.abandoned = False  # its caller cancelled; set on the host's loop
-        self.settled = False
-        self.failure: Slot[BaseException] | None = None  # gets the first error, for whoever waits for several
-        self.on_settled: Callable[[], object] | None = None  # after each sequence
+        self.ended = False
+        self.failure: OneShot[BaseException] | None = None  # gets the first error, for whoever waits for several
+        self.on_sequence_end: Callable[[], object] | None = None  # after each sequence
         self.on_complete: Callable[[Mailbox], object] | None = None  # after all of them
-        self._unsettled = count
-        self._stream_bells: list[Bell] = []
-        self._bells: list[Bell] = []
+        self._remaining = count
+        self._stream_wakeups: list[Wakeup] = []
+        self._wakeups: list[Wakeup] = []
 
     def put(self, delta: TextDelta) -> None:
         self.deltas.append(delta)
-        if self._stream_bells:
-            ring(self._stream_bells)
+        if self._stream_wakeups:
+            wake(self._stream_wakeups)
 
-    def settle(self, index: int, result: Completion | BaseException) -> None:
+    def complete(self, index: int, result: Completion | BaseException) -> None:
         """How one sequence ended; only the first time counts."""
         if self.results[index] is not None:
             return
         self.results[index] = result
-        self._unsettled -= 1
-        if self.on_settled is not None:
-            self.on_settled()
+        self._remaining -= 1
+        if self.on_sequence_end is not None:
+            self.on_sequence_end()
         if self.failure is not None and isinstance(result, BaseException):
             self.failure.put(result)
-        if self._unsettled == 0:
-            self.settled = True
+        if self._remaining == 0:
+            self.ended = True
             if self.on_complete is not None:
                 self.on_complete(self)
-            ring(self._stream_bells)
-            ring(self._bells)
+            wake(self._stream_wakeups)
+            wake(self._wakeups)
 
-    def settle_all(self, result: BaseException) -> None:
+    def complete_all(self, result: BaseException) -> None:
         for index in range(len(self.results)):
-            self.settle(index, result)
+            self.complete(index, result)
 
     @property
     def error(self) -> BaseException | None:
@@ -127,10 +127,10 @@ class Mailbox:
         """Wait until every sequence ended, or `failure` was filled."""
         failure = self.failure
         if failure is None:
-            await until(lambda: self.settled, self._bells)
+            await until(lambda: self.ended, self._wakeups)
         else:
-            await until(lambda: self.settled or failure.filled, self._bells, failure.bells)
+            await until(lambda: self.ended or failure.filled, self._wakeups, failure.wakeups)
 
     async def more(self, seen: int) -> None:
         """Wait until the log is longer than `seen`, or complete."""
-        await until(lambda: len(self.deltas) > seen or self.settled, self._stream_bells)
+        await until(lambda: len(self.deltas) > seen or self.ended, self._stream_wakeups)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from rekindle._src.core.config import EngineConfig, Sampling
 from rekindle._src.core.contracts import RunnerLike, SchedulerLike
 from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, StepResult, TokenEvent
-from rekindle._src.dispatch.mailbox import Mailbox, Slot
+from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 
 
 class TokenizerLike(Protocol):
@@ -76,7 +76,7 @@ class Finish(NamedTuple):
 class Pause(NamedTuple):
     """caller → schedule: plan no more steps; `quiet` is filled once none is in flight."""
 
-    quiet: Slot[None]
+    quiet: OneShot[None]
 
 
 class Resume(NamedTuple):
@@ -93,7 +93,7 @@ class Stepped(NamedTuple):
 class StepOnce(NamedTuple):
     """caller → schedule: run exactly one step of a paused session."""
 
-    report: Slot[Stepped]
+    report: OneShot[Stepped]
 
 
 class Exclusive(NamedTuple):
@@ -101,7 +101,7 @@ class Exclusive(NamedTuple):
 
     job: Callable[[], Any]
     after: Callable[[Any], object]
-    done: Slot[Any]
+    done: OneShot[Any]
     vital: bool = False  # the session can't go on if it fails
 
 

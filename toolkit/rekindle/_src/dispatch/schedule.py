@@ -12,7 +12,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from rekindle._src.core.contracts import SchedulerLike
 from rekindle._src.core.records import FinishReason, Request, StepPlan, StepResult, TokenEvent
-from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import (
     Abort,
     Drain,
@@ -47,21 +47,21 @@ async def run(
     `observers` see every committed step; they must be quick, and nothing waits for them. `rest` is called when no step
     runs because nobody wants one.
     """
-    desk = Desk(scheduler, recover, observers)
+    state = ScheduleState(scheduler, recover, observers)
     async with inbox, turns, outbox:
         while True:
-            with anyio.move_on_after(desk.patience):
-                desk.take(await inbox.receive())
+            with anyio.move_on_after(state.patience):
+                state.take(await inbox.receive())
             while (message := _next(inbox)) is not None:
-                desk.take(message)
-            turn = desk.next_turn()
-            if (events := desk.events()) is not None:
+                state.take(message)
+            turn = state.next_turn()
+            if (events := state.events()) is not None:
                 await outbox.send(events)
             if turn is not None:
                 await turns.send(turn)
-            elif desk.drained:
+            elif state.drained:
                 return
-            elif desk.resting:
+            elif state.resting:
                 rest()
 
 
@@ -72,7 +72,7 @@ def _next(inbox: MemoryObjectReceiveStream[ScheduleMessage]) -> ScheduleMessage 
         return None
 
 
-class Desk:
+class ScheduleState:
     """The synchronous core of the task: messages in, turns and events out."""
 
     def __init__(
@@ -87,9 +87,9 @@ class Desk:
         self._last: StepPlan | None = None  # dispatched, its result not asked for
         self._turning = False  # a turn is on its way
         self._pauses = 0
-        self._quiet: list[Slot[None]] = []  # who paused and waits for steps in flight
-        self._steps: deque[Slot[Stepped]] = deque()  # single steps asked for
-        self._stepping: Slot[Stepped] | None = None  # the one that runs
+        self._quiet: list[OneShot[None]] = []  # who paused and waits for steps in flight
+        self._steps: deque[OneShot[Stepped]] = deque()  # single steps asked for
+        self._stepping: OneShot[Stepped] | None = None  # the one that runs
         self._exclusive: deque[Exclusive] = deque()
         self._job: Exclusive | None = None  # the one that runs
         self._draining = False
@@ -211,7 +211,7 @@ class Desk:
             if self._last is plan:
                 self._last = None
         if outcome.failed and self._recover is not None:
-            self._exclusive.appendleft(Exclusive(self._recover, self._recovered, Slot(), vital=True))
+            self._exclusive.appendleft(Exclusive(self._recover, self._recovered, OneShot(), vital=True))
         self._events += events
         if self._stepping is None:
             return

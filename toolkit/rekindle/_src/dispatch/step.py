@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rekindle._src.core.contracts import InFlight, RunnerLike
+from rekindle._src.core.contracts import InFlightLike, RunnerLike
 from rekindle._src.core.records import StepPlan
 from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.messages import Outcome, ScheduleMessage, Turn
-from rekindle._src.dispatch.step_watchdog import Watch
+from rekindle._src.dispatch.step_watchdog import StepWatchdog
 
 
 async def run(
@@ -16,21 +16,25 @@ async def run(
     outbox: MemoryObjectSendStream[ScheduleMessage],
     runner: RunnerLike,
     device: DeviceThread,
-    watch: Watch | None = None,
+    watchdog: StepWatchdog | None = None,
 ) -> None:
     """Answers every turn with one outcome; ends with the inbox. `watch` is told what is being waited for."""
-    last: InFlight | None = None
+    last: InFlightLike | None = None
     async with inbox, outbox:
         async for turn in inbox:
-            if watch is not None:
-                watch.wake()
-            outcome, last = await wait_for_device(device, runner, turn, last, watch)
+            if watchdog is not None:
+                watchdog.wake()
+            outcome, last = await wait_for_device(device, runner, turn, last, watchdog)
             await outbox.send(outcome)
 
 
 async def wait_for_device(
-    device: DeviceThread, runner: RunnerLike, turn: Turn, last: InFlight | None, watch: Watch | None = None
-) -> tuple[Outcome, InFlight | None]:
+    device: DeviceThread,
+    runner: RunnerLike,
+    turn: Turn,
+    last: InFlightLike | None,
+    watchdog: StepWatchdog | None = None,
+) -> tuple[Outcome, InFlightLike | None]:
     """The only place that waits for the device. Dispatching is part of it because it may compile a program."""
     if turn.job is not None:
         assert last is None, "a job runs while no step is in flight"
@@ -38,18 +42,18 @@ async def wait_for_device(
             return Outcome(returned=await device.run(turn.job)), None
         except Exception as error:
             return Outcome(error=error), None
-    return await device.run(lambda: advance(runner, turn.plan, last, watch))
+    return await device.run(lambda: advance(runner, turn.plan, last, watchdog))
 
 
 def advance(
-    runner: RunnerLike, plan: StepPlan | None, last: InFlight | None, watch: Watch | None = None
-) -> tuple[Outcome, InFlight | None]:
+    runner: RunnerLike, plan: StepPlan | None, last: InFlightLike | None, watchdog: StepWatchdog | None = None
+) -> tuple[Outcome, InFlightLike | None]:
     """loop(last) -> current, on the device thread: the next step is on its way before the last one is read."""
     current, result, failed = None, None, []
     dispatch_error: Exception | None = None
     if plan is not None:
-        if watch is not None:
-            watch.enter(plan, "in preparation (compiling included)")
+        if watchdog is not None:
+            watchdog.enter(plan, "in preparation (compiling included)")
         try:
             current = runner.dispatch(plan)
         except Exception as error:
@@ -59,14 +63,14 @@ def advance(
         # Nothing is planned before its result is there: waiting right away saves the way to the scheduler and back.
         awaited, current = current, None
     if awaited is not None:
-        if watch is not None:
-            watch.enter(awaited.plan, "on the device")
+        if watchdog is not None:
+            watchdog.enter(awaited.plan, "on the device")
         try:
             result = runner.fetch(awaited)
         except Exception as error:
             failed.append((awaited.plan, error))
     if plan is not None and dispatch_error is not None:
         failed.append((plan, dispatch_error))
-    if watch is not None:
-        watch.leave()
+    if watchdog is not None:
+        watchdog.leave()
     return Outcome(result, tuple(failed)), current

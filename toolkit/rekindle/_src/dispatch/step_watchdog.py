@@ -32,7 +32,7 @@ class _Doing(NamedTuple):
     since: float
 
 
-class Watch:
+class StepWatchdog:
     """Sees every step. Quiet unless `log_every` is set or a step takes longer than `step_timeout`.
 
     The device's thread says with `enter` and `leave` what it waits for, which costs it nothing else. `run` looks at

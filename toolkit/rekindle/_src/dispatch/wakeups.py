@@ -1,4 +1,4 @@
-"""Ways to wake somebody in another thread or on another event loop: `Port` (one per loop), `Bell` (one per waiter)."""
+"""Ways to wake a waiter in another thread or on another event loop: `LoopWaker` per loop, `Wakeup` per waiter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Callback = Callable[[], object]
 KEEP_ALIVE = 0.1
 
 
-class Port:
+class LoopWaker:
     """Runs callbacks on one event loop, from any thread; at most one wake-up is on its way however many are posted."""
 
     def __init__(self, loop: Any) -> None:
@@ -54,12 +54,12 @@ class Port:
     def _wake(self, loop: Any) -> None:
         raise NotImplementedError
 
-    def bell(self) -> Bell:
-        """A bell for a coroutine on this loop."""
+    def wakeup(self) -> Wakeup:
+        """A wakeup for a coroutine on this loop."""
         raise NotImplementedError
 
 
-class AsyncioPort(Port):
+class AsyncioWaker(LoopWaker):
     """Keeps the loop turning while somebody waits on it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -70,8 +70,8 @@ class AsyncioPort(Port):
     def _wake(self, loop: Any) -> None:
         loop.call_soon_threadsafe(self._run)
 
-    def bell(self) -> Bell:
-        return AsyncioBell(self)
+    def wakeup(self) -> Wakeup:
+        return AsyncioWakeup(self)
 
     def keep_alive(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._ticking:
@@ -84,98 +84,98 @@ class AsyncioPort(Port):
             self.keep_alive(loop)
 
 
-class TrioPort(Port):
+class TrioWaker(LoopWaker):
     def _wake(self, loop: Any) -> None:
         loop.run_sync_soon(self._run)
 
-    def bell(self) -> Bell:
-        return TrioBell(self)
+    def wakeup(self) -> Wakeup:
+        return TrioWakeup(self)
 
 
 class _Here(threading.local):
     """This thread's last port, and whether its coroutines run without a loop."""
 
-    port: Port | None = None
+    waker: LoopWaker | None = None
     blocking = 0
 
 
 _here = _Here()
-_ports: weakref.WeakKeyDictionary[Any, Port] = weakref.WeakKeyDictionary()
+_wakers: weakref.WeakKeyDictionary[Any, LoopWaker] = weakref.WeakKeyDictionary()
 
 
-def current_port() -> Port:
+def current_waker() -> LoopWaker:
     """The port of the event loop that runs now."""
     trio = sys.modules.get("trio")
     # Trio first: an IPython cell under `%autoawait trio` runs trio inside a callback of the kernel's asyncio loop.
     on_trio = trio is not None and trio.lowlevel.in_trio_run()
     loop: Any = trio.lowlevel.current_trio_token() if trio is not None and on_trio else asyncio.get_running_loop()
-    port = _here.port
-    if port is None or port.loop() is not loop:
-        port = _ports.get(loop)
-        if port is None:
-            port = _ports[loop] = TrioPort(loop) if on_trio else AsyncioPort(loop)
-        _here.port = port
-    return port
+    waker = _here.waker
+    if waker is None or waker.loop() is not loop:
+        waker = _wakers.get(loop)
+        if waker is None:
+            waker = _wakers[loop] = TrioWaker(loop) if on_trio else AsyncioWaker(loop)
+        _here.waker = waker
+    return waker
 
 
-class Bell(Protocol):
+class Wakeup(Protocol):
     """Wakes its one waiter; ringing is safe from any thread and never blocks.
 
     A ring before the wait is kept. A wait may end without one, so waiters look at what they wait for.
     """
 
-    def ring(self) -> None: ...
+    def wake(self) -> None: ...
     async def wait(self) -> None: ...
 
 
-class AsyncioBell:
+class AsyncioWakeup:
     """A bare future: asyncio.Event and anyio.Event cost 3 µs more for each wake-up."""
 
-    __slots__ = ("_future", "_port", "_rung")
+    __slots__ = ("_future", "_signalled", "_waker")
 
-    def __init__(self, port: AsyncioPort) -> None:
-        self._port = port
+    def __init__(self, waker: AsyncioWaker) -> None:
+        self._waker = waker
         self._future: asyncio.Future[None] | None = None
-        self._rung = False
+        self._signalled = False
 
-    def ring(self) -> None:
-        if not self._rung:
-            self._rung = True
-            self._port.post(self._set)
+    def wake(self) -> None:
+        if not self._signalled:
+            self._signalled = True
+            self._waker.post(self._set)
 
     def _set(self) -> None:
         if self._future is not None and not self._future.done():
             self._future.set_result(None)
 
     async def wait(self) -> None:
-        if not self._rung:
-            port = self._port
+        if not self._signalled:
+            waker = self._waker
             loop = asyncio.get_running_loop()
             self._future = loop.create_future()
-            port.waiting += 1
-            port.keep_alive(loop)
+            waker.waiting += 1
+            waker.keep_alive(loop)
             try:
                 # A ring from another thread right here is posted, and so comes after the await has begun.
                 await self._future
             finally:
-                port.waiting -= 1
+                waker.waiting -= 1
                 self._future = None
         # Lowered before the waiter looks at what changed, so that a ring during that look is not lost.
-        self._rung = False
+        self._signalled = False
 
 
-class TrioBell:
-    __slots__ = ("_event", "_port", "_rung")
+class TrioWakeup:
+    __slots__ = ("_event", "_signalled", "_waker")
 
-    def __init__(self, port: TrioPort) -> None:
-        self._port = port
+    def __init__(self, waker: TrioWaker) -> None:
+        self._waker = waker
         self._event = anyio.Event()
-        self._rung = False
+        self._signalled = False
 
-    def ring(self) -> None:
-        if not self._rung:
-            self._rung = True
-            self._port.post(self._set)
+    def wake(self) -> None:
+        if not self._signalled:
+            self._signalled = True
+            self._waker.post(self._set)
 
     def _set(self) -> None:
         self._event.set()
@@ -183,16 +183,16 @@ class TrioBell:
     async def wait(self) -> None:
         await self._event.wait()
         self._event = anyio.Event()
-        self._rung = False
+        self._signalled = False
 
 
-class ThreadBell:
-    """The bell of a thread without a loop: its wait blocks the thread, so the awaiting coroutine is never suspended."""
+class ThreadWakeup:
+    """The wakeup of a thread without a loop: its wait blocks the thread and never suspends the coroutine."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         self._event.set()
 
     async def wait(self) -> None:
@@ -211,16 +211,16 @@ def caller() -> object:
     return threading.get_ident() if task is None else task
 
 
-def new_bell() -> Bell:
+def new_wakeup() -> Wakeup:
     """The kind that suits who calls: a coroutine on its loop, or a thread inside `run_sync`."""
-    return ThreadBell() if _here.blocking else current_port().bell()
+    return ThreadWakeup() if _here.blocking else current_waker().wakeup()
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine of the client in this thread, blocking it; this is all that the sync client consists of.
 
-    The client awaits nothing but bells, and in here a bell blocks the thread. No loop is needed, and one that runs in
-    this thread already, as in a notebook cell, does no harm.
+    The client awaits nothing but wakeups, and in here a wakeup blocks the thread. No loop is needed, and one that
+    already runs in this thread, as in a notebook cell, does no harm.
     """
     _here.blocking += 1
     try:
@@ -230,4 +230,4 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     finally:
         _here.blocking -= 1
     coroutine.close()
-    raise AssertionError("a client coroutine awaited something other than a bell")
+    raise AssertionError("a client coroutine awaited something other than a wakeup")

@@ -19,7 +19,7 @@ MOST_BYTES = 256 << 20  # memory that is resident from then on, and half a secon
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: as a write would, changing nothing
 
 
-def touch_ahead(leaves: Sequence[Any], pages: int) -> threading.Thread | None:
+def prefault(leaves: Sequence[Any], pages: int) -> threading.Thread | None:
     """Begin to touch the first `pages` of each leaf, which the pool hands out first.
 
     Only addresses are kept. Memory that is freed meanwhile is left alone by the system, or touched in vain.

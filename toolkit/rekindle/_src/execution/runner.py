@@ -18,7 +18,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
-from rekindle._src.execution.prefault import touch_ahead
+from rekindle._src.execution.prefault import prefault
 from rekindle._src.execution.results import needs_prompt, row_results
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
@@ -34,7 +34,7 @@ from rekindle.errors import ConfigError, SessionClosed, StoreError
 MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
 
 
-class HostTier(Protocol):
+class PayloadStore(Protocol):
     """Page payloads by digest, off the device; called from the dispatching and the fetching thread."""
 
     def put(self, digest: bytes, payload: paged.Payload) -> None:
@@ -87,7 +87,7 @@ class Runner:
         model: LoadedModel,
         config: EngineConfig,
         *,
-        host_tier: HostTier | None = None,
+        host_tier: PayloadStore | None = None,
         programs: Programs | None = None,
         processors: Sequence[LogitsProcessor] = (),
         prefer_ready: bool = False,
@@ -165,9 +165,9 @@ class Runner:
         """Load or compile everything that a step may ask for."""
         warm(self.programs)
 
-    def touch_ahead(self, pages: int) -> None:
+    def prefault(self, pages: int) -> None:
         """So many pages are likely to be restored before long: have their memory ready, beside what else is done."""
-        touch_ahead(jax.tree.leaves(self._kv), min(pages, self.programs.kv[0].num_pages - 1))
+        prefault(jax.tree.leaves(self._kv), min(pages, self.programs.kv[0].num_pages - 1))
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
         """Use other weights from the next step on; steps in flight end with the old ones. Nothing is compiled."""

@@ -43,7 +43,7 @@ class TierLike(Protocol):
         """A step was committed: measure."""
 
 
-class AbsentNodes:
+class OffloadedNodes:
     """A node stays known while its payload is in the host tier or on its way there, or while a child is known.
 
     The tier prunes by its own rules and tells nobody, so nodes are asked about when a match reaches them, and two at a
@@ -72,10 +72,10 @@ class AbsentNodes:
         self._departing.add(digest)
         return PageMove(node.page, digest)
 
-    def landed(self, moves: Sequence[PageMove]) -> None:
+    def offload_done(self, moves: Sequence[PageMove]) -> None:
         self._departing.difference_update(move.digest for move in moves)
 
-    def far(self, node: Node) -> bool:
+    def on_disk(self, node: Node) -> bool:
         """Its payload can be read after a while: it has to be fetched first."""
         return self._tier is not None and self._tier.knows(self._table.digest_of(node))
 

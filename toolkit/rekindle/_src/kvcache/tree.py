@@ -2,10 +2,10 @@
 
     match ─► lock (+ restore)      an admission takes the pages it found
     publish                        a committed step filled pages; duplicates are merged into the page that is there
-    settle                         a sequence let go of its pages
+    unreference                    a sequence let go of its pages
     evict                          pages are short: leaves leave, to the host tier if there is one
-    landed, arrived / detach       the step that moved pages was committed / failed
-    far                            pages that have to be fetched before a match can use them
+    offload_done, restore_done, detach   the step that moved pages was committed / failed
+    to_fetch                       pages that have to be read from disk before a match can use them
 
 What a snapshot needs: iterate over the cache for nodes (parents first) with `key, parent, page, visits, last_use`;
 `tokens_of`, `prefix_of` and `digest_of` of one; `graft` makes a prefix known whose payloads the host tier has.
@@ -25,7 +25,7 @@ from rekindle._src.core.records import IntArray, PageMove
 from rekindle._src.kvcache.digest import page_keys
 from rekindle._src.kvcache.eviction import EvictionQueue
 from rekindle._src.kvcache.node import Node, NodeTable
-from rekindle._src.kvcache.offloaded import AbsentNodes, TierLike
+from rekindle._src.kvcache.offloaded import OffloadedNodes, TierLike
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.statistics import CacheStatistics
 
@@ -70,7 +70,7 @@ class PrefixCache:
         self._counts = {field.name: 0 for field in dataclasses.fields(CacheStatistics)[5:]}
         self._leaves = EvictionQueue(pool)
         self._table = NodeTable(page_size, root_key)
-        self._absent = AbsentNodes(self._table, host_tier)
+        self._offloaded = OffloadedNodes(self._table, host_tier)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -105,9 +105,9 @@ class PrefixCache:
         """The known nodes of a prompt, wherever their payloads are; counts nothing."""
         return self._table.find(self.root, self.keys(tokens), tokens)
 
-    def near(self, node: Node) -> bool:
+    def in_host_memory(self, node: Node) -> bool:
         """Its payload is in host memory."""
-        return self._absent.restorable(node)
+        return self._offloaded.restorable(node)
 
     # -- looking up
 
@@ -124,24 +124,24 @@ class PrefixCache:
                 break
             on_device += 1
         usable = on_device
-        while usable < len(nodes) and self._absent.restorable(nodes[usable]):
+        while usable < len(nodes) and self._offloaded.restorable(nodes[usable]):
             usable += 1
         if usable < len(nodes):
-            self._absent.forget(nodes[usable])
+            self._offloaded.forget(nodes[usable])
         if usable > on_device and self.host_tier is not None and not self.host_tier.worth(usable - on_device):
             usable = on_device
         return PrefixMatch(nodes[:usable], on_device)
 
-    def far(self, keys: Sequence[int], tokens: IntArray) -> tuple[list[bytes], int]:
+    def to_fetch(self, keys: Sequence[int], tokens: IntArray) -> tuple[list[bytes], int]:
         """Digests of the pages that have to be fetched before all that is known of `tokens` can be matched, and how
         many other pages below the device this would make usable."""
         digests, near = [], 0
         for node in self._table.find(self.root, keys, tokens):
             if node.page:
                 continue
-            if self._absent.restorable(node):
+            if self._offloaded.restorable(node):
                 near += 1
-            elif self._absent.far(node):
+            elif self._offloaded.on_disk(node):
                 digests.append(self.digest_of(node))
             else:
                 break
@@ -234,13 +234,13 @@ class PrefixCache:
         if added is None:
             return None
         for node in added:
-            self._absent.add(node)
+            self._offloaded.add(node)
         self.version += 1
         return known + added
 
     # -- letting go
 
-    def settle(self, node: Node) -> None:
+    def unreference(self, node: Node) -> None:
         """A sequence whose deepest published node this is has released its pages."""
         # It was in use until now. Its ancestors can keep an older time: they leave after it in any case.
         self._leaves.used(node, self.clock())
@@ -253,25 +253,25 @@ class PrefixCache:
             node = self._leaves.pop()
             if node is None:
                 break
-            move = self._absent.depart(node) if read_out else None
+            move = self._offloaded.depart(node) if read_out else None
             if move is not None:
                 moves.append(move)
             self._leave(node)
-            self._absent.forget(node)
-            self._absent.sweep()
+            self._offloaded.forget(node)
+            self._offloaded.sweep()
             self._counts["evicted_pages"] += 1
         self._counts["offloaded_pages"] += len(moves)
         self.version += 1
         return moves
 
-    def landed(self, moves: Sequence[PageMove]) -> None:
+    def offload_done(self, moves: Sequence[PageMove]) -> None:
         """Payloads read out have reached the host tier, or never will: from now on it is asked about them."""
-        self._absent.landed(moves)
+        self._offloaded.offload_done(moves)
         self.version += bool(moves)
         if self.host_tier is not None:
             self.host_tier.trim()
 
-    def arrived(self, moves: Sequence[PageMove]) -> None:
+    def restore_done(self, moves: Sequence[PageMove]) -> None:
         """Restored pages have their content, or never will."""
         if self.host_tier is not None:
             for move in moves:
@@ -325,9 +325,9 @@ class PrefixCache:
                 self.pool.drop(node.page)
                 node.page = 0
         self.root_key = self.root_key if root_key is None else root_key
-        self._forgotten += self._absent.forgotten
+        self._forgotten += self._offloaded.forgotten
         self._table = NodeTable(self.page_size, self.root_key)
-        self._absent = AbsentNodes(self._table, self.host_tier)
+        self._offloaded = OffloadedNodes(self._table, self.host_tier)
         self._leaves.clear()
         if self.host_tier is not None:
             self.host_tier.clear()
@@ -339,7 +339,7 @@ class PrefixCache:
 
     def statistics(self) -> CacheStatistics:
         pool = self.pool
-        forgotten = self._forgotten + self._absent.forgotten
+        forgotten = self._forgotten + self._offloaded.forgotten
         return CacheStatistics(len(self), pool.kept, pool.cached, self.pinned_pages, forgotten, **self._counts)
 
     def references(self) -> NDArray[np.int32]:
@@ -377,7 +377,7 @@ class PrefixCache:
         node.page = 0
         parent.device_children -= 1
         self._leaves.offer(parent)
-        self._absent.add(node)
+        self._offloaded.add(node)
 
 
 def _below(node: Node, pages: set[int]) -> bool:

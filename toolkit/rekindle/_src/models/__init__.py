@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 _NAMES = {
     "base": ("Graph", "LoadedModel", "Model", "abstract_model", "merge", "random_model"),
     "config": ("AttentionSpec", "ModelConfig", "MoeSpec"),
-    "layers": ("Attend",),
+    "nn.layers": ("Attend",),
     "precision": ("Precision",),
     "registry": ("Family", "family", "manifest"),
-    "weights": ("Manifest", "Part", "Source"),
+    "loading.manifest": ("Manifest", "Part", "Source"),
 }
 _LAZY = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -45,7 +45,7 @@ class Precision:
             quantize_embeddings,
             "float32" if on_cpu else name,
             loop_experts=on_cpu,
-            native=on_cpu and native.reason_against() is None,
+            native=on_cpu and native.unavailable_reason() is None,
         )
 
     def value_dtype(self, stored: DTypeLike) -> np.dtype[Any]:

@@ -88,7 +88,7 @@ class ChatView(Live):
     def send(self, text: str) -> None:
         """Say something; an answer that is still being made is kept as far as it got."""
         if text:
-            self._settle()
+            self._finish_answer()
             self.messages.append({"role": "user", "content": text})
             self.widget.fill("say", "")
             self._answer()
@@ -168,7 +168,7 @@ class ChatView(Live):
         deltas = self._handle.deltas if self._handle is not None else ()
         return [*self._kept, *(Piece(delta.text, delta.token_ids) for delta in deltas if delta.index == 0)]
 
-    def _settle(self) -> None:
+    def _finish_answer(self) -> None:
         """The answer becomes a message."""
         if self._handle is not None:
             self._handle.cancel()

@@ -15,7 +15,7 @@ DEEPEST = 8  # functions that use functions that use …
 MOST = 20_000  # values; a function that uses a whole session as a global is not followed for ever
 
 
-def codeprint(function: Any) -> str:
+def function_hash(function: Any) -> str:
     """The same in every process for the same code and the same captured values; others give another one.
 
     Names that a function takes from a module are values too, if they are the user's own: numbers, strings, arrays and

@@ -17,7 +17,7 @@ from jax import Array
 
 from rekindle._src.core import html
 from rekindle._src.programs.flags import FIRST_PROCESSOR, MOST_PROCESSORS
-from rekindle._src.programs.function_hash import codeprint
+from rekindle._src.programs.function_hash import function_hash
 from rekindle.errors import ConfigError
 
 
@@ -54,7 +54,7 @@ class LogitsProcessor(html.Record):
     @property
     def key(self) -> tuple[str, str, str]:
         """Processors with equal keys compile to equal programs."""
-        return self.name, self.version, codeprint(self.function)
+        return self.name, self.version, function_hash(self.function)
 
 
 def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:

@@ -60,7 +60,7 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": cpu_features(),
         "threads": usable_cpus(),  # XLA:CPU splits work at compile time
-        "native": native.reason_against() is None,
+        "native": native.unavailable_reason() is None,
         "chains": native.chains(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "libtpu_flags": os.environ.get("LIBTPU_INIT_ARGS", ""),

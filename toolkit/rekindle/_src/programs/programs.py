@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.gc_pause import no_search
+from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
@@ -151,7 +151,7 @@ class Programs:
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""
         try:
-            with no_search():
+            with gc_paused():
                 compiled = self.build(key).compile()
         except Exception as error:
             raise CompileError(

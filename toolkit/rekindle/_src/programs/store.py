@@ -25,7 +25,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, write_checkpoint
-from rekindle._src.core.gc_pause import no_search
+from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.programs import program_key
 from rekindle.errors import StoreError
 from rekindle_kernels import native
@@ -38,7 +38,7 @@ STALE_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class StoredProgram:
     """One stored program, as `rekindle cache ls` and `session.programs` show it."""
 
     key: str
@@ -112,7 +112,7 @@ class ExecutableStore:
         self.prune()
         return True
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[StoredProgram]:
         """What is stored, most recently used first; broken entries are left out."""
         found = []
         for path in self._paths():
@@ -120,7 +120,7 @@ class ExecutableStore:
                 meta = json.loads((path / META).read_text())
                 size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
                 used = path.stat().st_mtime
-                found.append(Entry(path.name, meta["name"], meta["model"], size, meta["compile_seconds"], used))
+                found.append(StoredProgram(path.name, meta["name"], meta["model"], size, meta["compile_seconds"], used))
         return sorted(found, key=lambda entry: -entry.used)
 
     def prune(self) -> None:
@@ -193,7 +193,7 @@ def _loaded(path: Path) -> Any:
     payload = (path / PROGRAM).read_bytes()
     if _checksum(payload) != meta["checksum"]:
         raise StoreError("its checksum does not match")
-    with no_search():
+    with gc_paused():
         for name in meta["native"]:
             native.ensure(name)
         trees = pickle.loads(payload[: meta["trees"]])

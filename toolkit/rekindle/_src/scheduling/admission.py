@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from rekindle._src.core.records import Status
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.scheduling.disk_reads import Loading
+from rekindle._src.scheduling.disk_reads import DiskReads
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
-from rekindle._src.scheduling.prefix_claims import Claims
+from rekindle._src.scheduling.prefix_claims import PrefixClaims
 from rekindle._src.scheduling.reserve import Reserve
-from rekindle._src.scheduling.running_set import Residents
+from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.waiting import WaitingQueue
 
@@ -26,11 +26,11 @@ class Admission:
     """
 
     def __init__(
-        self, limits: Limits, ledger: PageLedger, residents: Residents, queue: WaitingQueue, reserve: Reserve
+        self, limits: Limits, ledger: PageLedger, running_set: RunningSet, queue: WaitingQueue, reserve: Reserve
     ) -> None:
-        self._limits, self._ledger, self._residents, self._queue = limits, ledger, residents, queue
-        self._claims = Claims(limits.page_size)
-        self._loading = Loading(ledger)
+        self._limits, self._ledger, self._running_set, self._queue = limits, ledger, running_set, queue
+        self._claims = PrefixClaims(limits.page_size)
+        self._loading = DiskReads(ledger)
         self.reserve = reserve
         self.preemptions = 0
 
@@ -46,7 +46,7 @@ class Admission:
     def possible(self) -> bool:
         if self._loading:
             self._wake(self._loading.ready())
-        return bool(self._residents.free_slots and len(self._queue))
+        return bool(self._running_set.free_slots and len(self._queue))
 
     def submit(self, sequence: Sequence) -> None:
         self._queue.add(sequence)
@@ -57,9 +57,9 @@ class Admission:
 
     def admit(self) -> Sequence | None:
         """The next sequence, now in a slot and with pages; None if nobody can be admitted now."""
-        running, leaving = self._residents.running, self._residents.leaving
+        running, leaving = self._running_set.running, self._running_set.leaving
         for _ in range(_PARKED_PER_PLAN):
-            sequence = self._queue.next() if self._residents.free_slots else None
+            sequence = self._queue.next() if self._running_set.free_slots else None
             if sequence is None:
                 return None
             if sequence in leaving:
@@ -80,7 +80,7 @@ class Admission:
                 return None
             self._queue.take(sequence)
             self._loading.discard(sequence)
-            self._residents.enter(sequence, start)
+            self._running_set.enter(sequence, start)
             if self._ledger.cache is not None:
                 self._claims.claim(sequence, sequence.published)
             return sequence
@@ -90,10 +90,10 @@ class Admission:
         """Its next position has a page, if need be a junior's; False if it has to sit this step out."""
         if sequence.planned < sequence.num_pages * self._limits.page_size or self._ledger.grow(sequence):
             return True
-        while not self._residents.leaving and not self._ledger.retiring:
-            victim = self._residents.running[-1]
+        while not self._running_set.leaving and not self._ledger.retiring:
+            victim = self._running_set.running[-1]
             if victim is sequence:
-                assert len(self._residents.running) > 1, f"{sequence.id} is alone and out of pages"
+                assert len(self._running_set.running) > 1, f"{sequence.id} is alone and out of pages"
                 self.preempt(sequence, "had the least seniority when pages ran out")
                 return False
             self.preempt(victim, f"gave its pages to request {sequence.id}")
@@ -107,7 +107,7 @@ class Admission:
         self.preemptions += 1
         self.reserve.preempted()
         self.abandon(sequence)
-        self._residents.leave(sequence)
+        self._running_set.leave(sequence)
         self._queue.put_back(sequence)
 
     def published(self, sequence: Sequence, first: int, last: int) -> None:
@@ -132,14 +132,14 @@ class Admission:
         else:
             self.abandon(sequence)
             self.reserve.finished(sequence)
-            self._residents.leave(sequence)
+            self._running_set.leave(sequence)
 
     def older(self, sequence: Sequence) -> int:
         """How many older requests are in the queue."""
         return self._queue.position(sequence)
 
     def check_integrity(self) -> None:
-        self._claims.check_integrity(self._residents.running)
+        self._claims.check_integrity(self._running_set.running)
 
     def _park(self, sequence: Sequence) -> bool:
         """True if it now waits for a prefix that a running sequence is computing."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from rekindle._src.core.records import Status
-from rekindle._src.kvcache.tiers.tiers import Fetch
+from rekindle._src.kvcache.tiers.tiers import DiskFetch
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.sequence import Sequence
 
 
-class Loading:
+class DiskReads:
     """Each sequence loads at most once per admission; what could not be read by then is computed."""
 
     def __init__(self, ledger: PageLedger) -> None:
         self._ledger = ledger
-        self._waiting: dict[Sequence, tuple[Fetch, Status]] = {}
-        self._loaded: dict[Sequence, Fetch | None] = {}  # not admitted yet: what it loaded stays in host memory
+        self._waiting: dict[Sequence, tuple[DiskFetch, Status]] = {}
+        self._loaded: dict[Sequence, DiskFetch | None] = {}  # not admitted yet: what it loaded stays in host memory
 
     def __len__(self) -> int:
         return len(self._waiting)

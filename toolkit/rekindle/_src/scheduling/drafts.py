@@ -18,7 +18,7 @@ from rekindle._src.core.records import Row
 from rekindle._src.programs.buckets import padded_rows
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
-from rekindle._src.scheduling.prompt_lookup import Lookup
+from rekindle._src.scheduling.prompt_lookup import PromptLookup
 from rekindle._src.scheduling.sequence import Sequence
 
 # Up to here a row costs little. Beyond, drafts only fill up what would be padding: free but for native products, which
@@ -57,7 +57,7 @@ class Drafts:
                 accepted[sequence] += was_right
         for sequence, count in drafted.items():
             _lookup(sequence).learn(count, accepted[sequence])
-            sequence.settle()
+            sequence.drafts_checked()
             self.drafted += count
 
     def _guesses(self, sequence: Sequence) -> bool:
@@ -65,7 +65,7 @@ class Drafts:
             sampling = sequence.request.sampling
             if sampling.penalised or sampling.processors:
                 return False  # reads which tokens were sampled before, and the device counts no guesses
-            sequence.lookup = Lookup(sequence.tokens(0, sequence.known))
+            sequence.lookup = PromptLookup(sequence.tokens(0, sequence.known))
         return sequence.lookup.guesses and sequence.remaining > 0
 
     def _counts(self, guessing: list[Sequence], rows: int, budget: int, *, mixed: bool) -> dict[Sequence, int]:
@@ -89,7 +89,7 @@ class Drafts:
         return count
 
 
-def _lookup(sequence: Sequence) -> Lookup:
+def _lookup(sequence: Sequence) -> PromptLookup:
     assert sequence.lookup is not None, f"{sequence.id} guesses without a lookup"
     return sequence.lookup
 

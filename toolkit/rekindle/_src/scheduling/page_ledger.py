@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rekindle._src.core.records import IntArray, PageMove, Request
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import PagePool, pages_for
-from rekindle._src.kvcache.tiers.tiers import Fetch, Tiers
+from rekindle._src.kvcache.tiers.tiers import DiskFetch, Tiers
 from rekindle._src.kvcache.tree import PrefixCache, PrefixMatch
 from rekindle._src.scheduling.sequence import Sequence
 
@@ -67,13 +67,13 @@ class PageLedger:
     def may_fetch(self) -> bool:
         """There may be pages that have to be fetched from disk before a match can use them."""
         tiers = self.cache.host_tier if self.cache is not None else None
-        return isinstance(tiers, Tiers) and tiers.far
+        return isinstance(tiers, Tiers) and tiers.has_disk_pages
 
-    def fetch(self, sequence: Sequence) -> Fetch | None:
+    def fetch(self, sequence: Sequence) -> DiskFetch | None:
         """Start to fetch what is known of it but too far away; None if there is no such page, or it does not pay."""
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
-        digests, near = self.cache.far(self.keys(sequence), sequence.tokens(0, sequence.known))
+        digests, near = self.cache.to_fetch(self.keys(sequence), sequence.tokens(0, sequence.known))
         return self.cache.host_tier.fetch(digests, near)
 
     def acquire(self, sequence: Sequence, spare: int) -> int | None:
@@ -130,7 +130,7 @@ class PageLedger:
         self.pool.release(sequence.pages)
         node = self._node(sequence)
         if self.cache is not None and node is not None:
-            self.cache.settle(node)
+            self.cache.unreference(node)
         sequence.leave()
 
     def collect(self, oldest_step: int | None) -> None:

@@ -7,7 +7,7 @@ from rekindle._src.scheduling.sequence import Sequence
 _ENOUGH = 256  # tokens worth a wait even if more has to be computed afterwards
 
 
-class Claims:
+class PrefixClaims:
     """A running sequence claims the full pages it is going to compute; a waiting one parks on the last it would share.
 
     A claim ends when its page is published, or when its owner lost its pages; whoever parked on it is tried again then.

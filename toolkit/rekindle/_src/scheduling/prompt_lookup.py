@@ -16,7 +16,7 @@ _MASK = (1 << (SIZE * _BITS)) - 1
 _LONGEST_REST = 64  # tokens
 
 
-class Lookup:
+class PromptLookup:
     """The index of one request: where each run of `SIZE` tokens was last followed by what. O(1) for each new token.
 
     While its text goes on as at an earlier place, that place is kept, though the latest tokens may have come again

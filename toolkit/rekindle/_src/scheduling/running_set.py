@@ -10,7 +10,7 @@ from rekindle._src.scheduling.policies import Rank
 from rekindle._src.scheduling.sequence import Sequence
 
 
-class Residents:
+class RunningSet:
     """A sequence that ended or was preempted leaves at once, but its slot and pages only come back when no step in
     flight contains it: such a step still writes to them.
     """

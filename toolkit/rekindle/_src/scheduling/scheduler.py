@@ -32,7 +32,7 @@ from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import seniority
 from rekindle._src.scheduling.reserve import Reserve
-from rekindle._src.scheduling.running_set import Residents
+from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.waiting import WaitingQueue
 from rekindle.errors import CompileError, InvalidRequest, OutOfPages, QueueFull, StepFailed
@@ -62,9 +62,9 @@ class Scheduler:
     ) -> None:
         self.limits, self.pool, self.cache = limits, pool, cache
         self._ledger = PageLedger(pool, cache, limits.page_size)
-        self._residents = Residents(limits.max_requests, self._ledger, seniority(policy))
+        self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy))
         queue = WaitingQueue(policy, path=self._ledger.cached_path, seed=seed, max_overtakes=max_overtakes)
-        self._admission = Admission(limits, self._ledger, self._residents, queue, reserve or Reserve())
+        self._admission = Admission(limits, self._ledger, self._running_set, queue, reserve or Reserve())
         self._drafts = Drafts(limits, self._ledger) if limits.prompt_lookup else None
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
@@ -111,7 +111,7 @@ class Scheduler:
         preemptions = self._admission.preemptions
         decode: list[Sequence] = []
         kept = 0
-        for sequence in tuple(self._residents.running):
+        for sequence in tuple(self._running_set.running):
             if len(decode) + kept >= budget:
                 break
             if sequence.status is Status.PREEMPTED:
@@ -128,7 +128,7 @@ class Scheduler:
             budget = min(budget, self.limits.max_beside_decode)
         prefill: list[Sequence] = []
         prefill_rows: list[Row] = []
-        for sequence in self._residents.running:
+        for sequence in self._running_set.running:
             if budget and len(prefill) < self.limits.max_prefill_rows and sequence.prefilling:
                 prefill.append(sequence)
                 prefill_rows.append(sequence.row(min(budget, sequence.target - sequence.planned)))
@@ -163,8 +163,8 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
         if self.cache is not None:
-            self.cache.arrived(result.plan.restore)
-            self.cache.landed(result.plan.offload)
+            self.cache.restore_done(result.plan.restore)
+            self.cache.offload_done(result.plan.offload)
             if self.cache.host_tier is not None:
                 self.cache.host_tier.observe(result)
         events: list[TokenEvent] = []
@@ -177,10 +177,10 @@ class Scheduler:
                     events[-1] = events[-1].then(event)  # the row before is the same request's, and sampled
                 elif event is not None:
                     events.append(event)
-            self._residents.drain(sequence)
+            self._running_set.drain(sequence)
         if self._drafts is not None and flight.plan.drafted:
             self._drafts.learn(flight.sequences, flight.plan.rows, right)
-        self._landed()
+        self._collect_released()
         return tuple(events)
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
@@ -191,13 +191,13 @@ class Scheduler:
         for sequence in flight.sequences:
             sequence.in_flight -= 1
         if self.cache is not None:
-            self.cache.arrived(plan.restore)
-            self.cache.landed(plan.offload)
+            self.cache.restore_done(plan.restore)
+            self.cache.offload_done(plan.offload)
             if plan.restore:
                 # Later steps may have been planned on pages that were never filled.
                 broken = {move.page for move in plan.restore}
                 affected |= dict.fromkeys(
-                    s for s in self._residents.everybody if not broken.isdisjoint(s.pages.tolist())
+                    s for s in self._running_set.everybody if not broken.isdisjoint(s.pages.tolist())
                 )
                 self.cache.detach(plan.restore)
         events = []
@@ -215,8 +215,8 @@ class Scheduler:
                         error=error,
                     )
                 )
-            self._residents.drain(sequence)
-        self._landed()
+            self._running_set.drain(sequence)
+        self._collect_released()
         return tuple(events)
 
     # -- the cache, from outside
@@ -251,7 +251,7 @@ class Scheduler:
             return
         if self.cache is not None:
             self.cache.reset(root_key)
-        for sequence in tuple(self._residents.running):
+        for sequence in tuple(self._running_set.running):
             self._admission.abandon(sequence)
             if recompute:
                 self._admission.preempt(sequence, "has to be computed again under new weights")
@@ -277,8 +277,8 @@ class Scheduler:
         return SchedulerStatistics(
             waiting=self._admission.waiting,
             parked=self._admission.parked,
-            running=len(self._residents.running),
-            leaving=len(self._residents.leaving),
+            running=len(self._running_set.running),
+            leaving=len(self._running_set.leaving),
             steps_in_flight=len(self._flights),
             pages_total=pool.total,
             pages_free=pool.free,
@@ -294,13 +294,13 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free + held + cached pages are all pages, each with its right count."""
-        residents = self._residents
-        residents.check_integrity()
+        running_set = self._running_set
+        running_set.check_integrity()
         self._admission.check_integrity()
         if self.cache is not None:
             self.cache.check_integrity()
-        self.pool.check_integrity(self._ledger.references(residents.everybody))
-        alive = len(residents.running) + self._admission.waiting
+        self.pool.check_integrity(self._ledger.references(running_set.everybody))
+        alive = len(running_set.running) + self._admission.waiting
         assert len(self._alive) == alive, f"{len(self._alive)} requests live, {alive} wait or run"
 
     # -- inside
@@ -347,7 +347,7 @@ class Scheduler:
             self._counts["cached_tokens"] += start
         self._counts["prefill_tokens"] += sequence.target - start
 
-    def _landed(self) -> None:
+    def _collect_released(self) -> None:
         self._ledger.collect(self._flights[0].plan.step if self._flights else None)
 
 

@@ -13,7 +13,7 @@ from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Sta
 from rekindle._src.kvcache.digest import page_keys
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.scheduling.prompt_lookup import Lookup
+from rekindle._src.scheduling.prompt_lookup import PromptLookup
 
 _ROOM = 64  # tokens or pages by which a buffer grows at least
 
@@ -53,7 +53,7 @@ class Sequence:
         self.sampled = 0  # generated, plus those that steps in flight will add
         self.scored = 0  # prompt positions whose log-probabilities were delivered
         self.cached_tokens = 0  # of the prompt, found in the cache at the first admission
-        self.lookup: Lookup | None = None  # guesses what comes next, once it was asked to
+        self.lookup: PromptLookup | None = None  # guesses what comes next, once it was asked to
         self._tokens = request.token_ids
         self._keys: list[int] = []
         # Its pages:
@@ -207,7 +207,7 @@ class Sequence:
             for index in range(len(guess))
         ]
 
-    def settle(self) -> None:
+    def drafts_checked(self) -> None:
         """What it guessed was checked: it goes on after the last token that was right."""
         self.planned, self.sampled = self.computed, self.generated
 

@@ -46,7 +46,7 @@ log = logging.getLogger("rekindle.session")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Order:
+class OpenRequest:
     """What `open` was asked for."""
 
     model: str | Path | LoadedModel
@@ -56,7 +56,7 @@ class Order:
     contexts: Contexts = contextlib.nullcontext
 
 
-def build(order: Order) -> Engine:
+def build(order: OpenRequest) -> Engine:
     """Everything a session needs, ready to run. Raises typed errors; what was loaded until then is freed."""
     try:
         return _build(order)
@@ -68,7 +68,7 @@ def build(order: Order) -> Engine:
         raise
 
 
-def _build(order: Order) -> Engine:
+def _build(order: OpenRequest) -> Engine:
     described = order.model if isinstance(order.model, LoadedModel) else _describe(order.model, order.config)
     model, graph, shapes, weight_bytes = _shapes(described)
     config = resolve(order.config, model, weight_bytes=weight_bytes)
@@ -92,7 +92,13 @@ def _build(order: Order) -> Engine:
 
 
 def _engine(
-    order: Order, config: EngineConfig, loaded: LoadedModel, programs: Programs, warming: Warming, *, prefer_ready: bool
+    order: OpenRequest,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    programs: Programs,
+    warming: Warming,
+    *,
+    prefer_ready: bool,
 ) -> Engine:
     owned, model = loaded is not order.model, loaded.config
     tiers = _tiers(loaded, config, str(order.model) if owned else model.model_type)
@@ -100,7 +106,7 @@ def _engine(
     assert config.device_pages is not None, "resolved"
     most = prefill_rows(config.max_tokens_per_step, config.max_requests)
     limits = Limits.of(config, max_prefill_rows=most, padded=not (loaded.graph.precision.native and native.chains()))
-    # The session's gate bounds the queue; a burst may be queued whole before the first of it runs.
+    # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.
     limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
     assert config.page_size is not None, "resolved"
     pool = PagePool(config.device_pages)
@@ -109,7 +115,7 @@ def _engine(
         cache = PrefixCache(pool, config.page_size, page_identity(loaded, config).root, host_tier=tiers)
         if config.restore is not None:
             # Before programs are waited for: pages are read meanwhile.
-            runner.touch_ahead(restore(cache, tiers, config.restore).pages)
+            runner.prefault(restore(cache, tiers, config.restore).pages)
     try:
         warming.opened()
     except BaseException:
@@ -261,7 +267,7 @@ def _in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def _shortage(order: Order, error: BaseException) -> str:
+def _shortage(order: OpenRequest, error: BaseException) -> str:
     config = order.config
     statistics = jax.local_devices()[0].memory_stats() or {}
     free = statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0)

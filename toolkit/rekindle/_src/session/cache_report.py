@@ -37,7 +37,7 @@ class NodeView(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TreeView:
+class CacheTree:
     """The tree from the root down, children after their parents."""
 
     nodes: tuple[NodeView, ...]
@@ -55,7 +55,7 @@ class TreeView:
         return "\n".join(lines) or "(empty)"
 
     def __repr__(self) -> str:
-        return f"<TreeView: {self.shown_pages} of {self.total_pages} pages>"
+        return f"<CacheTree: {self.shown_pages} of {self.total_pages} pages>"
 
     def _repr_html_(self) -> str:
         rows = [

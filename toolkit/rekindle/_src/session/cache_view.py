@@ -14,7 +14,7 @@ from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.host import wait
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.persist import snapshot
-from rekindle._src.session.cache_report import TIERS, CacheStats, NodeView, PrefixExplanation, Snapshots, TreeView
+from rekindle._src.session.cache_report import TIERS, CacheStats, CacheTree, NodeView, PrefixExplanation, Snapshots
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.prompts import parse_one
 from rekindle.errors import ConfigError, InvalidRequest
@@ -34,11 +34,11 @@ class CacheView:
 
     # -- looking
 
-    def tree(self, *, limit: int = 200) -> TreeView:
+    def tree(self, *, limit: int = 200) -> CacheTree:
         """The tree, at most `limit` runs of pages of it."""
         cache, tiers = self._parts()
         names = self._ask(lambda: _runs(cache, tiers, limit))
-        return TreeView(
+        return CacheTree(
             tuple(dataclasses.replace(view, text=self._preview(tokens)) for view, tokens in names),
             len(cache),
             sum(view.pages for view, _ in names),
@@ -148,13 +148,13 @@ class CacheView:
 
     def export_prefix(self, prompt: PromptLike, path: str | Path) -> Call[int]:
         """Await it to write the cached pages of a prompt to a file; gives how many tokens that covers."""
-        keeper, tokens, target = self._session._keeper, self._tokens(prompt), Path(path)
-        return Once(keeper.run, lambda: keeper.export_prefix(tokens, target), name="export_prefix")
+        writer, tokens, target = self._session._cache_writer, self._tokens(prompt), Path(path)
+        return Once(writer.run, lambda: writer.export_prefix(tokens, target), name="export_prefix")
 
     def import_prefix(self, path: str | Path) -> Call[int]:
         """Await it to take over the pages of an exported prefix; gives how many tokens."""
-        keeper, source = self._session._keeper, Path(path)
-        return Once(keeper.run, lambda: keeper.import_prefix(source), name="import_prefix")
+        writer, source = self._session._cache_writer, Path(path)
+        return Once(writer.run, lambda: writer.import_prefix(source), name="import_prefix")
 
     def __repr__(self) -> str:
         return "<rekindle cache, closed>" if self._session.closed else f"<rekindle cache of {self._session.model}>"
@@ -179,13 +179,13 @@ class CacheView:
         elif tier == "host" and tiers is not None:
             self._ask(lambda: tiers.host.trim(0))
         if tier in (None, "disk") and tiers is not None and tiers.disk is not None:
-            await self._session._keeper.run(tiers.disk.clear)
+            await self._session._cache_writer.run(tiers.disk.clear)
 
     def _parts(self) -> tuple[PrefixCache, Tiers | None]:
-        keeper = self._session._keeper
-        if keeper.cache is None:
+        writer = self._session._cache_writer
+        if writer.cache is None:
             raise ConfigError("prefix_cache", False, "leaves nothing to look at", "Open the session with prefix_cache")
-        return keeper.cache, keeper.tiers
+        return writer.cache, writer.tiers
 
     def _ask(self, function: Callable[[], T]) -> T:
         self._session._host.check()

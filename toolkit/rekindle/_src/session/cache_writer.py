@@ -22,7 +22,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.host import Host, wait
-from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine, Exclusive
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.persist import prefix_file, snapshot
@@ -75,8 +75,8 @@ class _Wanted(NamedTuple):
     on_device: int  # its device page, or 0
 
 
-class Keeper:
-    """Every public method may be called from any thread; the work is done in the keeper's own, in turn."""
+class CacheWriter:
+    """Every public method may be called from any thread; the work is done in the writer's own thread, in turn."""
 
     def __init__(self, host: Host, engine: Engine) -> None:
         self._host, self._engine = host, engine
@@ -85,7 +85,7 @@ class Keeper:
         self.cache: PrefixCache | None = cache
         self.tiers: Tiers | None = tiers if isinstance(tiers, Tiers) else None
         self.saved_bytes = 0  # in the background
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Slot[Any]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._stopped = False
@@ -102,9 +102,9 @@ class Keeper:
         return self.tiers.disk if self.tiers is not None else None
 
     async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises, in the keeper's thread."""
+        """What `job` returns or raises, in the writer's thread."""
         self._host.check()
-        slot: Slot[T] = Slot()
+        slot: OneShot[T] = OneShot()
         self._start()
         self._jobs.put((job, slot))
         return await slot.get()
@@ -129,14 +129,14 @@ class Keeper:
     def stop(self) -> None:
         """Ends after what it is writing; returns at once."""
         self._stopped = True
-        self._jobs.put((lambda: None, Slot()))
+        self._jobs.put((lambda: None, OneShot()))
 
     # -- the thread
 
     def _start(self) -> None:
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="rekindle keeper", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="rekindle cache writer", daemon=True)
                 self._thread.start()
 
     def _work(self) -> None:
@@ -352,7 +352,7 @@ class Keeper:
                 if cache.has(one.node) and one.node.page == one.on_device:
                     pairs.append((one.page, payload))
 
-        slot: Slot[Any] = Slot()
+        slot: OneShot[Any] = OneShot()
         job = partial(runner.read_pages, [one.on_device for one in part])  # type: ignore[attr-defined]
         wait(self._host.send(Exclusive(job, check, slot), slot))
         return pairs

@@ -12,7 +12,7 @@ from rekindle._src.core import html
 from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import Completion, Status, TextDelta, TokenLogprobs
 from rekindle._src.dispatch.host import Host, wait
-from rekindle._src.dispatch.mailbox import Mailbox, Slot, fresh
+from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
 from rekindle._src.dispatch.messages import Submission
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.call import Call
@@ -31,12 +31,14 @@ class Handle(Call[Any]):
     above 1 the result is a list, and deltas of all sequences come as they are made, told apart by `index`.
     """
 
-    def __init__(self, host: Host, keeper: object, prompt: Prompt, sampling: Sampling, *, scoped: bool = False) -> None:
+    def __init__(
+        self, host: Host, session: object, prompt: Prompt, sampling: Sampling, *, scoped: bool = False
+    ) -> None:
         self.id = f"r{next(_ids)}"
         self.prompt = prompt.text
         self.sampling = sampling
         self._host = host
-        self._keeper = keeper  # the session, which closes itself once nobody holds it
+        self._session = session  # the session, which closes itself once nobody holds it
         self._given = prompt
         self._scoped = scoped  # ends with the loop over it
         self._mailbox = Mailbox(sampling.n)
@@ -72,7 +74,7 @@ class Handle(Call[Any]):
     @property
     def done(self) -> bool:
         """Whether it ended, in whatever way."""
-        return self._mailbox.settled
+        return self._mailbox.ended
 
     @property
     def error(self) -> BaseException | None:
@@ -94,7 +96,7 @@ class Handle(Call[Any]):
     def status(self) -> Status:
         """Where it is; of several sequences, the first that has not ended."""
         results = self._mailbox.results
-        if self._mailbox.settled:
+        if self._mailbox.ended:
             error = self._mailbox.error
             if error is None:
                 return Status.FINISHED
@@ -114,23 +116,23 @@ class Handle(Call[Any]):
     def submit(self) -> None:
         """Hand it over now; raises `QueueFull` when there is no place."""
         self._host.check()
-        gate = self._host.gate
+        limiter = self._host.limiter
         self._fits()
-        if not gate.try_enter(self.sampling.n):
+        if not limiter.try_enter(self.sampling.n):
             raise QueueFull(
-                f"{gate.inside} of {gate.places} places are taken and {gate.waiting} callers wait for one. "
+                f"{limiter.inside} of {limiter.places} places are taken and {limiter.waiting} callers wait for one. "
                 "Submit later, await session.admit(...), or open with a larger max_queue"
             )
         self._hand_over()
 
     async def admit(self) -> None:
         """Hand it over as soon as there is a place."""
-        if self._submitted or self._mailbox.settled:
+        if self._submitted or self._mailbox.ended:
             return
         self._host.check()
         self._fits()
         try:
-            entered = await self._host.gate.enter(self.sampling.n, lambda: self._mailbox.settled or self._submitted)
+            entered = await self._host.limiter.enter(self.sampling.n, lambda: self._mailbox.ended or self._submitted)
         except BaseException:
             self.cancel()
             raise
@@ -138,17 +140,17 @@ class Handle(Call[Any]):
             self._hand_over()
 
     def _fits(self) -> None:
-        if self.sampling.n > self._host.gate.places:
+        if self.sampling.n > self._host.limiter.places:
             raise InvalidRequest(
-                "n", self.sampling.n, f"is over the {self._host.gate.places} places of the session", "Use fewer"
+                "n", self.sampling.n, f"is over the {self._host.limiter.places} places of the session", "Use fewer"
             )
 
     def _hand_over(self) -> None:
         with self._lock:
-            if self._mailbox.settled or self._submitted:  # cancelled in another thread, or admitted twice
-                self._host.gate.leave(self.sampling.n)
+            if self._mailbox.ended or self._submitted:  # cancelled in another thread, or admitted twice
+                self._host.limiter.leave(self.sampling.n)
                 return
-            self._mailbox.on_settled = self._host.gate.leave
+            self._mailbox.on_sequence_end = self._host.limiter.leave
             self._submitted = True
         given = self._given
         self._host.submit(
@@ -165,18 +167,18 @@ class Handle(Call[Any]):
 
     def cancel(self) -> None:
         """Abort it, from any thread; who awaits it gets `RequestAborted`. What it produced stays on the handle."""
-        if self._mailbox.settled:
+        if self._mailbox.ended:
             return
         with self._lock:
             if not self._submitted:
-                self._mailbox.settle_all(RequestAborted(f"request {self.id} was cancelled before it was queued"))
-                self._host.gate.recheck()
+                self._mailbox.complete_all(RequestAborted(f"request {self.id} was cancelled before it was queued"))
+                self._host.limiter.recheck()
                 return
         self._host.abort(self._mailbox)
 
     def __del__(self) -> None:
         # An attribute is missing when the constructor raised.
-        if getattr(self, "_submitted", False) and not self._mailbox.settled:
+        if getattr(self, "_submitted", False) and not self._mailbox.ended:
             self._host.abort(self._mailbox)
 
     async def _result(self) -> Any:
@@ -185,7 +187,7 @@ class Handle(Call[Any]):
 
     def completion(self) -> Any:
         """The result of a request that has ended; raises its error if it has one."""
-        if not self._mailbox.settled:
+        if not self._mailbox.ended:
             raise InvalidRequest("handle", self.id, "has not ended", "Await it")
         if (error := self._mailbox.error) is not None:
             raise fresh(error)
@@ -194,7 +196,7 @@ class Handle(Call[Any]):
 
     async def _following(self, seen: int | None = None) -> None:
         """Wait for the end, or for more than `seen` deltas. Any exception that gets in here aborts the request."""
-        if not self._mailbox.settled:
+        if not self._mailbox.ended:
             self._host.check_waiting(f"request {self.id}")
         try:
             await self.admit()
@@ -225,7 +227,7 @@ class Handle(Call[Any]):
         return f"<Handle {self.id}: {state}, {html.count(len(self.token_ids), 'token')}>"
 
     def _repr_html_(self) -> str:
-        if not self._mailbox.settled:
+        if not self._mailbox.ended:
             state = self.status if self._submitted else "not submitted: await it, or iterate over it"
             asked = "" if self.prompt is None else html.text(html.shortened(self.prompt, 200))
             made = html.count(len(self.token_ids), "token")
@@ -281,7 +283,7 @@ class Batch(Call[list[Any]]):
         self.handles = list(handles)
 
     async def _result(self) -> list[Any]:
-        failure: Slot[BaseException] = Slot()
+        failure: OneShot[BaseException] = OneShot()
         for handle in self.handles:
             if not handle.done:
                 handle._host.check_waiting(f"request {handle.id}")

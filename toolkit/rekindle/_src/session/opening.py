@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.gc_pause import no_search
+from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.dispatch.device import capture_contexts
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
@@ -89,8 +89,8 @@ def open_sync(
 
 def _build(model: Any, config: EngineConfig, processors: Any, progress: Any) -> Engine:
     # JAX is imported on the session's thread: `import rekindle` and the caller's loop stay quick.
-    with no_search(stays="jax" not in sys.modules):
+    with gc_paused(stays="jax" not in sys.modules):
         from rekindle._src.programs.processors import check_processors
-        from rekindle._src.session.builder import Order, build
+        from rekindle._src.session.builder import OpenRequest, build
 
-    return build(Order(model, config, check_processors(processors), progress, capture_contexts()))
+    return build(OpenRequest(model, config, check_processors(processors), progress, capture_contexts()))

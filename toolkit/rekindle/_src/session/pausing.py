@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rekindle._src.core import html
-from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Pause, Resume
 from rekindle._src.dispatch.wakeups import caller, run_sync
 
@@ -30,7 +30,7 @@ class Paused:
     async def __aenter__(self) -> Session:
         session = self._session
         session._host.check()
-        slot: Slot[None] = Slot()
+        slot: OneShot[None] = OneShot()
         session._host.send(Pause(slot), slot)
         session._pauses += 1
         try:
@@ -52,7 +52,7 @@ class Paused:
             self._session._host.paused_by.remove(self._by)
             self._by = None
         self._session._pauses -= 1
-        self._session._host.send(Resume(), Slot())
+        self._session._host.send(Resume(), OneShot())
 
     def __enter__(self) -> Session:
         return run_sync(self.__aenter__())

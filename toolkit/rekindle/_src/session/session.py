@@ -15,11 +15,11 @@ from rekindle._src.core.config import EngineConfig, Sampling
 from rekindle._src.core.contracts import RunnerLike, SchedulerLike
 from rekindle._src.core.records import Completion, IntArray, TextDelta
 from rekindle._src.dispatch.host import Host, wait
-from rekindle._src.dispatch.mailbox import Slot
+from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import DetokenizerLike, Engine, Exclusive, StepOnce, Stepped, TokenizerLike
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.cache_view import CacheView
-from rekindle._src.session.cache_writer import Keeper, SaveReport
+from rekindle._src.session.cache_writer import CacheWriter, SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.handle import Batch, Handle
 from rekindle._src.session.pausing import Paused
@@ -74,7 +74,7 @@ class Session:
     def _attach(self, host: Host, engine: Engine) -> None:
         self._host = host
         self._engine = engine
-        self._keeper = Keeper(host, engine)
+        self._cache_writer = CacheWriter(host, engine)
         self._pauses = 0
         # The host knows nothing of the session, so that dropping the last reference to it and its handles closes it.
         weakref.finalize(self, host.close).atexit = False
@@ -204,18 +204,18 @@ class Session:
 
     def stats(self) -> SessionStats:
         """A snapshot of its numbers: queue, running requests, pages, hit rates, compilations, times."""
-        gate, engine = self._host.gate, self._engine
+        limiter, engine = self._host.limiter, self._engine
 
         def snapshot(dispatch: Any) -> SessionStats:
             return SessionStats(
                 model=engine.model,
-                live=gate.inside,
-                places=gate.places,
-                waiting_for_a_place=gate.waiting,
+                live=limiter.inside,
+                places=limiter.places,
+                waiting_for_a_place=limiter.waiting,
                 paused=self._pauses > 0,
                 scheduler=engine.scheduler.statistics(),
                 runner=engine.runner.statistics(),
-                **dispatch.watch.figures()._asdict(),
+                **dispatch.watchdog.figures()._asdict(),
             )
 
         self._host.check()
@@ -248,12 +248,12 @@ class Session:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages or requests are unaccounted for; for tests, between requests."""
-        gate = self._host.gate
+        limiter = self._host.limiter
 
         def check(dispatch: Any) -> None:
             dispatch.engine.scheduler.check_integrity()
             alive = sum(len(mailbox.results) for mailbox in dispatch.mailboxes)
-            assert len(dispatch.tickets) <= alive <= gate.inside, "requests and places disagree"
+            assert len(dispatch.outputs) <= alive <= limiter.inside, "requests and places disagree"
 
         self._host.check()
         wait(self._host.call(check))
@@ -267,7 +267,7 @@ class Session:
 
     def save(self, name: str) -> Call[SaveReport]:
         """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only what is new."""
-        return Once(self._keeper.save, name, name="save")
+        return Once(self._cache_writer.save, name, name="save")
 
     def pin(self, prompt: PromptLike) -> int:
         """Keep the cached pages of a prompt until `unpin`; how many of its tokens that covers.
@@ -322,7 +322,7 @@ class Session:
 
     async def _step(self) -> StepReport | None:
         self._host.check()
-        slot: Slot[Stepped] = Slot()
+        slot: OneShot[Stepped] = OneShot()
         stepped = await self._host.send(StepOnce(slot), slot).get()
         if stepped.result is None:
             return None
@@ -332,7 +332,7 @@ class Session:
 
     async def _exclusive(self, job: Callable[[], Any], after: Callable[[Any], object]) -> Any:
         self._host.check()
-        slot: Slot[Any] = Slot()
+        slot: OneShot[Any] = OneShot()
         return await self._host.send(Exclusive(job, after, slot), slot).get()
 
     # Its end.
@@ -346,8 +346,8 @@ class Session:
         if self._host.forked:
             return  # its threads are the parent's
         if self.config.restore is not None and not self.closed:
-            await self._keeper.finish()
-        self._keeper.stop()
+            await self._cache_writer.finish()
+        self._cache_writer.stop()
         self._host.close(drain)
         await self._host.ended.get()
         self._host.join(1.0)  # it has nothing left to do but return

@@ -35,7 +35,7 @@ class State(NamedTuple):
     optimizer: Any
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """What a finished step reports."""
 
     step: int
@@ -124,7 +124,7 @@ def train(
     work: Path,
     *,
     stop_after: int | None = None,
-    report: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[TrainingProgress], None] = lambda progress: None,
 ) -> tuple[Graph, tuple[jax.Array, ...]]:
     """Run all steps, or those that are missing since the last checkpoint in `work`."""
     config = ModelConfig.from_hf(recipe.config([0], 0))
@@ -142,7 +142,7 @@ def train(
         state, loss = step(state, jnp.asarray(windows))
         value, spent = float(loss), time.monotonic() - began
         left = spent / (number + 1 - first) * (recipe.steps - number - 1)
-        report(Progress(number + 1, value, tokens / spent, left))
+        report(TrainingProgress(number + 1, value, tokens / spent, left))
         checkpoints.save(number + 1, state)
     checkpoints.close()
     return graph, state.leaves
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     words = tokenizer.train(recipe.vocab_size)
     began = time.monotonic()
 
-    def report(progress: Progress) -> None:
+    def report(progress: TrainingProgress) -> None:
         if progress.step % 10 == 0 or progress.step == recipe.steps:
             print(
                 f"step {progress.step:5d}/{recipe.steps}  loss {progress.loss:.4f}  "

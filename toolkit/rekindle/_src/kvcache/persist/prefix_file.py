@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from rekindle._src.kvcache.persist.segment import (
-    Leaf,
+    LeafSpec,
     Page,
     Payload,
     checksum,
@@ -57,7 +57,7 @@ def read(path: Path, identity: Identity) -> list[tuple[Page, Payload]]:
     reason = identity.refuses(header["identity"])
     if reason is not None:
         raise SnapshotRefused(f"{path} can't be imported: {reason}. Export it from a session like this one")
-    leaves = tuple(Leaf(tuple(shape), dtype) for shape, dtype in header["leaves"])
+    leaves = tuple(LeafSpec(tuple(shape), dtype) for shape, dtype in header["leaves"])
     step = sum(leaf.nbytes for leaf in leaves)
     found = []
     for index, page in enumerate(pages_of(records)):

@@ -40,7 +40,7 @@ class Page(NamedTuple):
     used: float  # seconds since the epoch
 
 
-class Leaf(NamedTuple):
+class LeafSpec(NamedTuple):
     """One array of a payload, without its page axis."""
 
     shape: tuple[int, ...]
@@ -104,8 +104,8 @@ def checksum(digest: bytes, data: Any) -> int:
     return zlib.crc32(data, zlib.crc32(digest))
 
 
-def leaves_of(payload: Payload) -> tuple[Leaf, ...]:
-    return tuple(Leaf(tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name) for leaf in payload)
+def leaves_of(payload: Payload) -> tuple[LeafSpec, ...]:
+    return tuple(LeafSpec(tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name) for leaf in payload)
 
 
 def to_bytes(payload: Payload) -> bytes:
@@ -113,7 +113,7 @@ def to_bytes(payload: Payload) -> bytes:
     return b"".join(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).tobytes() for leaf in payload)
 
 
-def from_bytes(data: NDArray[np.uint8], leaves: Sequence[Leaf]) -> Payload:
+def from_bytes(data: NDArray[np.uint8], leaves: Sequence[LeafSpec]) -> Payload:
     """Views of `data`, which the payload then owns."""
     payload, at = [], 0
     for leaf in leaves:
@@ -133,14 +133,14 @@ class Segment:
     path: Path
     header: dict[str, Any]
     records: NDArray[Any]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafSpec, ...]
     page_bytes: int
 
     @classmethod
     def open(cls, path: Path) -> Segment:
         """Read the index. Raises OSError if there is none, StoreError if it is damaged."""
         header, records = decode((path / ITEM / "index").read_bytes())
-        leaves = tuple(Leaf(tuple(shape), dtype) for shape, dtype in header.get("leaves", ()))
+        leaves = tuple(LeafSpec(tuple(shape), dtype) for shape, dtype in header.get("leaves", ()))
         return cls(path, header, records, leaves, sum(leaf.nbytes for leaf in leaves))
 
     def digests(self) -> list[bytes]:
@@ -194,7 +194,7 @@ def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page
     def write(folder: Path) -> None:
         written: list[Page] = []
         sums: list[int] = []
-        leaves: tuple[Leaf, ...] = ()
+        leaves: tuple[LeafSpec, ...] = ()
         with (folder / "pages").open("wb") as file:
             for page, payload in pages:
                 leaves = leaves or leaves_of(payload)

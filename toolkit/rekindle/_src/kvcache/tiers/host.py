@@ -117,7 +117,7 @@ class HostTier:
             self._bytes = left
             self._dropped += len(gone)
         if to is not None:
-            self.slots.settle()
+            self.slots.reclaim()
         return len(gone)
 
     def clear(self) -> None:
@@ -127,7 +127,7 @@ class HostTier:
             self._holds.clear()
             self._bytes = 0
             self.generation += 1
-        self.slots.settle()
+        self.slots.reclaim()
 
     def statistics(self) -> HostStatistics:
         with self._lock:

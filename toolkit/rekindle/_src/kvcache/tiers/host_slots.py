@@ -47,7 +47,7 @@ class Slots:
             self._size = self._size or -(-size // LINE) * LINE
             if not 0 <= self._size - size < LINE:
                 return np.empty(size, np.uint8)
-            self._settle()
+            self._reclaim()
             piece = next((piece for piece in self._pieces if piece.free), None)
             if piece is None:
                 piece = _Piece(self._size, max(1, PIECE // self._size))
@@ -59,13 +59,13 @@ class Slots:
         weakref.finalize(slot, self._returned.append, (piece, index)).atexit = False
         return slot
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """Give back to the system what is not used."""
         with self._lock:
-            self._settle()
+            self._reclaim()
             self._pieces = [piece for piece in self._pieces if len(piece.free) < piece.count]
 
-    def _settle(self) -> None:
+    def _reclaim(self) -> None:
         while self._returned:
             piece, index = self._returned.popleft()
             piece.free.append(index)

@@ -31,7 +31,7 @@ AHEAD_BYTES, AHEAD_PAGES = 256 << 20, 8  # read ahead in all, and before it is s
 PAUSE_SECONDS = 0.02
 
 
-class Fetch:
+class DiskFetch:
     """Pages on their way from disk to host memory, where they stay until `release`."""
 
     def __init__(self, tiers: Tiers, digests: Sequence[bytes]) -> None:
@@ -57,7 +57,7 @@ class Tiers:
         self._fetched = self._expected = 0  # pages that requests took from disk, when they asked and ahead of it
         self._ahead: deque[bytes] = deque()
         self._unasked: set[bytes] = set()  # read ahead, and no request came for it yet
-        self._queue: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[DiskFetch | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
 
     # -- what the tree asks
@@ -123,16 +123,16 @@ class Tiers:
             self._start()
 
     @property
-    def far(self) -> bool:
+    def has_disk_pages(self) -> bool:
         """There may be pages that only the disk has."""
         return self.disk is not None and len(self.disk) > 0
 
-    def fetch(self, digests: Sequence[bytes], beyond: int) -> Fetch | None:
+    def fetch(self, digests: Sequence[bytes], beyond: int) -> DiskFetch | None:
         """Start reading; None if computing these and the `beyond` pages that they lead to is quicker."""
         if not digests or not self.costs.worth(len(digests) + beyond, from_disk=len(digests)):
             return None
         self._start()
-        fetch = Fetch(self, digests)
+        fetch = DiskFetch(self, digests)
         self._queue.put(fetch)
         return fetch
 
@@ -171,7 +171,7 @@ class Tiers:
                     return
                 self._serve(fetch, readers)
 
-    def _serve(self, fetch: Fetch, readers: ThreadPoolExecutor) -> None:
+    def _serve(self, fetch: DiskFetch, readers: ThreadPoolExecutor) -> None:
         """And those that come meanwhile, if it does not take long."""
         start, together = time.perf_counter(), [fetch]
         pages = len(self._bring(fetch.digests, readers))
@@ -184,7 +184,7 @@ class Tiers:
         for done in reversed(together):  # so that all are done when the first one is
             done.done = True
 
-    def _waiting_fetch(self) -> Fetch | None:
+    def _waiting_fetch(self) -> DiskFetch | None:
         """The next one that is in the queue already."""
         with contextlib.suppress(queue.Empty):
             fetch = self._queue.get_nowait()

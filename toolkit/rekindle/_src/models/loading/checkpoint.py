@@ -21,7 +21,7 @@ from rekindle._src.models.loading import prepared, reading, tensor_files
 from rekindle._src.models.loading.hub import locate
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import Manifest
-from rekindle._src.models.loading.tensor_files import FLOATS, Entry, Header
+from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry
 from rekindle._src.models.precision import QUANTIZE
 from rekindle.errors import CheckpointError, ConfigError, StoreError
 
@@ -197,7 +197,7 @@ def read(
 
 def plan(
     found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
-) -> tuple[list[reading.Leaf], dict[str, Entry]]:
+) -> tuple[list[reading.LeafPlan], dict[str, TensorEntry]]:
     """What to read for each leaf. All that is missing, unexpected or wrongly shaped ends up in one error."""
     from rekindle._src.models.registry import manifest
 
@@ -210,7 +210,7 @@ def plan(
         scale = path.removesuffix("weight") + "scale" if leaf.dtype == jnp.int8 else None
         dtype = graph.precision.value_dtype(leaf.dtype)
         stored = None if dtype == leaf.dtype else np.dtype(leaf.dtype)
-        leaves.append(reading.Leaf(path, source, tuple(leaf.shape), dtype, scale, stored))
+        leaves.append(reading.LeafPlan(path, source, tuple(leaf.shape), dtype, scale, stored))
         for part in source.parts(tuple(leaf.shape)):
             used.add(part.name)
             entry = entries.get(part.name)
@@ -231,7 +231,7 @@ def plan(
     return leaves, {name: entries[name] for name in used}
 
 
-def _with_prefix(entries: dict[str, Entry], declared: Manifest) -> dict[str, Entry]:
+def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
     """Checkpoints of the bare model, without head, lack the prefix in all names."""
     if not declared.prefix or any(name.startswith(declared.prefix) for name in entries):
         return entries
@@ -242,7 +242,7 @@ def _with_prefix(entries: dict[str, Entry], declared: Manifest) -> dict[str, Ent
     }
 
 
-def _worth_keeping(leaves: Iterable[reading.Leaf], entries: Mapping[str, Entry], *, maps: bool) -> bool:
+def _worth_keeping(leaves: Iterable[reading.LeafPlan], entries: Mapping[str, TensorEntry], *, maps: bool) -> bool:
     """Not if it is a plain copy that can't be mapped, or is large."""
     converted = sum(
         entries[name].nbytes

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Progress(NamedTuple):
+class LoadProgress(NamedTuple):
     """One report. The last one of a load has `done == total`."""
 
     done: int  # bytes read
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
         return f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB at {self.rate / 1e6:,.0f} MB/s{eta}"
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[LoadProgress], None]
 
 
 class Meter:
@@ -54,4 +54,4 @@ class Meter:
         self._last = now
         with self._lock:
             done = self._total if final else self._done
-        self._report(Progress(done, self._total, now - self._start))
+        self._report(LoadProgress(done, self._total, now - self._start))

@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 def slot(cache_dir: str | Path, fingerprint: str, *asked: object) -> Path:
     """Where a checkpoint is kept as it was asked for. Its layout follows from that, the platform and the sources."""
-    platform = jax.default_backend(), native.reason_against() is None, importlib.metadata.version("flax")
+    platform = jax.default_backend(), native.unavailable_reason() is None, importlib.metadata.version("flax")
     parts = (_VERSION, fingerprint, asked, platform, _sources())
     key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
     return Path(cache_dir).expanduser() / "weights" / key
@@ -258,7 +258,7 @@ def _read(
     content = _mapped(path) if maps(place) else None
     if content is None:
         leaves = [
-            reading.Leaf(name, one(name, leaf.shape[0]), tuple(leaf.shape), np.dtype(leaf.dtype))
+            reading.LeafPlan(name, one(name, leaf.shape[0]), tuple(leaf.shape), np.dtype(leaf.dtype))
             for name, leaf in wanted.items()
         ]
         arrays = reading.read_leaves(

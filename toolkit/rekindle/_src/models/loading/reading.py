@@ -18,7 +18,7 @@ from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.loading.load_progress import Meter
 from rekindle._src.models.loading.manifest import Part, Source
 from rekindle._src.models.loading.quantize import quantize_into
-from rekindle._src.models.loading.tensor_files import Entry, read_into
+from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
 WINDOW = 256 << 20  # bytes of leaves between reading and placing: host memory needed beside an accelerator's own
@@ -36,7 +36,7 @@ def place_on_default_device(path: str, array: NDArray[Any]) -> jax.Array:
     return jax.device_put(array, may_alias=True)
 
 
-class Leaf(NamedTuple):
+class LeafPlan(NamedTuple):
     """One parameter to build, with the leaf of its scale when it is quantised."""
 
     path: str
@@ -51,17 +51,19 @@ class _Piece(NamedTuple):
     """Rows [start, stop) of one part."""
 
     part: Part
-    entry: Entry
+    entry: TensorEntry
     start: int
     stop: int
 
 
 def read_leaves(
-    leaves: Sequence[Leaf], entries: Mapping[str, Entry], *, place: Place, meter: Meter
+    leaves: Sequence[LeafPlan], entries: Mapping[str, TensorEntry], *, place: Place, meter: Meter
 ) -> dict[str, jax.Array]:
     """path → array on its device. `entries` is checked already: every part is there and has its shape."""
     done: dict[str, jax.Array] = {}
-    pending: collections.deque[tuple[Leaf, NDArray[Any], NDArray[Any] | None, list[Future[None]]]] = collections.deque()
+    pending: collections.deque[tuple[LeafPlan, NDArray[Any], NDArray[Any] | None, list[Future[None]]]] = (
+        collections.deque()
+    )
     in_flight = 0
     scratch = threading.local()
 
@@ -94,12 +96,12 @@ def read_leaves(
     return done
 
 
-def _position(leaf: Leaf, entries: Mapping[str, Entry]) -> tuple[str, int]:
+def _position(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> tuple[str, int]:
     first = entries[leaf.source.names[0]]
     return str(first.file), first.offset  # disks like to be read in order
 
 
-def _pieces(leaf: Leaf, entries: Mapping[str, Entry]) -> Iterator[_Piece]:
+def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Piece]:
     for part in leaf.source.parts(leaf.shape):
         entry = entries[part.name]
         rows = part.shape[0] if part.shape else 1

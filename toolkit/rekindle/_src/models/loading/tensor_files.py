@@ -33,7 +33,7 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where one tensor lies."""
 
     name: str
@@ -52,7 +52,7 @@ class Header(NamedTuple):
     """What a file says of itself."""
 
     file: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
     raw: bytes
     size: int
@@ -121,17 +121,17 @@ def read_header(path: Path) -> Header:
     return Header(path, entries, metadata, raw, size)
 
 
-def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> Entry:
+def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> TensorEntry:
     start, stop = value["data_offsets"]
     shape, dtype = tuple(value["shape"]), value["dtype"]
     if not all(isinstance(n, int) and n >= 0 for n in (start, stop, *shape)):
         raise ValueError(f"{name}: shape {shape}, offsets {start}:{stop}")
     if dtype in DTYPES and stop - start != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:
         raise ValueError(f"{name}: {dtype} {list(shape)} does not fill {stop - start} bytes")
-    return Entry(name, path, dtype, shape, base + start, stop - start)
+    return TensorEntry(name, path, dtype, shape, base + start, stop - start)
 
 
-def read_into(entry: Entry, start: int, out: NDArray[Any]) -> None:
+def read_into(entry: TensorEntry, start: int, out: NDArray[Any]) -> None:
     """Fills the contiguous `out` with the tensor's bytes from byte `start` on; the GIL is free while it reads."""
     rest = out.reshape(-1).view(np.uint8).data
     try:
