@@ -157,7 +157,7 @@ def test_peak_memory_is_the_weights(heavier: Path, dtype: str, quantize: str | N
     program = """if True:
         import sys
         import jax
-        from rekindle._src.models import checkpoint
+        from rekindle._src.models.loading import checkpoint
         def peak():
             line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
             return int(line.split()[1]) * 1024

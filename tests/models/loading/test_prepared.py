@@ -209,7 +209,7 @@ def test_leaves_of_an_accelerator_are_written_at_once(
 def test_what_is_written_too_slowly_at_the_end_is_not_left(folder: Path, cache: Path) -> None:
     program = """if True:
         import sys, time
-        from rekindle._src.models import checkpoint, prepared, tensor_files
+        from rekindle._src.models.loading import checkpoint, prepared, tensor_files
         prepared.MIN_BYTES, prepared.AT_EXIT = 0, 1.5
         write = tensor_files._write
         def slow(file, data):
@@ -290,7 +290,7 @@ def test_damage_means_one_warning_and_the_checkpoint_again(folder: Path, cache: 
 def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path, cache: Path) -> None:
     program = """if True:
         import os, sys
-        from rekindle._src.models import checkpoint, prepared, tensor_files
+        from rekindle._src.models.loading import checkpoint, prepared, tensor_files
         prepared.MIN_BYTES = 0
         write = tensor_files._write
         def dies(file, data):
@@ -317,7 +317,7 @@ def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path,
 def test_a_script_that_ends_at_once_keeps_them_first(folder: Path, cache: Path) -> None:
     program = """if True:
         import sys
-        from rekindle._src.models import checkpoint, prepared
+        from rekindle._src.models.loading import checkpoint, prepared
         prepared.MIN_BYTES = 0
         checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
     """
