@@ -21,7 +21,7 @@ from rekindle.engine import kv as paged
 from rekindle.engine.batch import Bucket, bucket_for
 from rekindle.engine.packing import Constants, Upload
 from rekindle.engine.processors import LogitsProcessor
-from rekindle.engine.programs import ADMIT, GATHER, MEMORY, MOVED_PAGES, SCATTER, Programs
+from rekindle.engine.programs import ADMIT, GATHER, MOVED_PAGES, SCATTER, Programs
 from rekindle.engine.results import needs_prompt, row_results
 from rekindle.engine.state import pack_admission
 from rekindle.engine.step import StepOutput
@@ -333,7 +333,7 @@ class Runner:
         self._device_seconds += seconds
 
     def _fresh_memory(self) -> tuple[paged.KV, Any]:
-        memory: tuple[paged.KV, Any] = self.programs.get(MEMORY)()
+        memory: tuple[paged.KV, Any] = self.programs.memory()
         return memory
 
     @staticmethod
