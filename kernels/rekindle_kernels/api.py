@@ -101,7 +101,7 @@ def abstract_pages(
 def zeros(shapes: Tree, *, platform: str | None = None) -> Tree:
     """Arrays of zeros for a tree of ShapeDtypeStructs, within a program; on CPU memory that nobody has touched yet."""
     leaves, tree = jax.tree.flatten(shapes)
-    if (platform or current_platform()) != "cpu" or not untouched.supported():
+    if (platform or current_platform()) != "cpu" or not untouched.supported() or not native.builds(untouched.NAME):
         return jax.tree.unflatten(tree, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves])
     sizes = np.array([leaf.dtype.itemsize for leaf in leaves], np.int32)
     return jax.tree.unflatten(tree, jax.ffi.ffi_call(native.ensure(untouched.NAME), leaves)(sizes))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rekindle_kernels import deprecated
 from rekindle_kernels.api import current_platform, init_pages, paged_attention
 from rekindle_kernels.calls import LayerKV
 from rekindle_kernels.pages import write_kv
@@ -47,6 +48,7 @@ class Line:
     share: float | None  # of the device's own rate
 
 
+@deprecated.known()
 def medians(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Median seconds of each run, taken in turns so that a change of the machine's pace meets all of them."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -81,6 +83,7 @@ def matmul_rate(dtype: str) -> float:
     return 2 * size**3 / medians({"matmul": lambda: run(a, a)}, 10)["matmul"]
 
 
+@deprecated.known()
 def filled(shape: Shape, rows: int, dtype: str, seed: int) -> LayerKV:
     """Pages of `rows` full sequences, in order of their ids."""
     tokens = rows * shape.context

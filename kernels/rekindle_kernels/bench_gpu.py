@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import paged_attention as rival
 
-from rekindle_kernels import pages, pallas_gpu, pallas_gpu_write
+from rekindle_kernels import deprecated, pages, pallas_gpu, pallas_gpu_write
 from rekindle_kernels.api import current_platform, paged_attention
 from rekindle_kernels.bench import Shape, filled, matmul_rate, medians, read_bandwidth, table
 
@@ -21,6 +20,7 @@ PREFILL = replace(DECODE, rows=4, context=2048, chunk=2048, heads=32)
 Runs = dict[str, Callable[[], Any]]
 
 
+@deprecated.known()
 def guarded(runs: Runs) -> Runs:
     """Those that run on this device; the others say why not."""
     kept: Runs = {}
@@ -49,7 +49,8 @@ def decode_runs(shape: Shape) -> Runs:
         runs[f"decode, {splits} splits"] = partial(run, q, kv, table(shape, rows), *rest)
     scaled = q * scale
     k, v = (kv.pages[:, half].swapaxes(0, 1) for half in (0, 1))
-    runs["jax pallas paged_attention"] = partial(rival.paged_attention, scaled, k, v, table(shape, rows), lens)
+    pages_of = table(shape, rows)
+    runs["jax pallas paged_attention"] = lambda: deprecated.jax_paged_attention()(scaled, k, v, pages_of, lens)
     dense = jnp.ones((rows, context, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     for name in ("cudnn", "xla"):
         attend = jax.jit(partial(jax.nn.dot_product_attention, implementation=name))
@@ -84,6 +85,7 @@ def write_runs(shape: Shape, tokens: int) -> Runs:
     return {f"write {tokens} tokens, {name}": partial(jax.jit(write), kv, *rest) for name, write in kernels.items()}
 
 
+@deprecated.known()
 def check() -> None:
     """Raises when the compiled kernels disagree with the oracle on a small mixed batch."""
     shape = replace(DECODE, context=512, chunk=200, heads=16, kv_heads=2)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle_kernels import pallas_gpu, pallas_tpu, tuning
+from rekindle_kernels import deprecated, pallas_gpu, pallas_tpu, tuning
 from rekindle_kernels.api import current_platform, init_pages
 from rekindle_kernels.calls import LayerKV, needs_scales
 
@@ -67,6 +67,7 @@ def problem(
     return arguments, {"decode_rows": rows, "scale": head_dim**-0.5}
 
 
+@deprecated.known()
 def seconds(run: Callable[..., jax.Array], arguments: tuple[Any, ...], *, calls: int = 10, rounds: int = 5) -> float:
     """Median time of one call; several calls are in flight at once, so that dispatch is not what is measured."""
     jax.block_until_ready(run(*arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,16 @@ import numpy as np
 import pytest
 
 from helpers.kernel_cases import CASES, Case, build, tolerance
-from rekindle_kernels import gather_pages, init_pages, paged_attention, pallas_gpu, pallas_gpu_write, tuning, write_kv
+from rekindle_kernels import (
+    deprecated,
+    gather_pages,
+    init_pages,
+    paged_attention,
+    pallas_gpu,
+    pallas_gpu_write,
+    tuning,
+    write_kv,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +38,12 @@ LARGE = (
     Case("long_prefill", prefill=((1500, 3000), (700, 700)), heads=8, kv_heads=2, head_dim=128, dtype="bfloat16"),
     Case("long_prefill_window", prefill=((1500, 3000),), head_dim=64, dtype="bfloat16", sliding_window=500),
 )
+
+
+@pytest.fixture(autouse=True)
+def no_deprecations() -> Iterator[None]:
+    with deprecated.known():
+        yield
 
 
 def check(case: Case, **options: object) -> None:

@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from helpers.driving import TINY, tiny_config
@@ -18,9 +21,10 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.processors import LogitsProcessor
-from rekindle._src.programs.programs import ADMIT, Programs
+from rekindle._src.programs.programs import ADMIT, MEMORY, Programs
 from rekindle._src.programs.warming import Warming, warm
 from rekindle.errors import CompileError, ConfigError, StoreError
+from rekindle_kernels.native import build, zeros
 
 CONFIG = ModelConfig.from_hf(TINY)
 GRAPH, LEAVES = abstract_model(CONFIG)
@@ -188,7 +192,7 @@ def test_an_interpreter_that_exits_while_programs_warm_ends_cleanly() -> None:
         "from rekindle._src.programs.warming import Warming\n"
         "Warming(programs_of(), 'background')"
     )
-    path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -198,3 +202,52 @@ def test_an_interpreter_that_exits_while_programs_warm_ends_cleanly() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "FATAL" not in done.stderr
+
+
+@pytest.mark.skipif(not zeros.supported() or jax.default_backend() != "cpu", reason="has no kernel of zeros")
+def test_memory_is_made_without_the_kernel_that_xla_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_failed", set())
+    programs = programs_of()
+    assert "rekindle_zeros" in programs.get(MEMORY).as_text()
+
+    def refused() -> Any:
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: this version is not supported any more")
+
+    programs._ready[MEMORY] = refused
+    made = jax.tree.leaves(programs.memory())
+    assert made and not any(np.asarray(leaf.astype(jnp.float32)).any() for leaf in made)
+    assert "rekindle_zeros" not in programs.get(MEMORY).as_text()
+    programs._ready[MEMORY] = refused
+    with pytest.raises(jax.errors.JaxRuntimeError):  # nothing is left that could be given up
+        programs.memory()
+
+
+def test_memory_that_there_is_not_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_failed", set())
+    programs = programs_of()
+    programs.get(MEMORY)
+
+    def exhausted() -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    programs._ready[MEMORY] = exhausted
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        programs.memory()
+    assert not build._failed
+
+
+def test_jax_deprecating_the_gpu_kernels_stops_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = programs_of()
+
+    def saying(text: str) -> Any:
+        def traced() -> Any:
+            warnings.warn(text, DeprecationWarning, stacklevel=1)
+            return jnp.zeros(1)
+
+        return lambda key: (traced, (), ())
+
+    monkeypatch.setattr(programs, "_function", saying("The Pallas Triton backend is deprecated and will be removed"))
+    programs.build(MEMORY)
+    monkeypatch.setattr(programs, "_function", saying("something else is deprecated"))
+    with pytest.raises(DeprecationWarning, match="something else"):
+        programs.build(MEMORY)

@@ -1,13 +1,14 @@
 """CPU kernels compiled by numba and called by XLA, for what XLA:CPU has no fast form. Without numba there are none."""
 
 from rekindle_kernels.native.attention import split, splits
-from rekindle_kernels.native.build import called_by, ensure, unavailable_reason
+from rekindle_kernels.native.build import builds, called_by, ensure, give_up, unavailable_reason
 from rekindle_kernels.native.chain import chained, chains
 from rekindle_kernels.native.choosing import chooses, draw, largest_index
 from rekindle_kernels.native.gradients import differentiable
 from rekindle_kernels.native.products import gates, multiplies, multiply, norms, rms_norm
 
 __all__ = [
+    "builds",
     "called_by",
     "chained",
     "chains",
@@ -16,6 +17,7 @@ __all__ = [
     "draw",
     "ensure",
     "gates",
+    "give_up",
     "largest_index",
     "multiplies",
     "multiply",

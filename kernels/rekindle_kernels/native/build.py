@@ -73,6 +73,7 @@ def ensure(name: str) -> str:
     with _lock:
         if name not in _ready:
             address = zeros.address() if name == zeros.NAME else _made(name)
+            jax.devices("cpu")  # a kernel that is refused before this starts would keep the backend from starting
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
             assert not _entries[slot(name)], f"two kernels have the entry of {name}: rename one"
             _entries[slot(name)] = address
@@ -93,16 +94,28 @@ def builds(name: str) -> bool:
     try:
         ensure(name)
     except Exception as error:
-        _failed.add(name)
-        reason = (str(error).strip().splitlines() or [""])[-1]
-        log.warning(
-            "native kernel %s can't be built (%s: %s); XLA does its work, more slowly. REKINDLE_NATIVE=0 silences this",
-            name,
-            type(error).__name__,
-            reason,
-        )
+        _say(name, error)
         return False
     return True
+
+
+def give_up(name: str, error: Exception) -> bool:
+    """Use kernel `name` no more, which was registered but does not run; False where it was not in use."""
+    if name in _failed or name not in _ready:
+        return False
+    _say(name, error)
+    return True
+
+
+def _say(name: str, error: Exception) -> None:
+    _failed.add(name)
+    reason = (str(error).strip().splitlines() or [""])[-1]
+    log.warning(
+        "native kernel %s can't be used (%s: %s); XLA does its work, more slowly. REKINDLE_NATIVE=0 silences this",
+        name,
+        type(error).__name__,
+        reason,
+    )
 
 
 def entry(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from numba import cfunc, njit, types
 
 from rekindle_kernels.native import memory
-from rekindle_kernels.native.memory import acquire, call, fetch_add, free, malloc, publish, set_i32, set_word, word
+from rekindle_kernels.native.memory import acquire, call, fetch_add, free, i32, malloc, publish, set_i32, set_word, word
 
 # No error model but numpy's: nothing raises, so that the code needs nothing of Python. Sums may be reordered: that is
 # what lets the compiler keep sixteen of them in a register. NaN and infinities mean what they mean.
@@ -41,6 +41,7 @@ FOR_EVER = 1 << 40
 
 # Words of XLA's structures (xla/ffi/api/c_api.h, version 0); a call frame embeds its operands' and results' records.
 _EXTENSION, API, CONTEXT, _OPERANDS, _RESULTS = 1, 2, 3, 9, 14
+_KIND, _NEXT, _METADATA = 2, 2, 1  # of an extension: its kind is the third int32, the next one the third word
 _DATA, _DIMS = 3, 5  # of a buffer
 _SCHEDULE, _THREADS = 17, 18  # functions of the api: its six words of header, and the eleven before them
 _API_MAJOR, _API_MINOR = 0, 1  # the oldest that has all of this; XLA takes any that is not newer than its own
@@ -115,15 +116,21 @@ def leave(job: int) -> None:
 
 @inline
 def asks_version(frame: int) -> bool:
-    """Whether XLA only asks for the version of its interface that this was written for; then it is answered."""
+    """Whether XLA only asks for the version of its interface that this was written for; then it is answered.
+
+    XLA asks when a kernel is registered, and refuses one that is too old: it promises to take a version for a year.
+    `build.builds` then says that there is no such kernel.
+    """
     extension = word(frame, _EXTENSION)
-    if extension == 0:
-        return False
-    metadata = word(extension, 3)
-    set_i32(metadata, 6, _API_MAJOR)
-    set_i32(metadata, 7, _API_MINOR)
-    set_i32(metadata, 8, 0)
-    return True
+    while extension != 0:
+        if i32(extension, _KIND) == _METADATA:
+            metadata = word(extension, 3)
+            set_i32(metadata, 6, _API_MAJOR)
+            set_i32(metadata, 7, _API_MINOR)
+            set_i32(metadata, 8, 0)
+            return True
+        extension = word(extension, _NEXT)
+    return False
 
 
 @inline

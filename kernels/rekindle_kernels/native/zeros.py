@@ -17,6 +17,7 @@ NAME = "zeros"
 PAGE = mmap.PAGESIZE
 # Words of XLA's call frame, and of its records of buffers; target.py has more of them.
 _EXTENSION, _OPERANDS, _RESULT_COUNT, _RESULTS, _DATA, _RANK, _DIMS = 1, 9, 12, 14, 3, 4, 5
+_KIND, _NEXT, _METADATA = 2, 2, 1
 
 
 def supported() -> bool:
@@ -33,10 +34,13 @@ def _word(address: int, index: int) -> int:
 def _handle(frame: int) -> int:
     """`(bytes per element int32 [n]) -> n buffers of zeros`."""
     extension = _word(frame, _EXTENSION)
-    if extension:  # XLA asks for the version of its interface that this was written for: 0.1
-        version = (ctypes.c_int32 * 3).from_address(_word(extension, 3) + 4 * 6)
-        version[:] = [0, 1, 0]
-        return 0
+    while extension:
+        if ctypes.c_int32.from_address(extension + 4 * _KIND).value == _METADATA:
+            # XLA asks for the version of its interface that this was written for: 0.1
+            version = (ctypes.c_int32 * 3).from_address(_word(extension, 3) + 4 * 6)
+            version[:] = [0, 1, 0]
+            return 0
+        extension = _word(extension, _NEXT)
     count = _word(frame, _RESULT_COUNT)
     sizes = (ctypes.c_int32 * count).from_address(_word(_word(_word(frame, _OPERANDS), 0), _DATA))
     for index in range(count):

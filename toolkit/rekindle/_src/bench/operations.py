@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -85,6 +86,14 @@ def _part(line: str, body: Sequence[str]) -> str:
 
 def executions(trace: Path) -> list[list[Interval]]:
     """The operations of each program that ran, in the order in which they ran."""
+    with warnings.catch_warnings():
+        # Said at the first event, of types of jaxlib's own. Where warnings are errors it would end the process: jaxlib
+        # takes a type that it can't make for fatal.
+        warnings.filterwarnings("ignore", r"builtin type \w+ has no __module__ attribute", DeprecationWarning)
+        return _executions(trace)
+
+
+def _executions(trace: Path) -> list[list[Interval]]:
     (file,) = trace.glob("**/*.xplane.pb")
     runs: dict[tuple[int, int], list[Interval]] = defaultdict(list)
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:

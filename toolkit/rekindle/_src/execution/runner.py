@@ -25,7 +25,7 @@ from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
-from rekindle._src.programs.programs import ADMIT, GATHER, MEMORY, MOVED_PAGES, SCATTER, Programs
+from rekindle._src.programs.programs import ADMIT, GATHER, MOVED_PAGES, SCATTER, Programs
 from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.step import StepOutput
 from rekindle._src.programs.warming import warm
@@ -333,7 +333,7 @@ class Runner:
         self._device_seconds += seconds
 
     def _fresh_memory(self) -> tuple[paged.KV, Any]:
-        memory: tuple[paged.KV, Any] = self.programs.get(MEMORY)()
+        memory: tuple[paged.KV, Any] = self.programs.memory()
         return memory
 
     @staticmethod

@@ -29,7 +29,8 @@ from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.step import make_step
 from rekindle.errors import CompileError, StoreError
-from rekindle_kernels import native, zeros
+from rekindle_kernels import deprecated, native, zeros
+from rekindle_kernels.native.zeros import NAME as ZEROS
 
 MOVED_PAGES = 4  # per gather or scatter between tiers; of each page and layer a scatter compiles one operation
 
@@ -136,6 +137,17 @@ class Programs:
         with self._alone(key):
             return key in self._ready or self._load(key)
 
+    def memory(self) -> Any:
+        """Fresh pages and state. Where XLA won't run the kernel of untouched zeros, a program without it makes them."""
+        try:
+            return jax.block_until_ready(self.get(MEMORY)())
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error) or not native.give_up(ZEROS, error):
+                raise
+        with self._alone(MEMORY):
+            self._ready[MEMORY] = self._compiled(MEMORY)
+        return jax.block_until_ready(self.get(MEMORY)())
+
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
         function, arguments, donated = self._function(key)
@@ -146,7 +158,8 @@ class Programs:
             return function(*args)
 
         whole = native.chained(counted) if self.graph.precision.native else counted
-        return jax.jit(whole, donate_argnums=donated).lower(*arguments)
+        with deprecated.known():
+            return jax.jit(whole, donate_argnums=donated).lower(*arguments)
 
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""

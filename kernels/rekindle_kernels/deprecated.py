@@ -1,0 +1,49 @@
+"""What JAX has deprecated and these kernels still use: all of it is named here, imported where it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# JAX from 0.11 on says the first at every lowering of a GPU kernel, and the second at an import.
+KNOWN = (
+    r"The Pallas Triton backend is deprecated"
+    r"|jax\.experimental\.pallas\.ops\.gpu\.paged_attention is deprecated"
+)
+_lock = threading.Lock()
+_inside = 0
+
+
+@contextlib.contextmanager
+def known() -> Iterator[None]:
+    """Nothing is said of what is KNOWN while GPU kernels may be lowered; every other warning is what it was.
+
+    `warnings.catch_warnings` would put back a list that another thread has changed meanwhile, and programs are lowered
+    in several threads at once. Here the last of them takes the one filter away.
+    """
+    global _inside
+    with _lock:
+        if not _inside:
+            warnings.filterwarnings("ignore", KNOWN, DeprecationWarning)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                for each in [*warnings.filters]:
+                    if getattr(each[1], "pattern", None) == KNOWN:
+                        warnings.filters.remove(each)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def jax_paged_attention() -> Callable[..., Any]:
+    """JAX's own kernel for GPUs, which ours is measured beside."""
+    with known():
+        from jax.experimental.pallas.ops.gpu import paged_attention
+    return paged_attention.paged_attention

@@ -1,0 +1,76 @@
+"""What JAX deprecates neither stops an import nor a lowering, and nothing else is kept quiet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from rekindle_kernels import deprecated
+
+ROOT = Path(__file__).parent.parent.parent
+TRITON = "The Pallas Triton backend is deprecated and will be removed in a future JAX version."
+
+
+def filters() -> list[object]:
+    return [each for each in warnings.filters if getattr(each[1], "pattern", None) == deprecated.KNOWN]
+
+
+def test_only_what_is_known_is_quiet_and_only_inside() -> None:
+    with deprecated.known():
+        warnings.warn(TRITON, DeprecationWarning, stacklevel=1)
+        with pytest.raises(DeprecationWarning, match="another"):
+            warnings.warn("another", DeprecationWarning, stacklevel=1)
+        with pytest.raises(UserWarning):
+            warnings.warn(TRITON, UserWarning, stacklevel=1)
+    assert not filters()
+    with pytest.raises(DeprecationWarning, match="Triton"):
+        warnings.warn(TRITON, DeprecationWarning, stacklevel=1)
+
+
+def test_the_last_thread_takes_the_filter_away() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with deprecated.known():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with deprecated.known():
+        thread.start()
+        assert entered.wait(60)
+    warnings.warn(TRITON, DeprecationWarning, stacklevel=1)  # the other thread is still inside
+    assert len(filters()) == 1
+    leave.set()
+    thread.join()
+    assert not filters()
+
+
+def test_no_module_imports_a_deprecated_one() -> None:
+    """What Python or another package says of itself is not meant, only what JAX says."""
+    code = """
+import importlib, pkgutil, warnings
+import rekindle, rekindle_kernels
+for package in (rekindle, rekindle_kernels):
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not found.name.endswith("__main__"):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", r".*\\bjax\\b", DeprecationWarning)
+                importlib.import_module(found.name)
+"""
+    paths = os.pathsep.join([str(ROOT / "toolkit"), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_jax_own_kernel_is_found_where_it_is_measured() -> None:
+    assert callable(deprecated.jax_paged_attention())
