@@ -1,4 +1,8 @@
-"""Requests that hit the prefix cache and requests that miss it prefill in the same batch, each as if it were alone."""
+"""Requests that hit the prefix cache and requests that miss it prefill in the same batch, each as if it were alone.
+
+Upstream: https://github.com/tanishqkumar/ssd/issues/23
+One hit in a prefill batch made every row read the paged cache without its page table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A result that arrives one step late, when its request has ended already, never touches who has the slot next."""
+"""A result that arrives one step late, after its request has ended, never touches the request that has the slot next.
+
+Upstream: https://github.com/sgl-project/sglang/pull/18803
+A finished request's index was given away while the step before still used it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""At the maximum length a request ends, exactly there and saying so; up to there its tokens are right."""
+"""At the maximum length a request ends with the reason "length", and every token up to there is right.
+
+Upstream: https://github.com/Nehanth/swarmllm/issues/31
+Generation ran past the context, over the end of the KV cache, and went on with garbage.
+"""
 
 from __future__ import annotations
 

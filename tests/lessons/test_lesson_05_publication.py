@@ -1,4 +1,10 @@
-"""A page is published only after the step that fills it was committed; identical requests in one batch agree."""
+"""A page is published only after the step that fills it was committed; identical requests in one batch agree.
+
+Upstream: https://github.com/GeeeekExplorer/nano-vllm/issues/208
+A second request of the batch hit blocks that were not computed yet.
+Upstream: https://github.com/vllm-project/vllm/pull/37152
+The same in vLLM, with wrong tokens at temperature 0.
+"""
 
 from __future__ import annotations
 

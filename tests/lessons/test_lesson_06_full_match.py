@@ -1,4 +1,8 @@
-"""A full-prompt match leaves at least one token to compute: its logits are needed."""
+"""A full-prompt match leaves at least one token to compute, because its logits are needed.
+
+Upstream: https://github.com/GeeeekExplorer/nano-vllm/issues/144
+With every block cached, attention was called with no query and raised.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Preempted requests, and those whose pages were offloaded and brought back, produce the tokens of a quiet run."""
+"""Preempted requests, and those whose pages were offloaded and brought back, produce the tokens of a quiet run.
+
+Upstream: https://github.com/vllm-project/vllm/issues/16832
+The output of a request that was preempted and recomputed was incomplete.
+"""
 
 from __future__ import annotations
 

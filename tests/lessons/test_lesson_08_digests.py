@@ -1,4 +1,8 @@
-"""A page has the same name in every process, whatever Python's hash seed, and another name under other weights."""
+"""A page has the same name in every process, whatever Python's hash seed, and another name under other weights.
+
+Upstream: https://github.com/LMCache/LMCache/issues/1139
+The root of vLLM's block hashes was random, so no process hit what another had stored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""After the weights were swapped nothing of the old prefix cache is matched, on the device or below."""
+"""After the weights are swapped, nothing of the old prefix cache is matched, on the device or in the tiers below.
+
+Upstream: https://github.com/InternLM/lmdeploy/issues/4917
+After an update of the weights, requests went on reading KV of the old ones.
+Upstream: https://github.com/vllm-project/vllm/issues/9744
+The same in vLLM, found while training with reinforcement learning.
+"""
 
 from __future__ import annotations
 

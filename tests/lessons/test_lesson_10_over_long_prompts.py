@@ -1,4 +1,10 @@
-"""An over-long prompt gets a typed error at its caller; everybody else goes on."""
+"""A prompt that is too long raises a typed error at its caller; all other requests go on.
+
+Upstream: https://github.com/sgl-project/sglang/issues/3910
+A prompt over the limit crashed the server.
+Upstream: https://github.com/vllm-project/vllm/issues/765
+A prompt over the limit hung it.
+"""
 
 from __future__ import annotations
 

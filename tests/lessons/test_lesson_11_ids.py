@@ -1,4 +1,8 @@
-"""Ids are opaque: exact, unique while alive, and nothing is special about any of them."""
+"""Ids are opaque: exact, unique while alive, and nothing is special about any of them.
+
+Upstream: https://github.com/vllm-project/vllm/issues/10583
+Two requests with the same id broke the engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Ids are opaque, unique and returned at submit; aborting one never touches another whose id begins with it."""
+"""Ids are opaque, unique and returned at submit; aborting one never touches another whose id begins with it.
+
+Upstream: https://github.com/sgl-project/sglang/pull/31685
+An abort matched every request whose id begins with the one that was given.
+"""
 
 from __future__ import annotations
 

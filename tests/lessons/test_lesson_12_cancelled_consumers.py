@@ -1,4 +1,8 @@
-"""A consumer that goes away, however it does, gives slot and pages back within a step."""
+"""When a consumer goes away, in whatever way, its slot and pages are given back within a step.
+
+Upstream: https://github.com/vllm-project/vllm/issues/9428
+A client that disconnected did not abort its request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Abort at every point of the life cycle, overlapped steps included, gives everything back exactly once."""
+"""Abort at every point of the life cycle, overlapped steps included, gives everything back exactly once.
+
+Upstream: https://github.com/sgl-project/mini-sglang/pull/111
+A request aborted while it finished in an overlapped step was freed twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""An abort that races an overlapped step frees pages once, whatever stage the request is in."""
+"""An abort that races an overlapped step frees pages once, whatever stage the request is in.
+
+Upstream: https://github.com/sgl-project/mini-sglang/pull/111
+A request aborted while it finished in an overlapped step was freed twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A request that needs more pages than there are ends by itself; the rest goes on."""
+"""A request that needs more pages than there are ends by itself; the others go on.
+
+Upstream: https://github.com/GeeeekExplorer/nano-vllm/pull/277
+One sequence larger than the pool hit a bare assert.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""When one request alone fills the KV pool it ends with "context" or a typed error; the others go on."""
+"""When one request alone fills the KV pool it ends with "context" or a typed error; the others go on.
+
+Upstream: https://github.com/GeeeekExplorer/nano-vllm/pull/277
+One sequence larger than the pool hit a bare assert.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Eviction is by recency: a prefix that is hit again and again survives whatever its ids are."""
+"""Eviction is by recency: a prefix that is hit again and again survives, whatever its ids are.
+
+Upstream: https://github.com/llm-d/llm-d-inference-sim/issues/704
+Among blocks of one age any was evicted, so a prompt's first could go before its last.
+The form tested here, eviction in the order of ids, was read in another engine's source; no report of it is known.
+"""
 
 from __future__ import annotations
 

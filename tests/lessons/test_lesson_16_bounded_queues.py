@@ -1,4 +1,8 @@
-"""A flood of 10,000 submissions holds constant memory, and backpressure reaches the caller."""
+"""A flood of 10,000 submissions holds constant memory, and backpressure reaches the caller.
+
+Upstream: https://github.com/vllm-project/vllm/issues/18826
+The waiting queue had no limit and grew until memory ran out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""An idle session, paused, waited for or forgotten, uses less than one per cent of a core."""
+"""An idle session, whether paused, waited for or forgotten, uses less than one per cent of a core.
+
+Upstream: https://github.com/sgl-project/sglang/issues/1730
+The scheduler kept a core at 100 % while idle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Every sampling option that is accepted is applied; what is not supported raises, naming the option."""
+"""Every sampling option that is accepted is applied; an option that is not supported raises an error that names it.
+
+Upstream: https://github.com/vllm-project/vllm/issues/12678
+Logits processors and min_p were accepted and ignored.
+"""
 
 from __future__ import annotations
 

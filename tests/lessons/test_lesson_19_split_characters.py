@@ -1,4 +1,8 @@
-"""Streaming must not decode tokens one by one: what streams out together is the text of all tokens."""
+"""Tokens are not decoded one by one: the deltas of a stream add up to the text of all its tokens.
+
+Upstream: https://github.com/exo-explore/exo/pull/1691
+Each token was decoded alone, and emoji became replacement characters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A stop string that spans several tokens must not leak its first half."""
+"""A stop string that spans several tokens does not leak its first half.
+
+Upstream: https://github.com/vllm-project/vllm/issues/3574
+A stream sent the beginning of a stop string before it was complete.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Closing never dead-locks, whoever calls it from wherever and whatever the session does meanwhile."""
+"""Closing never dead-locks, from whichever thread or task it is called and whatever the session is doing.
+
+Upstream: https://github.com/vllm-project/vllm/issues/1908
+There was no way to end an engine and get its memory back.
+Upstream: https://github.com/vllm-project/vllm/pull/38779
+The interpreter hung while it shut down.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Opening and using sessions changes nothing in the process; two of them do not know of each other."""
+"""Opening and using sessions changes nothing in the process, and two sessions do not affect each other.
+
+Upstream: https://github.com/sgl-project/sglang/issues/2536
+An engine set signal handlers and could not be started outside the main thread.
+Upstream: https://github.com/vllm-project/vllm/issues/13806
+The same in vLLM.
+"""
 
 from __future__ import annotations
 

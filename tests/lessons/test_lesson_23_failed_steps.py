@@ -1,4 +1,8 @@
-"""A failing step fails the requests in it with its cause; the process and the session live on."""
+"""A failing step fails the requests in it with its cause; the process and the session live on.
+
+Upstream: https://github.com/sgl-project/sglang/issues/38022
+One malformed request raised in the forward pass, and SIGQUIT ended the server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A program that does not compile is an error of open(), with its name; nothing stays behind."""
+"""A program that does not compile is an error of open() that names the program; nothing stays behind.
+
+Upstream: https://github.com/triton-inference-server/server/issues/4330
+Warm-up failed, and loading was reported as successful.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""After the programs of the lattice are ready, nothing is traced or compiled, whatever is asked for."""
+"""Once the programs of the lattice are ready nothing is traced or compiled, whatever is asked for.
+
+Upstream: https://github.com/vllm-project/vllm/pull/14510
+The logits processor compiled again after warm-up.
+"""
 
 from __future__ import annotations
 

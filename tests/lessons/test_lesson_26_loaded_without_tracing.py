@@ -1,4 +1,8 @@
-"""A start with a warm store neither traces nor compiles anything, from opening to the hundredth request."""
+"""A start with a warm store neither traces nor compiles anything, from opening to the hundredth request.
+
+Upstream: https://github.com/vllm-project/tpu-inference/issues/606
+Programs were compiled at every start although a cache folder was set.
+"""
 
 from __future__ import annotations
 

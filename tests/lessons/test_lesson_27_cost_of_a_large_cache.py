@@ -1,4 +1,8 @@
-"""What a step costs the host does not depend on how much is cached: calls are counted, not time."""
+"""What a step costs the host does not depend on how much is cached; the test counts calls, not time.
+
+Upstream: https://github.com/sgl-project/sglang/pull/14339
+Each eviction walked the whole radix tree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A flood of long prompts does not stall who is generating: every step carries all of them, prefill gets the rest."""
+"""A flood of long prompts does not stall requests that generate: every step carries all of them, prefill gets the rest.
+
+Upstream: https://github.com/ggml-org/llama.cpp/issues/29175
+A long prompt's prefill blocked all other sequences for tens of seconds.
+"""
 
 from __future__ import annotations
 
