@@ -1,0 +1,109 @@
+"""A mkdocs hook: README, tutorials, decisions and the papers of .github become pages, with their links between them.
+
+Every page is read where it lies in the repository, and its links are those that GitHub follows. A link to a file that has
+a page leads to the page; any other leads to the repository, or becomes plain text where `repo_url` is not set.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DOCS = ".github/docs/pages"
+PAPERS = {
+    "README.md": "index.md",
+    ".github/CONTRIBUTING.md": "contributing.md",
+    ".github/SECURITY.md": "security.md",
+    ".github/CHANGELOG.md": "changelog.md",
+}
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+
+
+def sources() -> dict[str, str]:
+    """Each file of the repository that becomes a page, and its path in the site."""
+    pages = dict(PAPERS)
+    for path in sorted((ROOT / ".github/decisions").glob("*.md")):
+        pages[f".github/decisions/{path.name}"] = f"decisions/{path.name}"
+    for path in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb")):
+        pages[f"tutorials/{path.name}"] = f"tutorials/{path.stem}.md"
+    for path in sorted((ROOT / DOCS).rglob("*.md")):
+        pages[f"{DOCS}/{path.relative_to(ROOT / DOCS)}"] = str(path.relative_to(ROOT / DOCS))
+    return pages
+
+
+def relink(text: str, source: str, pages: dict[str, str], repository: str | None) -> str:
+    """`text` of the file `source` with its relative links as the site needs them."""
+
+    def one(match: re.Match[str]) -> str:
+        words, link = match.groups()
+        if re.match(r"[a-z]+:|#", link):
+            return match[0]
+        path, _, anchor = link.partition("#")
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        here = posixpath.dirname(pages[source]) or "."
+        if target == ".github/decisions":
+            target = next(name for name in pages if name.startswith(target))
+        if target in pages:
+            return f"[{words}]({posixpath.relpath(pages[target], here)}{'#' * bool(anchor)}{anchor})"
+        if repository:
+            return f"[{words}]({repository.rstrip('/')}/tree/HEAD/{target})"
+        return words
+
+    outside_code = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if index % 2 else LINK.sub(one, part) for index, part in enumerate(outside_code))
+
+
+def notebook(path: Path) -> str:
+    """A notebook with its outputs as Markdown."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = {kind: "".join(value) for kind, value in output.get("data", {}).items() if "json" not in kind}
+            if "image/png" in data:
+                parts.append(f'<img alt="a plot" src="data:image/png;base64,{data["image/png"].strip()}">')
+            elif "text/html" in data:
+                parts.append("<div>" + re.sub(r"\n\s*\n", "\n", data["text/html"]) + "</div>")
+            else:
+                text = "".join(output.get("text", "")) or data.get("text/plain", "")
+                parts.append(f"```text\n{text.rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def on_config(config: Any) -> Any:
+    """The navigation's folders, one entry for each of their pages."""
+    pages = sources().values()
+    for entry in config.nav:
+        for title, value in entry.items():
+            if isinstance(value, str) and value.endswith("/"):
+                entry[title] = [page for page in pages if page.startswith(value)]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds what does not lie in docs_dir."""
+    from mkdocs.structure.files import File
+
+    for source, page in sources().items():
+        if not source.startswith(DOCS):
+            path = ROOT / source
+            text = notebook(path) if path.suffix == ".ipynb" else path.read_text()
+            files.append(File.generated(config, page, content=text))
+    for picture in sorted((ROOT / "tutorials/pictures").glob("*.png")):
+        files.append(File.generated(config, f"tutorials/pictures/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Links of every page."""
+    pages = sources()
+    source = next(name for name, target in pages.items() if target == page.file.src_uri)
+    return relink(markdown, source, pages, config.repo_url)

@@ -1,0 +1,79 @@
+"""The documentation site: its links follow the repository's, notebooks keep their outputs, and it builds in strict mode."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".github" / "docs"
+PAGES = {
+    "README.md": "index.md",
+    ".github/CONTRIBUTING.md": "contributing.md",
+    ".github/decisions/0001-x.md": "decisions/0001-x.md",
+    ".github/docs/pages/glossary.md": "glossary.md",
+    "tutorials/01_x.ipynb": "tutorials/01_x.md",
+}
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_pages", FOLDER / "site_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "expected"),
+    [
+        ("README.md", "[a](tutorials/01_x.ipynb)", "[a](tutorials/01_x.md)"),
+        ("README.md", "[a](.github/CONTRIBUTING.md#way)", "[a](contributing.md#way)"),
+        ("README.md", "[a](.github/decisions)", "[a](decisions/0001-x.md)"),
+        (".github/decisions/0001-x.md", "[a](../../README.md#how-fast)", "[a](../index.md#how-fast)"),
+        (".github/docs/pages/glossary.md", "[a](../../decisions/0001-x.md)", "[a](decisions/0001-x.md)"),
+        ("README.md", "[`a`](toolkit/a.py)", "`a`"),
+        ("README.md", "[a](#here) [b](https://example.org)", "[a](#here) [b](https://example.org)"),
+        ("README.md", "```\n[a](toolkit/a.py)\n```", "```\n[a](toolkit/a.py)\n```"),
+    ],
+)
+def test_links_follow_their_files(site: ModuleType, source: str, text: str, expected: str) -> None:
+    assert site.relink(text, source, PAGES, None) == expected
+
+
+def test_sources_are_linked_where_the_repository_is_known(site: ModuleType) -> None:
+    linked = site.relink("[a](../toolkit/a.py)", ".github/CONTRIBUTING.md", PAGES, "https://example.org/r/")
+    assert linked == "[a](https://example.org/r/tree/HEAD/toolkit/a.py)"
+
+
+def test_every_tutorial_and_decision_has_a_page(site: ModuleType) -> None:
+    pages = site.sources()
+    names = {*(ROOT / "tutorials").glob("[0-9]*.ipynb"), *(ROOT / ".github" / "decisions").glob("*.md")}
+    assert {str(path.relative_to(ROOT)) for path in names} <= set(pages)
+    assert len(set(pages.values())) == len(pages)
+
+
+def test_notebooks_keep_their_outputs(site: ModuleType) -> None:
+    text = site.notebook(ROOT / "tutorials" / "02_what_a_step_does.ipynb")
+    assert "```python\n" in text and "```text\n" in text and 'src="data:image/png;base64,' in text
+
+
+def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", FOLDER / "mkdocs.yml", "-d", tmp_path],
+        check=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        timeout=300,
+    )
+    reference = (tmp_path / "api" / "rekindle" / "index.html").read_text()
+    assert 'id="rekindle.Session.generate"' in reference
+    assert 'id="rekindle.errors.QueueFull"' in (tmp_path / "api" / "errors" / "index.html").read_text()
