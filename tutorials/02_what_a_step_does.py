@@ -4,7 +4,8 @@
 # *What does the machine compute between two tokens?*
 #
 # We write a language model's forward pass in a few lines of `jax.numpy`, generate with it the slow way, make it fast with a
-# KV cache, and then watch the engine do the same thing one step at a time.
+# KV cache, and then watch the engine do the same thing one step at a time. Names from `rekindle._src` are private; they are
+# shown here for teaching and may change.
 
 # %%
 import time

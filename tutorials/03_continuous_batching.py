@@ -85,8 +85,8 @@ async with session.paused():
 # %% [markdown]
 # ## Continuous batching
 #
-# The engine does better: whenever a text ends, its slot goes to the next request *at the next step*. Nobody waits for a
-# stranger. Submit all twelve at once and let the scheduler decide.
+# The engine does better: whenever a text ends, its slot goes to the next request *at the next step*. No text waits for
+# another one to end. Submit all twelve at once and let the scheduler decide.
 
 # %%
 async with session.paused():
@@ -129,9 +129,9 @@ plt.show()
 # %% [markdown]
 # ## Long prompts
 #
-# A prompt of hundreds of tokens is a long step, and everybody who is decoding would wait for it. The engine gives every step a
-# budget, here `max_tokens_per_step=128`, that decode rows and prefill share: decoding texts take one token each, and the
-# rest goes to a *chunk* of the prompt.
+# A prompt of hundreds of tokens is a long step, and every text that is being decoded would wait for it. The engine gives
+# every step a budget, here `max_tokens_per_step=128`, that decode rows and prefill share: decoding texts take one token each,
+# and the rest goes to a *chunk* of the prompt.
 
 # %%
 async with session.paused():
@@ -203,7 +203,7 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# The pause grows several times over, while the first token comes only a little earlier. Without saying anything you get 512. Where
-# a step takes long, because the model is large or the device slow, and somebody watches the text, choose less.
+# The pause grows several times over, while the first token comes only a little earlier. The default is 512. Choose less where
+# a step takes long, because the model is large or the device is slow, and a person watches the text.
 #
 # Tutorial 05 is about prompts that need not be computed at all.

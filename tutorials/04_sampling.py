@@ -121,8 +121,8 @@ compare(
 #
 # They look at what was generated so far. `presence_penalty` is subtracted once from every token that has appeared,
 # `frequency_penalty` once for each time it appeared, and `repetition_penalty` divides positive logits and multiplies negative
-# ones, for tokens of the prompt too. A greedy model likes to repeat itself. Here are two texts, and how much of each is a token
-# that was there before.
+# ones, for tokens of the prompt too. A greedy model likes to repeat itself. Here are two texts, with the share of their
+# tokens that had appeared before.
 
 # %%
 settings = {
@@ -139,15 +139,15 @@ for prompt in ("Lily likes apples. Tom likes apples. Lily likes", "Tom and Anna"
         print(f"  {name:15} {repeated:4.0%} repeated  {done.text[:80]!r}")
 
 # %% [markdown]
-# In the first text every penalty helps. (It has become a conversation: the model has read many, and `ignore_eos` lets it run on
-# into one.) The second is a loop of which the model is so sure that being pushed once is not enough. `frequency_penalty` pushes
-# harder with every repetition, until the loop breaks.
+# In the first text every penalty helps. (It has become a conversation: the model has read many, and `ignore_eos` lets it run
+# on into one.) The second is a loop that the model is so sure of that a single penalty is not enough. `frequency_penalty`
+# pushes harder with every repetition, until the loop breaks.
 
 # %% [markdown]
 # ## Where a text ends
 #
 # `max_tokens` always ends it. `stop` ends it at a string, which is not part of the text even if it is spread over several
-# tokens; `stop_token_ids` at a token. `min_tokens` forbids to end before, and `ignore_eos` ignores the model's own wish to
+# tokens; `stop_token_ids` at a token. `min_tokens` forbids ending earlier, and `ignore_eos` ignores the model's own wish to
 # end. The second column below is the completion's `finish_reason`.
 
 # %%
@@ -177,8 +177,8 @@ print(again.text == drawn_by_chance.text, f"seed {drawn_by_chance.seed}")
 # ## How sure was it, and how surprised by the prompt?
 #
 # `logprobs` reports on the generated tokens, `prompt_logprobs` on the prompt's own: what the model thought of each token that
-# you wrote. Their mean gives the *perplexity*, the number of tokens that the model hesitates between on average. Guessing blindly
-# among this vocabulary of 2,048 tokens has a perplexity of 2,048; above that, the model was surer of something else.
+# you wrote. Their mean gives the *perplexity*, the number of tokens that the model hesitates between on average. A uniform
+# guess over this vocabulary of 2,048 tokens has a perplexity of 2,048; above that, the model was surer of other tokens.
 
 # %%
 for text in (
@@ -194,7 +194,7 @@ for text in (
 await session.generate("Tom had a red ball and a blue boat.", max_tokens=20, prompt_logprobs=3, logprobs=3)
 
 # %% [markdown]
-# ## What is not known is refused
+# ## Unknown options are refused
 #
 # An option that is misspelt or out of range raises at once. Nothing is accepted and then ignored.
 

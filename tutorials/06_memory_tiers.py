@@ -130,11 +130,11 @@ plt.ylim(0, 1)
 plt.show()
 
 # %% [markdown]
-# A policy that looks at the cache reorders the queue so that a document is finished before it is dropped. Nobody starves: a
-# request that was overtaken too often goes first.
+# A policy that looks at the cache reorders the queue so that a document is finished before it is dropped. No request starves:
+# one that was overtaken too often goes first.
 #
-# And the same order with host memory. Now first come, first served finds nearly everything, too. What is left are the documents'
-# first readings, and now and then a copy that was expected to take longer than computing.
+# Now the same order with host memory. First come, first served finds nearly everything, too. What is missing are the
+# documents' first readings, and now and then a copy that was expected to take longer than computing.
 
 # %%
 async with rekindle.open("tiny", **OPTIONS, policy="fcfs") as session:

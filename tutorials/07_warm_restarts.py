@@ -43,7 +43,7 @@ class Kernel:
         return "".join(printed).strip()
 
     async def kill(self):
-        """No goodbye, as after a crash or an impatient click."""
+        """End it without warning, as a crash does."""
         self.client.stop_channels()
         await self.manager.shutdown_kernel(now=True)
 
@@ -88,8 +88,8 @@ await measure("first start", kernel)
 # Nearly all of it is XLA compiling the session's programs, which `precompile="all"` does before the session opens. (In notebooks they
 # are normally compiled in the background, while you type. Importing costs nothing because JAX is imported when a session opens.)
 #
-# While the session works, it writes down what it has: programs at once, pages within a few seconds. Give it a moment, and kill the
-# kernel without a word.
+# While the session works, it writes down what it has: programs at once, pages within a few seconds. Give it a moment, and
+# kill the kernel without warning.
 
 # %%
 import anyio

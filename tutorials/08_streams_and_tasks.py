@@ -31,7 +31,7 @@ done = await handle
 print(handle.status, len(done.token_ids), "tokens")
 
 # %% [markdown]
-# In fact every call returns a handle: `generate` too, so a call that you forget to await complains about nothing and computes
+# In fact every call returns a handle. So does `generate`: a call that you forget to await gives no warning and computes
 # nothing.
 
 # %%
@@ -65,7 +65,7 @@ await anyio.sleep(0.1)
 print(f"{slow.status} after {len(slow.token_ids)} tokens: {slow.text[:60]!r}…")
 
 # %% [markdown]
-# `cancel()` does the same from anywhere, another thread included. Who awaits the handle gets a `RequestAborted`.
+# `cancel()` does the same from anywhere, another thread included. Awaiting the handle then raises `RequestAborted`.
 
 # %%
 handle = session.submit("Once upon a time", max_tokens=900, ignore_eos=True)
@@ -80,7 +80,8 @@ except RequestAborted as error:
 # ## Fan out
 #
 # A task group runs many things side by side and waits for all of them. Each task here asks for a name, then for a story about
-# it: two requests that depend on each other, times twelve. The engine mixes whatever is there into one batch at every step.
+# it: two requests that depend on each other, times twelve. The engine mixes all requests that are there into one batch at
+# every step.
 
 # %%
 stories: dict[int, str] = {}

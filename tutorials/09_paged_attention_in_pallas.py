@@ -23,16 +23,16 @@ plt.rcParams.update(
 # %% [markdown]
 # ## The problem
 #
-# Three texts of different lengths, `N=3`. Each has `H=4` query heads that share `K=2` heads of keys and values (grouped queries), with
-# `D=16` numbers per head. Pages hold `S=8` tokens, there are `P=16` of them, and a page table of width `W=4` says which
-# pages belong to whom.
+# Three texts of different lengths, `N=3`. Each has `H=4` query heads that share `K=2` heads of keys and values (grouped
+# queries), with `D=16` numbers per head. Pages hold `S=8` tokens, there are `P=16` of them, and a page table of width `W=4`
+# says which pages belong to which text.
 
 # %%
 N, H, K, D, S, P, W = 3, 4, 2, 16, 8, 16, 4
 G = H // K
 rng = np.random.default_rng(0)
 lengths = jnp.array([19, 5, 32], jnp.int32)
-table = np.zeros((N, W), np.int32)  # 0 is the scratch page, which nobody owns
+table = np.zeros((N, W), np.int32)  # 0 is the scratch page, which belongs to no text
 free = list(rng.permutation(np.arange(1, P)))
 for n, length in enumerate(lengths):
     for w in range(-(-int(length) // S)):

@@ -123,7 +123,8 @@ except rekindle.errors.CheckpointError as error:
 # `dtype` chooses the type of the weights; `quantize` stores matrices as 8-bit integers with one scale per row. `"int8"` also
 # multiplies in integers, `"int8-weight"` only stores in them.
 #
-# From here on we use the tiny model, since a random one has no opinions that could be spoilt.
+# Names from `rekindle._src`, such as `load` below, are private; they are shown for teaching and may change. From here on we
+# use the tiny model, since a random one has no predictions that quantising could spoil.
 
 # %%
 from rekindle._src.models.loading.checkpoint import load
@@ -143,8 +144,8 @@ plt.show()
 # %% [markdown]
 # ## What did it cost?
 #
-# The honest measure is how much the model's opinions change: on a text that it wrote itself, the *perplexity*, and how often
-# the most likely token stays the same. `prompt_logprobs` reports both for every token of a text.
+# The right measure is how much the model's predictions change: on a text that it wrote itself, the *perplexity*, and how
+# often the most likely token stays the same. `prompt_logprobs` reports both for every token of a text.
 
 # %%
 options = {"max_requests": 2, "max_tokens_per_step": 128, "precompile": "lazy"}

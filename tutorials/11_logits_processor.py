@@ -4,8 +4,9 @@
 # *How do I change what the model may say, in my own code, at full speed?*
 #
 # A logits processor is a pure JAX function. It gets the logits of all rows that want it and some context, and returns new
-# logits. The engine compiles it into its step programs, so there is no trip to the host between two tokens, and rows that
-# did not ask for it are left alone.
+# logits. The engine compiles it into its step programs, so there is no trip to the host between two tokens, and rows that did
+# not ask for it are left alone. (`Tokenizer` below comes from `rekindle._src`: it is private, shown for teaching, and may
+# change.)
 
 # %%
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ tokenizer = Tokenizer.load(tiny.folder())
 # %% [markdown]
 # ## The smallest one
 #
-# Never the same token twice in a row. `context.last_token` has one entry per row.
+# This one never allows the same token twice in a row. `context.last_token` has one entry per row.
 
 
 # %%
@@ -73,8 +74,8 @@ def lipogram(logits, context):
 # %% [markdown]
 # ## One that looks at the position
 #
-# Grow impatient: the longer the answer, the likelier the end. Eos tokens get a bonus that grows with the number of generated
-# tokens.
+# This one grows impatient: the longer the answer, the likelier its end. Eos tokens get a bonus that grows with the number of
+# generated tokens.
 
 # %%
 ends = np.zeros(tokenizer.vocab_size, np.float32)
@@ -115,7 +116,7 @@ many = await session.generate("Tom saw", n=4, temperature=1.0, seed=0, max_token
 print([done.text.lower().count("e") for done in many])
 
 # %% [markdown]
-# And the impatient one, on a question whose answer runs on:
+# Here is the impatient one, on a question whose answer runs on:
 
 # %%
 question = [{"role": "user", "content": "Tell me a story about a cat."}]
@@ -144,7 +145,7 @@ print(plain.text == alone.text, constrained.text == alone.text)
 session.programs()
 
 # %% [markdown]
-# A name that nobody registered is refused before it runs.
+# A name that was not registered is refused before the request runs.
 
 # %%
 try:

@@ -14,7 +14,8 @@
 # ```
 #
 # None of them knows the others, and the device side is behind a contract of two methods. So we can build an engine without a
-# model: all real parts around a fake runner.
+# model: all real parts around a fake runner. All names from `rekindle._src` are private; they are shown here for teaching and
+# may change.
 
 # %%
 import dataclasses
@@ -39,7 +40,7 @@ limits = Limits(max_requests=3, max_tokens_per_step=8, max_model_len=48, page_si
 
 
 def make_scheduler() -> Scheduler:
-    pool = PagePool(17)  # page 0 belongs to nobody: padding is written there
+    pool = PagePool(17)  # page 0 is the scratch page that padding is written to
     return Scheduler(limits, pool, cache=PrefixCache(pool, 8, b"any key"))
 
 

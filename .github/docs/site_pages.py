@@ -1,6 +1,6 @@
-"""A mkdocs hook: README, tutorials, decisions and the papers of .github become pages, with their links between them.
+"""A mkdocs hook: README, tutorials, decisions and the papers of .github become pages with links between them.
 
-Every page is read where it lies in the repository, and its links are those that GitHub follows. A link to a file that has
+Every page is read where it lies in the repository, with the links that GitHub follows. A link to a file that has
 a page leads to the page; any other leads to the repository, or becomes plain text where `repo_url` is not set.
 """
 

@@ -66,6 +66,14 @@ def test_it_is_short_and_explained(source: Path) -> None:
     assert cells[0].cell_type == "markdown" and cells[0].source.startswith(f"# {source.name[:2]} ")
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_private_names_are_said_to_be_private(source: Path) -> None:
+    text = source.read_text()
+    if re.search(r"^from rekindle\._src|^import rekindle\._src", text, re.MULTILINE):
+        prose = " ".join(re.findall(r"^# (.+)$", text, re.MULTILINE))
+        assert "`rekindle._src`" in prose and "private" in prose and "may change" in prose
+
+
 @pytest.mark.parametrize(
     "output",
     [
