@@ -1,4 +1,4 @@
-"""The documentation site: its links follow the repository's, notebooks keep their outputs, and it builds in strict mode."""
+"""The documentation site: its links follow the repository's, notebooks keep their outputs, and it builds strictly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What README.md shows is what happens: its Python runs, its commands exist, its map shows the folders that are there."""
+"""What README.md shows is what happens: its Python runs, its commands exist, its map shows the folders there are."""
 
 from __future__ import annotations
 
