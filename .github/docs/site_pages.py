@@ -49,6 +49,8 @@ def relink(text: str, source: str, pages: dict[str, str], repository: str | None
             target = next(name for name in pages if name.startswith(target))
         if target in pages:
             return f"[{words}]({posixpath.relpath(pages[target], here)}{'#' * bool(anchor)}{anchor})"
+        if not (ROOT / target).exists():
+            return match[0]  # mkdocs warns of it, which is an error in strict mode
         if repository:
             return f"[{words}]({repository.rstrip('/')}/tree/HEAD/{target})"
         return words

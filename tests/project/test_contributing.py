@@ -36,6 +36,12 @@ def test_ci_runs_what_a_contributor_runs() -> None:
         assert f".ci/readme_command {marker}" in commands(jobs["readme"])
 
 
+def test_ci_builds_the_documentation_strictly() -> None:
+    """With --quiet mkdocs counts no warnings, and strict mode passes whatever is wrong."""
+    build = re.search(r"^.*mkdocs build.*$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert build and "--strict" in build[0] and "--quiet" not in build[0]
+
+
 def test_ci_covers_every_python_that_the_package_claims() -> None:
     claimed = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     matrix = workflow("ci.yml")["jobs"]["readme"]["strategy"]["matrix"]
