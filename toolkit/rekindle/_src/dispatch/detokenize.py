@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from rekindle._src.core.contracts import DetokenizerLike
 from rekindle._src.core.records import (
     Completion,
     FinishReason,
@@ -18,7 +19,7 @@ from rekindle._src.core.records import (
     Usage,
 )
 from rekindle._src.dispatch.mailbox import Mailbox
-from rekindle._src.dispatch.messages import Abort, DetokenizerLike, Events, Finish, ScheduleMessage
+from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
 from rekindle.errors import RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)

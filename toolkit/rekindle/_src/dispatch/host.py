@@ -19,6 +19,7 @@ from rekindle._src.dispatch.device import Contexts, DeviceThread
 from rekindle._src.dispatch.dispatch import Dispatch, root_cause
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.dispatch.messages import Control, Engine, Submission
+from rekindle._src.dispatch.schedule import Observer
 from rekindle._src.dispatch.wakeups import LoopWaker, caller, current_waker, run_sync
 from rekindle.errors import QueueFull, RekindleError, SessionClosed, SessionForked
 
@@ -137,6 +138,18 @@ class Host:
 
         self._post(do, slot.fail)
         return slot
+
+    def ask(self, function: Callable[[], T]) -> T:
+        """As `call` for a function that needs nothing of the loop, blocking this thread for what it returns."""
+        return wait(self.call(lambda dispatch: function()))
+
+    def observe(self, observer: Observer) -> None:
+        """Call `observer` after every committed step from now on, on the host's loop; it has to be quick."""
+        wait(self.call(lambda dispatch: dispatch.observers.append(observer)))
+
+    def unobserve(self, observer: Observer) -> None:
+        """Undo `observe`; raises ValueError if it isn't called."""
+        wait(self.call(lambda dispatch: dispatch.observers.remove(observer)))
 
     def close(self, drain: float = 0.0) -> None:
         """Ask for the end: requests may go on for `drain` seconds, then they are aborted. Returns at once."""

@@ -6,14 +6,14 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
-import anyio
 import anyio.to_thread
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.detokenize import OutputState
-from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, TokenizerLike
+from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
 from rekindle.errors import InvalidRequest, RekindleError, RequestAborted, RequestFailed
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
@@ -36,15 +36,8 @@ async def run(
                     await _hand_on(message, outbox, engine, outputs, seeds)
                 else:
                     outbox.send_nowait(message)
-                message = _next(inbox)
+                message = next_waiting(inbox)
         outbox.send_nowait(Drain())
-
-
-def _next(inbox: MemoryObjectReceiveStream[Submission | Control]) -> Submission | Control | None:
-    try:
-        return inbox.receive_nowait()
-    except (anyio.WouldBlock, anyio.EndOfStream):
-        return None
 
 
 async def _hand_on(
@@ -84,7 +77,7 @@ async def _hand_on(
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
     """What tells the text of single tokens; None where there is no text."""
-    if not getattr(tokenizer, "has_text", True):
+    if not tokenizer.has_text:
         return None
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -130,7 +123,7 @@ def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: 
             "priority", sampling.priority, f"means nothing under policy={policy!r}", 'Open with policy="priority"'
         )
     seed = sampling.seed if sampling.seed is not None else seeds.getrandbits(32)
-    eos_ids = frozenset() if sampling.ignore_eos else frozenset(int(token) for token in engine.tokenizer.eos_ids)
+    eos_ids = frozenset() if sampling.ignore_eos else frozenset(engine.tokenizer.eos_ids)
     return [
         Request(
             id=submission.id if sampling.n == 1 else f"{submission.id}.{index}",

@@ -26,6 +26,7 @@ from rekindle._src.dispatch.messages import (
     StepOnce,
     Stepped,
     Turn,
+    next_waiting,
 )
 from rekindle.errors import RekindleError
 
@@ -52,7 +53,7 @@ async def run(
         while True:
             with anyio.move_on_after(state.patience):
                 state.take(await inbox.receive())
-            while (message := _next(inbox)) is not None:
+            while (message := next_waiting(inbox)) is not None:
                 state.take(message)
             turn = state.next_turn()
             if (events := state.events()) is not None:
@@ -63,13 +64,6 @@ async def run(
                 return
             elif state.resting:
                 rest()
-
-
-def _next(inbox: MemoryObjectReceiveStream[ScheduleMessage]) -> ScheduleMessage | None:
-    try:
-        return inbox.receive_nowait()
-    except (anyio.WouldBlock, anyio.EndOfStream):
-        return None
 
 
 class ScheduleState:

@@ -91,8 +91,7 @@ class StepWatchdog:
 
     def _described(self, plan: StepPlan, program: str = "") -> str:
         if not program:
-            named = getattr(self._runner, "program", None)
-            program = named(plan) if named is not None else "unknown"
+            program = self._runner.program(plan)
         rows = [f"{row.request.id} [{row.start}, {row.start + row.length})" for row in plan.rows[:SHOWN]]
         rows += [f"{len(plan.rows) - SHOWN} more"] * (len(plan.rows) > SHOWN)
         return (
@@ -147,10 +146,10 @@ class StepWatchdog:
         idle = _share(self._idle - self._idle_before, self._busy - self._busy_before)
         log.info(
             "steps=%d new_sequences=%d new_tokens=%d cached_tokens=%d pages_used=%d/%d running=%d queued=%d "
-            "tokens_per_s=%.1f idle=%.1f%% compilations=%s",
+            "tokens_per_s=%.1f idle=%.1f%% compilations=%d",
             self._steps, self._sequences, self._tokens, cached, statistics.pages_total - statistics.pages_free,
             statistics.pages_total, statistics.running, statistics.waiting, self._tokens / (now - self._began),
-            100 * idle, getattr(self._runner.statistics(), "compilations", "-"),
+            100 * idle, self._runner.statistics().compilations,
         )  # fmt: skip
         self._cached, self._began, self._sequences, self._tokens = statistics.cached_tokens, now, 0, 0
         self._idle_before, self._busy_before = self._idle, self._busy

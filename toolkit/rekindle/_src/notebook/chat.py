@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rekindle._src.core import html
 from rekindle._src.core.config import Sampling
-from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import Control, button, field
+from rekindle._src.notebook.shown import RequestLike, SessionLike
 from rekindle.errors import InvalidRequest, RequestAborted
-
-if TYPE_CHECKING:
-    from rekindle._src.session.handle import Handle
-    from rekindle._src.session.session import Session
 
 _TALK = (
     field("say", "Say something", width="26em"),
@@ -45,18 +41,18 @@ class ChatView(Live):
     Click a token of the last answer to fork it there: what comes before stays, and its pages are shared.
     """
 
-    def __init__(self, session: Session, *, system: str | None = None, **options: Any) -> None:
+    def __init__(self, session: SessionLike, *, system: str | None = None, **options: Any) -> None:
         super().__init__(*_TALK)
         Sampling.of(
             None, {name: value for name, value in options.items() if name not in _OF_CHAT}
         )  # now, not when sent
         self._session, self._options = session, options
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._handle: Handle | None = None  # of the last answer, which is no message yet
-        self._origin: Handle | None = None  # the request that the answer was forked from, itself unless it was
+        self._handle: RequestLike | None = None  # of the last answer, which is no message yet
+        self._origin: RequestLike | None = None  # the request that the answer was forked from, itself unless it was
         self._kept: tuple[Piece, ...] = ()  # of the answer, from before it was forked
         # What the drawing thread has shown, which is alone with these: whose answer, how much of it, and its end.
-        self._watched: Handle | None = None
+        self._watched: RequestLike | None = None
         self._seen, self._over = 0, True
         self._marked: int | None = None  # token to fork at
         self._stirred = threading.Event()  # something was said, stopped or marked
@@ -71,7 +67,7 @@ class ChatView(Live):
         return self._handle is not None and not self._handle.done
 
     @property
-    def handle(self) -> Handle | None:
+    def handle(self) -> RequestLike | None:
         """Of the last answer, or None."""
         return self._handle
 
@@ -191,10 +187,9 @@ class ChatView(Live):
             self._stirred.wait(0.5)
             self._stirred.clear()
             return
-        if not handle.done:
-            run_sync(handle._mailbox.more(self._seen))
-        # Between two pictures an answer may end: then the next picture is due at once, and not half a second later.
-        self._seen, self._over = len(handle._mailbox.deltas), handle.done
+        # An answer may end between two pictures: then the next picture is due at once, not half a second later.
+        self._seen = handle.wait_for_more(self._seen)
+        self._over = handle.done
 
     def stop(self) -> None:
         super().stop()
@@ -209,7 +204,7 @@ class ChatView(Live):
                 rows.append(html.line(f"{type(error).__name__}: {error}"))
         return html.block(*rows) if rows else html.line("Nothing was said yet")
 
-    def _clickable(self, handle: Handle) -> Iterator[str]:
+    def _clickable(self, handle: RequestLike) -> Iterator[str]:
         yield '<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
         index = 0
         for piece in self._pieces():

@@ -80,10 +80,10 @@ class CacheWriter:
 
     def __init__(self, host: Host, engine: Engine) -> None:
         self._host, self._engine = host, engine
-        cache = getattr(engine.scheduler, "cache", None)
-        tiers = getattr(cache, "host_tier", None)
-        self.cache: PrefixCache | None = cache
-        self.tiers: Tiers | None = tiers if isinstance(tiers, Tiers) else None
+        cache = engine.scheduler.cache
+        self.cache = cache if isinstance(cache, PrefixCache) else None
+        tiers = self.cache.host_tier if self.cache is not None else None
+        self.tiers = tiers if isinstance(tiers, Tiers) else None
         self.saved_bytes = 0  # in the background
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -242,7 +242,7 @@ class CacheWriter:
     def export_prefix(self, tokens: IntArray, path: Path) -> int:
         """Write the cached pages of `tokens` to a file; how many tokens that covers."""
         cache, disk = self._parts()
-        found: list[_Wanted] = self._ask(
+        found: list[_Wanted] = self._host.ask(
             lambda: [self._want(node) for node in cache.find(tokens)],
         )
         pairs = self._payloads(found)
@@ -263,7 +263,7 @@ class CacheWriter:
                 host.put(page.digest, payload)
         else:
             disk.write(pairs)
-        return self._ask(lambda: snapshot.graft(cache, [page for page, _ in pairs])) * cache.page_size
+        return self._host.ask(lambda: snapshot.graft(cache, [page for page, _ in pairs])) * cache.page_size
 
     def _parts(self) -> tuple[PrefixCache, DiskTier]:
         if self.cache is None or self._disk is None:
@@ -272,16 +272,13 @@ class CacheWriter:
 
     # -- looking at the tree, from the loop's side
 
-    def _ask(self, function: Callable[[], T]) -> T:
-        return wait(self._host.call(lambda dispatch: function()))
-
     def _find(self, wanted: Callable[[Node, bytes, float], bool], most: int | None = None) -> Iterable[_Wanted]:
         """Nodes in turn, parents first, a slice of the tree at a time; `most` of them from where it ended last."""
         cache = self.cache
         assert cache is not None
         # Listed once per walk: that alone took 4 ms of the loop with 100,000 nodes, as much as the slices of a tick.
         resumed = most is not None and 0 < self._at < len(self._walk)
-        nodes: list[Node] = self._walk if resumed else self._ask(lambda: list(cache))
+        nodes: list[Node] = self._walk if resumed else self._host.ask(lambda: list(cache))
 
         def look(part: Sequence[Node]) -> list[_Wanted]:
             now = cache.clock()
@@ -293,7 +290,7 @@ class CacheWriter:
         self._whole = stop - start == len(nodes)
         self._at, self._walk = (0, []) if stop == len(nodes) else (stop, nodes)
         for at in range(start, stop, SLICE):
-            yield from self._ask(partial(look, nodes[at : min(stop, at + SLICE)]))
+            yield from self._host.ask(partial(look, nodes[at : min(stop, at + SLICE)]))
 
     def _want(self, node: Node) -> _Wanted:
         cache = self.cache
@@ -346,14 +343,14 @@ class CacheWriter:
         assert cache is not None
         pairs: list[tuple[Page, Payload]] = []
 
-        def check(payloads: list[Payload]) -> None:
+        def check(payloads: Sequence[Payload]) -> None:
             # Nothing was planned since they were read: a node that still has its page had it then.
             for one, payload in zip(part, payloads, strict=True):
                 if cache.has(one.node) and one.node.page == one.on_device:
                     pairs.append((one.page, payload))
 
         slot: OneShot[Any] = OneShot()
-        job = partial(runner.read_pages, [one.on_device for one in part])  # type: ignore[attr-defined]
+        job = partial(runner.read_pages, [one.on_device for one in part])
         wait(self._host.send(Exclusive(job, check, slot), slot))
         return pairs
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core import html
+from rekindle._src.core.contracts import RunnerLike
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 from rekindle._src.session.stat_groups import grouped
 
@@ -207,15 +208,15 @@ class ProgramReport:
     compilations: int
 
     @classmethod
-    def of(cls, runner: Any) -> ProgramReport:
-        """A fake runner may have no programs."""
-        programs, figures = getattr(runner, "programs", None), as_mapping(runner.statistics())
+    def of(cls, runner: RunnerLike) -> ProgramReport:
+        """The report of a runner as it is now."""
+        programs, figures = runner.programs, runner.statistics()
         return cls(
-            programs=programs.manifest() if programs is not None else (),
-            steps=dict(figures.get("programs", {})),
+            programs=tuple(programs.manifest()) if programs is not None else (),
+            steps=dict(figures.programs),
             total=len(programs.keys) if programs is not None else 0,
-            traces=figures.get("traces", 0),
-            compilations=figures.get("compilations", 0),
+            traces=figures.traces,
+            compilations=figures.compilations,
         )
 
     def __iter__(self) -> Iterator[Any]:
