@@ -62,7 +62,7 @@ class Progress:
 def _backend(asked: Backend, stream: TextIO | None) -> Callable[[str, float, bool], None]:
     out = sys.stderr if stream is None else stream
     if asked == "auto":
-        asked = "notebook" if _in_notebook() else "terminal" if out.isatty() else "log"
+        asked = "notebook" if in_notebook() else "terminal" if out.isatty() else "log"
     if asked == "notebook":
         return _Output()
     return _Terminal(out) if asked == "terminal" else _logged
@@ -102,7 +102,8 @@ class _Output:
             self._shown.update(data, raw=True)
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
+    """Whether this process is a Jupyter kernel. IPython is not imported for it: a kernel has it already."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import jax
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig, cache_folder
-from rekindle._src.core.progress import Progress
+from rekindle._src.core.progress import Progress, in_notebook
 from rekindle._src.dispatch.device import Contexts
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner
@@ -41,8 +40,6 @@ from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle_kernels import native
-
-log = logging.getLogger("rekindle.session")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,7 +143,7 @@ def _engine(
         chat=ChatTemplate.load(folder) if folder is not None else None,
         model=str(order.model) if owned else model.model_type,
         swap=weights.swap,
-        recover=lambda: recover(runner),
+        recover=runner.recover,
         release=release,
         processors=tuple(processor.name for processor in order.processors),
     )
@@ -239,32 +236,10 @@ class _Weights:
                 leaf.delete()
 
 
-def recover(runner: Runner) -> bool:
-    """After a failed step: true if pages and state were lost with it and had to be made anew.
-
-    Errors of the host leave them as they were. An error on the device does not, since they were donated to that step.
-    """
-    memory = jax.tree.leaves((runner._kv, runner._state))
-    try:
-        if not any(leaf.is_deleted() for leaf in memory):
-            jax.block_until_ready(memory)
-            return False
-    except Exception as error:
-        log.warning("the KV pages were lost with a failed step (%r); running requests are computed again", error)
-    runner.reset()
-    return True
-
-
 def _precompile(asked: str) -> str:
     if asked != "auto":
         return asked
-    return "background" if _in_notebook() else "lazy"
-
-
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and hasattr(shell, "kernel")
+    return "background" if in_notebook() else "lazy"
 
 
 def _shortage(order: OpenRequest, error: BaseException) -> str:
