@@ -25,12 +25,12 @@ async def run(
     engine: Engine,
     outputs: dict[str, OutputState],
 ) -> None:
-    """Passes controls on as they are. Ends with the inbox; tells schedule to drain then."""
+    """Hand requests and controls on to schedule until the inbox ends, then tell it to drain."""
     seeds = random.Random(engine.config.seed)
     async with inbox, outbox:
         async for first in inbox:
             message: Submission | Control | None = first
-            # Everything that waits is handed on before schedule runs again, so that it can land in one step.
+            # Everything that waits is handed on before schedule runs again, so that it can run in one step.
             while message is not None:
                 if isinstance(message, Submission):
                     await _hand_on(message, outbox, engine, outputs, seeds)
@@ -68,7 +68,7 @@ async def _hand_on(
     if mailbox.abandoned:
         mailbox.complete_all(RequestAborted("the request was cancelled before it was queued"))
         return
-    # No checkpoint from here on: an abort finds the request either not yet abandoned above, or in schedule's inbox.
+    # No await from here on, so an abort was either seen above or comes after the requests in schedule's inbox.
     for output in made:
         outputs[output.request.id] = output
         mailbox.request_ids.append(output.request.id)
@@ -76,7 +76,7 @@ async def _hand_on(
 
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
-    """What tells the text of single tokens; None where there is no text."""
+    """A function from token ids to text with special tokens; None if the tokenizer knows only ids."""
     if not tokenizer.has_text:
         return None
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What the tasks send each other, beside the records of rekindle._src.core.records."""
+"""The messages between callers and tasks, beside the records of rekindle._src.core.records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Engine(NamedTuple):
     vocab_size: int
     chat: ChatLike | None = None  # where the model brings a template
     model: str = ""
-    swap: Callable[[Any], bytes] | None = None  # on the device thread: other weights in, the cache's new root key out
+    swap: Callable[[Any], bytes] | None = None  # on the device thread: takes weights, returns the cache's new root key
     recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
     processors: tuple[str, ...] = ()  # names that requests may ask for
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
@@ -46,7 +46,7 @@ class Submission(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """caller → schedule."""
+    """caller → schedule: end one sequence."""
 
     request_id: str
 
@@ -116,10 +116,10 @@ class Events(NamedTuple):
     events: tuple[TokenEvent, ...]
     started: tuple[str, ...] = ()
     at: float = 0.0
-    then: tuple[Callable[[], object], ...] = ()  # to call when callers have what came before
+    then: tuple[Callable[[], object], ...] = ()  # called when callers have received the events before
 
 
-Control = Pause | Resume | StepOnce | Exclusive  # take the way of submissions, so that they never overtake one
+Control = Pause | Resume | StepOnce | Exclusive  # sent through intake, so that they never overtake a submission
 ScheduleMessage = Request | Abort | Finish | Control | Drain | Outcome
 
 

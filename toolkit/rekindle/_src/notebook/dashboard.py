@@ -17,7 +17,7 @@ from rekindle.errors import RekindleError
 
 
 class Dashboard(Live):
-    """Looks twice a second; what has not changed is not sent. Keeps the session open until it is closed."""
+    """Draws twice a second if something has changed. It keeps the session open until the view is closed."""
 
     interval = 0.5
 
@@ -53,7 +53,7 @@ class Dashboard(Live):
             return self._last
         self._take()
         seen = figures, self._newest, self._recorder.rate()
-        if seen == self._seen:  # an idle session costs two calls a second on its loop, and no drawing
+        if seen == self._seen:  # an idle session costs two calls a second on its loop
             return self._last
         self._seen = seen
         cached, asked = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)

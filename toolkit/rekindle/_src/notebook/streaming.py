@@ -28,7 +28,7 @@ class StreamView(Live):
             self.stop()
 
     def wait(self) -> None:
-        """Blocks until there is another delta: an idle view costs nothing."""
+        """Block until there is another delta, so that an idle view costs nothing."""
         self._seen = self.handle.wait_for_more(self._seen)
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ COLOURS = {"device": "#3d8bcd", "host": "#d9822b", "disk": "#8a8a8a", "gone": "t
 
 
 class TreeView(Live):
-    """The tree as it is; the button draws it again. Typing a prompt tells what it would find."""
+    """Shows the tree as it is when drawn; the button draws it again. Type a prompt to see what it would hit."""
 
     def __init__(self, cache: CacheLike, model: str, *, limit: int = 200) -> None:
         super().__init__(button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
@@ -23,7 +23,7 @@ class TreeView(Live):
         self.refresh()
 
     def start(self) -> None:
-        """It is drawn when somebody asks, so there is no thread."""
+        """Does nothing: the tree is drawn on request, so it needs no thread."""
 
     def press(self, name: str) -> None:
         if name == "refresh":

@@ -27,7 +27,7 @@ _PREVIEW = 48  # characters
 
 
 class CacheView:
-    """A session's prefix cache. Its methods answer at once, from any thread; those to be awaited say so."""
+    """A session's prefix cache. Its methods answer at once, from any thread, unless they say that they are awaited."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -45,6 +45,7 @@ class CacheView:
         )
 
     def stats(self) -> CacheStats:
+        """Sizes of the tiers now, and hits and copies since the session was opened."""
         cache, tiers = self._parts()
 
         def collect() -> CacheStats:
@@ -103,7 +104,7 @@ class CacheView:
         return self._client.ask(explain)
 
     def snapshots(self) -> Snapshots:
-        """Those in the session's cache folder, with the reason why this session can't use one."""
+        """The snapshots in the session's cache folder, each with the reason if this session can't use it."""
         _, tiers = self._parts()
         if tiers is None or tiers.disk is None:
             return Snapshots()
@@ -122,7 +123,7 @@ class CacheView:
     def prune(self, *, to: int) -> int:
         """Shrink what host memory holds to `to` bytes, least recently used first; how many pages went."""
         if isinstance(to, bool) or not isinstance(to, int) or to < 0:
-            raise InvalidRequest("to", to, "is no number of bytes", "Pass an int from 0, such as 100_000_000")
+            raise InvalidRequest("to", to, "is not a number of bytes", "Pass an int from 0, such as 100_000_000")
         _, tiers = self._parts()
         return self._client.ask(lambda: tiers.host.trim(to)) if tiers is not None else 0
 
