@@ -20,6 +20,7 @@
 # %%
 import dataclasses
 import time
+from typing import NamedTuple
 
 import anyio
 import numpy as np
@@ -74,8 +75,8 @@ show(following)
 #
 # ## A runner
 #
-# The contract: `dispatch(plan)` starts a step and returns at once, `fetch(in_flight)` waits for it. Ours has no model. It
-# spells a poem, and each row's next letter is the one at its position.
+# The contract: `dispatch(plan)` starts a step and returns at once, `fetch(in_flight)` waits for it; the rest is for saving pages
+# and for statistics. Ours has no model. It spells a poem, and each row's next letter is the one at its position.
 
 # %%
 POEM = "the fire is low, the embers glow, a breath of air and up they go. "
@@ -87,8 +88,17 @@ class InFlight:
     ready: float
 
 
+class Figures(NamedTuple):
+    steps: int
+    programs: dict[str, int]
+    compilations: int = 0
+    traces: int = 0
+
+
 class Poet:
     """A device that takes two milliseconds a step."""
+
+    programs = None  # nothing is compiled
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int, float]] = []
@@ -106,8 +116,14 @@ class Poet:
             rows.append(RowResult(row.request.id, row.epoch, letter if row.samples else None))
         return StepResult(in_flight.plan, tuple(rows), program="poem", device_seconds=0.002)
 
-    def statistics(self) -> dict[str, int]:
-        return {"steps": len(self.log) // 2}
+    def program(self, plan: StepPlan) -> str:
+        return "poem"
+
+    def read_pages(self, pages):
+        return [() for _ in pages]
+
+    def statistics(self) -> Figures:
+        return Figures(len(self.log) // 2, {"poem": len(self.log) // 2})
 
     def close(self) -> None: ...
 
@@ -156,7 +172,7 @@ from rekindle._src.dispatch.messages import Engine, Submission
 class Letters:
     """Bytes are token ids; text is made without ever looking back."""
 
-    vocab_size, eos_ids = 256, ()
+    vocab_size, eos_ids, has_text = 256, (), True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -194,17 +210,17 @@ def submission(name: str, text: str, **options) -> Submission:
 
 
 async def run(submissions: list[Submission]) -> None:
-    tickets: dict[str, detokenize.OutputState] = {}
+    outputs: dict[str, detokenize.OutputState] = {}
     submit, submitted = anyio.create_memory_object_stream(16)
     to_schedule, inbox = anyio.create_memory_object_stream(64)
     turns, turned = anyio.create_memory_object_stream(1)
     events, happened = anyio.create_memory_object_stream(1)
     device = DeviceThread()
     async with anyio.create_task_group() as group:
-        group.start_soon(intake.run, submitted, to_schedule.clone(), engine, tickets)
+        group.start_soon(intake.run, submitted, to_schedule.clone(), engine, outputs)
         group.start_soon(schedule.run, inbox, turns, events, engine.scheduler)
         group.start_soon(step.run, turned, to_schedule.clone(), engine.runner, device)
-        group.start_soon(detokenize.run, happened, to_schedule.clone(), tickets)
+        group.start_soon(detokenize.run, happened, to_schedule.clone(), outputs)
         to_schedule.close()
         async with submit:
             for one in submissions:

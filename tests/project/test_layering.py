@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 from project.import_graph import FOLDERS, ROOT, circles, edges, folder_of, graph_of, modules
+
+HOST = tuple(f"rekindle._src.{folder}" for folder in ("core", "dispatch", "session", "notebook", "cli"))
 
 
 def test_a_folder_imports_only_from_those_below_it() -> None:
@@ -14,6 +18,43 @@ def test_a_folder_imports_only_from_those_below_it() -> None:
         and FOLDERS.index(folder_of(edge.target) or "") > FOLDERS.index(folder_of(edge.source) or "")
     ]
     assert not upwards, "\n".join(upwards)
+
+
+def test_types_come_from_below_too() -> None:
+    """A folder that needs a type from above it names what it uses of it, in a protocol of its own."""
+    upwards = [
+        f"{edge.path.relative_to(ROOT)}:{edge.line}: {edge.source} takes types from {edge.target}"
+        for edge in edges()
+        if edge.typing_only
+        and edge.source != "rekindle"
+        and FOLDERS.index(folder_of(edge.target) or "") > FOLDERS.index(folder_of(edge.source) or "")
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+PUBLIC_UNDERSCORED = {"_asdict", "_fields", "_replace"}  # of named tuples
+
+
+def test_no_module_reaches_into_the_privates_of_another() -> None:
+    """Private attributes are used where they are defined: through `self`, or in the same file."""
+    reaches: list[str] = []
+    for module, path in modules().items():
+        if not module.startswith(HOST):
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        reaches += [
+            f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+            for node in nodes
+            if isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and node.attr not in defined | PUBLIC_UNDERSCORED
+            and not node.attr.endswith("_")  # Jupyter's names, such as _repr_html_
+            and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        ]
+    assert not reaches, "\n".join(reaches)
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

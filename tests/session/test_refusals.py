@@ -86,7 +86,7 @@ def test_a_bare_function_is_no_processor() -> None:
 @anyio_test
 async def test_the_cache_checks_what_it_is_asked(session: Session) -> None:
     for wrong in ("2MB", -1, True, 1.5):
-        with pytest.raises(InvalidRequest, match="no number of bytes"):
+        with pytest.raises(InvalidRequest, match="not a number of bytes"):
             session.cache.prune(to=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="prompt=5"):
         session.cache.explain(5)  # type: ignore[arg-type]

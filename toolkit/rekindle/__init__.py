@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.version import VERSION
 
 if TYPE_CHECKING:
     from rekindle._src.core.records import Completion, FinishReason, TextDelta
@@ -31,7 +32,7 @@ _LAZY = {
     "open_sync": "rekindle._src.session.opening",
 }
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Completion",
     "EngineConfig",

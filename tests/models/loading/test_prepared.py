@@ -325,6 +325,19 @@ def test_a_script_that_ends_at_once_keeps_them_first(folder: Path, cache: Path) 
     assert only_file(cache, "weights.safetensors")
 
 
+def test_a_python_without_the_private_hook_leaves_nothing_half_written(folder: Path, cache: Path) -> None:
+    program = """if True:
+        import sys, threading
+        from rekindle._src.models.loading import checkpoint, prepared
+        prepared.MIN_BYTES = 0
+        import concurrent.futures.thread, orbax.checkpoint  # the standard library uses the hook as well
+        del threading._register_atexit
+        checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
+    """
+    assert status_of(program, folder, cache) == 0
+    assert not [path for path in kept(cache) if path.name.startswith("partial-")]
+
+
 def test_the_least_recently_used_leaves_first(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "MAX_ENTRIES", 2)
     load(folder, cache, "int8")

@@ -72,9 +72,9 @@ def main() -> None:
 
 
 def _first(order: dict[str, Any]) -> dict[str, Any]:
-    import rekindle
+    from rekindle._src.session.opening import open_sync
 
-    with rekindle.open_sync(order["model"], quiet=True, **order["options"]) as session:
+    with open_sync(order["model"], quiet=True, **order["options"]) as session:
         session.generate_sync(list(range(3, 3 + FIRST_PROMPT)), max_tokens=1, ignore_eos=True)
         # Now, and not when the session has closed.
         print(json.dumps({"peak_bytes": peak_bytes()}), flush=True)
@@ -84,15 +84,13 @@ def _first(order: dict[str, Any]) -> dict[str, Any]:
 def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
     import anyio
 
-    import rekindle
+    from rekindle._src.session.opening import open_sync
 
     prompts = Prompts(500, order["seed"])  # ids that every vocabulary has
     prefix, other = prompts(SHARED), prompts(SHARED)
     mine, warm_up = ([start + prompts(32) for _ in range(16)] for start in (prefix, other))
     restored = order["do"] == "restored"
-    with rekindle.open_sync(
-        order["model"], quiet=True, restore=SNAPSHOT if restored else None, **order["options"]
-    ) as session:
+    with open_sync(order["model"], quiet=True, restore=SNAPSHOT if restored else None, **order["options"]) as session:
         if not restored:  # what a first run costs is not what restoring saves
             anyio.run(together, session, warm_up, [32] * 16)
         found = anyio.run(together, session, mine, [32] * 16)

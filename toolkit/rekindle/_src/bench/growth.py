@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-import rekindle
 from rekindle._src.bench.shapes import random_shape
 from rekindle._src.bench.workloads import Prompts
+from rekindle._src.session import opening
 
 if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
@@ -58,12 +58,12 @@ async def measure(
         own = {"cache_dir": cache, "host_memory": 0, "disk_memory": 0, "precompile": "lazy", "quiet": True}
         options = {key: value for key, value in options.items() if key not in ("max_model_len", "max_requests")}
         many, long = {"max_requests": max(ROWS), "max_model_len": 512}, {"max_requests": 2, "max_model_len": 8192}
-        async with rekindle.open(model, **{**own, **options, **many}) as session:
+        async with opening.open(model, **{**own, **options, **many}) as session:
             prompts = Prompts(vocab_size)
             for rows in reach(ROWS):
                 say(f"rows {rows}")
                 points.append(Point("rows", rows, await step_ms(session, [prompts(128) for _ in range(rows)])))
-        async with rekindle.open(model, **{**own, **options, **long}) as session:
+        async with opening.open(model, **{**own, **options, **long}) as session:
             longest = session.config.max_model_len or 0
             for context in reach(CONTEXTS):
                 if context + NEW < longest:
@@ -108,7 +108,7 @@ def rate_ms(times: Sequence[float]) -> float:
 async def _micro(own: dict[str, Any], **options: Any) -> AsyncIterator[Session]:
     model = random_shape("micro", dtype="float32")
     fixed = {"page_size": PAGE_SIZE, "max_model_len": 4096, "max_tokens_per_step": 2048}
-    async with rekindle.open(model, **{**own, **fixed, **options}) as session:
+    async with opening.open(model, **{**own, **fixed, **options}) as session:
         yield session
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-import rekindle
 from rekindle._src.bench import workloads
 from rekindle._src.bench.shapes import SHAPES, hf_config, random_shape
 from rekindle._src.cli.main import engine_options
 from rekindle._src.core.config import cache_folder
+from rekindle._src.session import opening
 from rekindle.errors import ConfigError, RekindleError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def shares(
 
 async def _workload(model: LoadedModel | str, name: str, repeat: int, options: dict[str, Any]) -> dict[str, float]:
     options = {"precompile": "all", "quiet": True, **needed(model, name, options), **options}
-    async with rekindle.open(model, **options) as session:
+    async with opening.open(model, **options) as session:
         prompts = workloads.Prompts(session.tokenizer.vocab_size if model == "tiny" else vocab_size(model))
         runs = [await workloads.WORKLOADS[name](session, prompts) for _ in range(repeat + 1)][1:]
         stats = session.stats()

@@ -6,8 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-import rekindle
 from rekindle._src.cli.main import engine_options, sampling_options
+from rekindle._src.session.opening import open_sync
+from rekindle._src.session.session import Session
 
 HELP = "/reset starts over · /undo drops the last turn · /stats shows the session · /quit or Ctrl-D leaves"
 
@@ -16,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
     options = sampling_options(arguments)
-    with rekindle.open_sync(arguments.model, quiet=True, **engine_options(arguments)) as session:
+    with open_sync(arguments.model, quiet=True, **engine_options(arguments)) as session:
         print(HELP, file=sys.stderr)
         while (line := _read()) is not None:
             match line.strip():
@@ -46,7 +47,7 @@ def _read() -> str | None:
         return None
 
 
-def _answer(session: rekindle.Session, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
+def _answer(session: Session, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
     """Stream one answer; Ctrl-C ends it and keeps what was said so far."""
     handle = session.chat(messages, **options)
     said = ""

@@ -186,9 +186,9 @@ def _compile() -> Iterator[Check]:
 
 
 def _tiny() -> Iterator[Check]:
-    import rekindle
+    from rekindle._src.session.opening import open_sync
 
     start = time.perf_counter()
-    with rekindle.open_sync("tiny", quiet=True, max_model_len=256, max_requests=2) as session:
+    with open_sync("tiny", quiet=True, max_model_len=256, max_requests=2) as session:
         done = session.generate_sync("Once upon a time", max_tokens=8)
     yield Check("pass", "generate", f"the embedded model said {done.text!r} after {time.perf_counter() - start:.1f} s")

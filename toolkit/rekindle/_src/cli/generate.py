@@ -6,15 +6,16 @@ import argparse
 import json
 import sys
 
-import rekindle
 from rekindle._src.cli.main import engine_options, sampling_options
+from rekindle._src.core.records import Completion
+from rekindle._src.session.opening import open_sync
 
 
 def run(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
-    with rekindle.open_sync(arguments.model, quiet=True, **engine_options(arguments)) as session:
+    with open_sync(arguments.model, quiet=True, **engine_options(arguments)) as session:
         handle = session.submit(prompt, **sampling_options(arguments))
         if arguments.json:
             done = handle.result_sync()
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(done: rekindle.Completion) -> dict[str, object]:
+def as_json(done: Completion) -> dict[str, object]:
     return {
         "prompt": done.prompt,
         "text": done.text,

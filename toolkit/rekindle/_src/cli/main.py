@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle._src.core.config import DTYPES, POLICIES, QUANTIZE
+from rekindle._src.core.version import VERSION
 from rekindle.errors import RekindleError
 
 
@@ -45,9 +46,7 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="rekindle", description="LLM inference for JAX, made for notebooks.")
-    from rekindle import __version__
-
-    root.add_argument("--version", action="version", version=f"rekindle {__version__}")
+    root.add_argument("--version", action="version", version=f"rekindle {VERSION}")
     commands = root.add_subparsers(dest="command", required=True, metavar="command")
 
     generate = commands.add_parser("generate", help="continue a prompt, token by token")

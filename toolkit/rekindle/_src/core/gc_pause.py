@@ -1,4 +1,4 @@
-"""Python's search for cyclic garbage, kept off while much is made that stays: each time it would look through all."""
+"""Keeps Python's cyclic garbage collector off while many objects are made that stay: each run would scan them all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _was_on = False
 
 @contextmanager
 def gc_paused(*, stays: bool = False) -> Iterator[None]:
-    """Several threads at once: the first turns it off, the last turns it on again if it was on.
+    """Keep the collector off inside the block. Of several threads, the last one to leave turns it on if it was on.
 
-    With `stays`, all that there is counts as old then. Else the next search is through what was made: 70 ms after
-    imports. What is garbage by then is found later for it.
+    With `stays`, all objects count as old at the end, so that the next run doesn't scan the new ones: 70 ms after
+    imports. Garbage among them is found later.
     """
     global _inside, _was_on
     with _lock:
@@ -31,7 +31,7 @@ def gc_paused(*, stays: bool = False) -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside and _was_on:
-                if stays and not gc.get_freeze_count():  # somebody's own frozen objects stay so
+                if stays and not gc.get_freeze_count():  # objects that the user froze stay frozen
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()

@@ -1,6 +1,6 @@
-"""HTML for rich reprs: static, without script or style sheets, readable on light and dark backgrounds.
+"""HTML for rich reprs: static, without scripts or style sheets, readable on light and dark backgrounds.
 
-Everything is inline and inherits the theme's own colours; shades are translucent. So an output saved in a notebook
+Styles are inline, text inherits the colours of the theme, and shades are translucent. So an output saved in a notebook
 reads the same in JupyterLab, VS Code, Colab and on a web page that strips scripts.
 """
 
@@ -19,7 +19,7 @@ _SHADES = ("214,69,65", "230,145,56", "120,170,80")  # unlikely, likely, certain
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is HTML already, which `escape` leaves as it is."""
 
     __slots__ = ()
 
@@ -33,6 +33,7 @@ class Token(NamedTuple):
 
 
 def escape(value: object) -> str:
+    """A value as text that is safe inside HTML."""
     return value if isinstance(value, Markup) else html.escape(str(value))
 
 
@@ -49,7 +50,7 @@ def block(*parts: str, title: str = "") -> Markup:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: int = 50) -> Markup:
-    """Numbers are aligned right; rows beyond `limit` are counted, not shown."""
+    """A table. Numbers are aligned right; rows beyond `limit` are counted, not shown."""
     rows = list(rows)
     numeric = [
         bool(rows) and all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(headers))
@@ -75,9 +76,9 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: in
 def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None) -> Markup:
     """Names and values as a table of two columns; hovering over a name shows its title."""
     numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values.values())
-    left, right, told = _CELL.format(align="left"), _CELL.format(align="right" if numeric else "left"), titles or {}
+    left, right, hints = _CELL.format(align="left"), _CELL.format(align="right" if numeric else "left"), titles or {}
     rows = "".join(
-        f'<tr><td style="{left};opacity:.75" title="{escape(told.get(name, ""))}">{escape(name)}</td>'
+        f'<tr><td style="{left};opacity:.75" title="{escape(hints.get(name, ""))}">{escape(name)}</td>'
         f'<td style="{right}">{escape(number(value))}</td></tr>'
         for name, value in values.items()
     ).replace(' title=""', "")
@@ -90,7 +91,7 @@ def shortened(value: str, width: int = 40) -> str:
 
 
 def number(value: object) -> object:
-    """Short, with thousands separated."""
+    """A number in short form with its thousands separated; other values as they are."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     if isinstance(value, int):
@@ -101,24 +102,24 @@ def number(value: object) -> object:
 
 
 def seconds(value: float) -> str:
-    """`3.7 ms`, `1.25 s`."""
+    """Seconds as text: `3.7 ms`, `1.25 s`."""
     if abs(value) >= 1.0:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 or not value else f"{value * 1e6:.3g} µs"
 
 
 def mebibytes(value: float) -> str:
-    """`40.0 MiB`."""
+    """Bytes as text: `40.0 MiB`."""
     return f"{value / 2**20:,.1f} MiB"
 
 
 def count(amount: int, noun: str) -> str:
-    """`1 token`, `2 tokens`."""
+    """A count with its noun: `1 token`, `2 tokens`."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
 def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend: bool = True) -> Markup:
-    """Shares of a whole as one bar with a legend; names are in the titles too. `rest` is the part to draw in grey."""
+    """Shares of a whole as one bar with a legend; names are in the tooltips too. `rest` is the part to draw in grey."""
     total = sum(parts.values()) or 1.0
     hues = (210, 140, 35, 280, 0, 60)
     colours = ["0,0%,50%" if name == rest else f"{hues[index % len(hues)]},60%,50%" for index, name in enumerate(parts)]
@@ -136,7 +137,7 @@ def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend:
 
 
 class Record:
-    """A dataclass that shows itself: what is not at its default in one line, and a table of everything."""
+    """A dataclass whose repr is one line of what differs from the defaults, and whose HTML is a table of all fields."""
 
     __slots__ = ()
     _widest = 160  # characters of the line, before the rest becomes "…"
@@ -145,7 +146,7 @@ class Record:
     def __repr__(self) -> str:
         shown: list[str] = []
         length = len(type(self).__name__) + 2
-        for name, value in told(self).items():
+        for name, value in changed(self).items():
             long = isinstance(value, float) and len(repr(value)) > 8 and abs(value) < 1e4
             text = f"{value:.4g}" if long else repr(value)
             shown.append(f"{name}={text}".replace("\n", " "))
@@ -179,8 +180,8 @@ def figures(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-def told(record: Any) -> dict[str, Any]:
-    """Its fields without those that are at their default, or zero or empty where there is none."""
+def changed(record: Any) -> dict[str, Any]:
+    """The fields of a record that differ from their default; without a default, those that are not zero or empty."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -197,7 +198,7 @@ def text(value: str) -> Markup:
 
 
 def tokens(shown: Iterable[Token]) -> Markup:
-    """Text whose background tells how likely each token was; hovering shows the alternatives."""
+    """Text whose background shows how likely each token was; hovering shows the alternatives."""
     return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, shown))}</div>')
 
 

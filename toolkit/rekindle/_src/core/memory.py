@@ -10,13 +10,13 @@ ROOT = Path("/")  # of /proc and /sys
 
 
 class _Groups(NamedTuple):
-    """How a version of Linux' control groups names things."""
+    """The names of one version of Linux control groups."""
 
     sign: str  # in a line of /proc/self/cgroup
     mount: str
     limit: str
     use: str
-    files: tuple[str, ...]  # the part of the use that the system gives back
+    files: tuple[str, ...]  # counted as used, but given back when memory is needed
 
 
 _VERSIONS = (
@@ -27,7 +27,7 @@ _VERSIONS = (
 
 
 def available() -> int | None:
-    """Bytes that neither other programs use nor a container's limit forbids; None where nobody tells."""
+    """Bytes that neither other programs use nor a container's limit forbids; None where the system doesn't say."""
     try:
         lines = (ROOT / "proc/meminfo").read_text().splitlines()
         mine = (ROOT / "proc/self/cgroup").read_text().splitlines()
@@ -39,7 +39,7 @@ def available() -> int | None:
 
 
 def _within(version: _Groups, line: str) -> Iterator[int]:
-    """In a group and those that it is in. A container may see its own group as the mount itself."""
+    """Bytes left in a group and in each group around it. A container may see its own group as the mount itself."""
     mount, group = ROOT / version.mount, Path(line.rpartition(":")[2].lstrip("/"))
     for folder in {mount, mount / group, *(mount / part for part in group.parents)}:
         try:

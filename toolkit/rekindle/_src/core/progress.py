@@ -1,4 +1,4 @@
-"""How far something slow is, shown where it is read: an output in a notebook, a bar on a terminal, lines in a log.
+"""Progress of slow work, shown where the user looks: a cell's output in a notebook, a terminal, or a log.
 
 session = await rekindle.open(folder, progress=Progress("loading"))
 """
@@ -15,14 +15,14 @@ from typing import Any, Literal, TextIO
 from rekindle._src.core import html
 
 log = logging.getLogger("rekindle.progress")
-PATIENCE = 0.5  # seconds before anything is shown: most loads are over by then
+PATIENCE = 0.5  # seconds before anything is shown, since most loads are over by then
 INTERVAL = 0.05
 LOG_INTERVAL = 10.0
 Backend = Literal["auto", "notebook", "terminal", "log"]
 
 
 class Progress:
-    """Call it with anything that has `done` and `total`; one line, of which a notebook keeps the last."""
+    """A progress bar. Call it with anything that has `done` and `total`; each call replaces the line before."""
 
     def __init__(
         self, label: str, *, backend: Backend = "auto", quiet: bool = False, stream: TextIO | None = None
@@ -50,7 +50,7 @@ class Progress:
         return self.done / self.total if self.total else 1.0
 
     def line(self, report: Any) -> str:
-        """Loads say how many bytes and how long still, programs say which one."""
+        """The line for a report. Loading reports its own text; compiling gets the program's name and the time left."""
         program = getattr(report, "program", None)
         if program is None:
             return f"{self.label}: {report}"
@@ -62,7 +62,7 @@ class Progress:
 def _backend(asked: Backend, stream: TextIO | None) -> Callable[[str, float, bool], None]:
     out = sys.stderr if stream is None else stream
     if asked == "auto":
-        asked = "notebook" if _in_notebook() else "terminal" if out.isatty() else "log"
+        asked = "notebook" if in_notebook() else "terminal" if out.isatty() else "log"
     if asked == "notebook":
         return _Output()
     return _Terminal(out) if asked == "terminal" else _logged
@@ -86,7 +86,7 @@ class _Terminal:
 
 
 class _Output:
-    """An output of the cell, replaced as things go on; the last line stays. No widget, so every viewer shows it."""
+    """A cell's output that is replaced by each call; the last one stays. It is no widget, so every viewer shows it."""
 
     def __init__(self) -> None:
         self._shown: Any = None
@@ -102,7 +102,8 @@ class _Output:
             self._shown.update(data, raw=True)
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
+    """Whether this process is a Jupyter kernel. IPython is not imported for it: a kernel has it already."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")

@@ -1,4 +1,4 @@
-"""The records a request turns into on its way: Request → StepPlan → StepResult → TokenEvent → TextDelta → Completion.
+"""The records that a request turns into: Request → StepPlan → StepResult → TokenEvent → TextDelta → Completion.
 
 Index ranges are half-open. A record is never changed after it was made; the tasks exchange nothing else.
 """
@@ -31,7 +31,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Status(enum.StrEnum):
-    """Where a request is."""
+    """Where a request is between submission and its end."""
 
     QUEUED = "queued"  # waits for a slot, for pages, or for a prefix that another request is computing
     LOADING = "loading"  # cached pages are on their way to the device
@@ -73,7 +73,7 @@ class Row:
     pages: IntArray  # its page table, long enough for start + length
     token_ids: IntArray | None  # the tokens to compute; None: the token that the slot sampled last, on the device
     samples: bool  # the last position's logits choose the next token
-    fresh: bool = False  # first row of this epoch: the slot's state belongs to somebody else and is reset
+    fresh: bool = False  # first row of this epoch: the slot's state is still that of another request and is reset
     generated: int = 0  # how many tokens the request has generated before this step's
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
     kept: bool = False  # a shared page holds its one token's keys and values already: only the logits are wanted
@@ -111,7 +111,7 @@ class StepPlan:
 
     @property
     def drafted(self) -> bool:
-        """It has drafts, so that the next step can only be planned once this one's result is known."""
+        """Whether it has drafts; the next step can then only be planned once this one's result is known."""
         return any(row.draft for row in self.decode)
 
 
@@ -145,11 +145,11 @@ class StepResult:
     program: str = ""  # the bucket's name
     host_seconds: float = 0.0  # packing and dispatch
     device_seconds: float = 0.0  # from dispatch until its result was there
-    idle_seconds: float = 0.0  # the device had nothing to do before it
+    idle_seconds: float = 0.0  # before it, in which the device had nothing to do
 
     @property
     def right(self) -> tuple[bool, ...]:
-        """Which rows computed what they should have: a draft did if every guess up to its own came true."""
+        """Which rows have a valid result. A draft has one if its token, and every draft before it, was sampled."""
         found: list[bool] = []
         for index, row in enumerate(self.plan.rows):
             right = True
@@ -161,7 +161,7 @@ class StepResult:
 
     @property
     def sampled(self) -> int:
-        """Tokens that it added to its requests."""
+        """How many tokens it added to its requests."""
         return sum(row.samples and right for row, right in zip(self.plan.rows, self.right, strict=True))
 
 
@@ -178,7 +178,7 @@ class TokenEvent:
     error: BaseException | None = None
 
     def then(self, later: TokenEvent) -> TokenEvent:
-        """Both as one."""
+        """This event and a later one of the same request as one event."""
         return dataclasses.replace(
             later,
             token_ids=self.token_ids + later.token_ids,
@@ -230,7 +230,7 @@ class Timings(html.Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
-    """What `generate` returns."""
+    """A finished sequence: what `await session.generate(prompt)` returns."""
 
     id: str
     text: str
@@ -244,7 +244,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
-    # Texts of tokens are made when somebody looks at them. A copy or pickle is without it.
+    # Texts of tokens are made when they are asked for. Copies and pickles don't have it.
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -293,5 +293,5 @@ class Completion:
         )
 
     def __getstate__(self) -> list[Any]:
-        # The tokenizer stays behind: a pickled completion is text and numbers.
+        # Without the tokenizer: a pickled completion is text and numbers.
         return [None if field.name == "decode" else getattr(self, field.name) for field in dataclasses.fields(self)]

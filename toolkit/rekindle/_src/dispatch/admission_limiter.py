@@ -18,26 +18,28 @@ class _Waiter:
 
 
 class AdmissionLimiter:
-    """A counter of free places with a line of waiters, first come first served; usable from any thread."""
+    """Counts free places and admits waiting callers first come, first served. Usable from any thread."""
 
     def __init__(self, places: int) -> None:
         self.places = places
         self.closed: BaseException | None = None
         self._free = places
         self._line: deque[_Waiter] = deque()
-        # Reentrant, because the garbage collector may close a waiting coroutine while this very thread is inside.
+        # Reentrant: the garbage collector may close a waiting coroutine in a thread that holds the lock already.
         self._lock = threading.RLock()
 
     @property
     def inside(self) -> int:
+        """Places that are taken."""
         return self.places - self._free
 
     @property
     def waiting(self) -> int:
+        """Callers that wait for places."""
         return len(self._line)
 
     def try_enter(self, count: int) -> bool:
-        """Take `count` places if they are free and nobody waits for them."""
+        """Take `count` places if they are free and no caller waits; false if not. Raises `SessionClosed`."""
         with self._lock:
             if self.closed is not None:
                 raise self._refusal()
@@ -76,18 +78,19 @@ class AdmissionLimiter:
                 self._admit()
 
     def recheck(self) -> None:
-        """Let everybody in line look at their `unless`."""
+        """Make every waiting caller evaluate its `unless` again."""
         for waiter in tuple(self._line):
             waiter.wakeup.wake()
 
     def leave(self, count: int = 1) -> None:
+        """Give `count` places back."""
         with self._lock:
             self._free += count
             assert self._free <= self.places, "more places were given back than taken"
             self._admit()
 
     def close(self, error: BaseException) -> None:
-        """Nobody enters any more; who waits is told."""
+        """Refuse every caller from now on, those that wait included."""
         with self._lock:
             if self.closed is None:
                 self.closed = error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from rekindle._src.core.contracts import DetokenizerLike
 from rekindle._src.core.records import (
     Completion,
     FinishReason,
@@ -18,14 +19,14 @@ from rekindle._src.core.records import (
     Usage,
 )
 from rekindle._src.dispatch.mailbox import Mailbox
-from rekindle._src.dispatch.messages import Abort, DetokenizerLike, Events, Finish, ScheduleMessage
+from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
 from rekindle.errors import RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 
 
 class OutputState:
-    """A live sequence as its caller sees it: intake makes it, detokenize fills and settles it."""
+    """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it."""
 
     __slots__ = (
         "_cached", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs", "_prompt_logprobs", "_text",
@@ -50,7 +51,7 @@ class OutputState:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
-        self._delivered = 0  # tokens that left with a delta
+        self._delivered = 0  # tokens delivered in deltas
         self._cached = 0
         self._first = 0.0
 
@@ -64,10 +65,10 @@ class OutputState:
         start = len(self._tokens)
         self._tokens += event.token_ids
         self._logprobs += event.logprobs
-        # The token that ended it by being an eos or stop token is no text; a stop string from outside has no token.
+        # An eos or stop token that ended it has no text. A stop string ends it without such a token.
         ends = reason in _TOKEN_ENDS and len(event.token_ids) > 0
         text, stopped = self._detokenizer.push(event.token_ids[:-1] if ends else event.token_ids)
-        if stopped is not None:  # whatever came behind the stop string never was
+        if stopped is not None:  # drop the tokens after the stop string
             del self._tokens[self._detokenizer.tokens :], self._logprobs[self._detokenizer.tokens :]
         elif reason is not None:
             text += self._detokenizer.flush()
@@ -98,7 +99,7 @@ class OutputState:
         )
 
     def completion(self, reason: FinishReason, now: float) -> Completion:
-        """The whole of it."""
+        """The completion of a sequence that ended for `reason` at `now`."""
         request, sampling = self.request, self.request.sampling
         return Completion(
             id=request.id,
@@ -137,7 +138,10 @@ async def run(
     feedback: MemoryObjectSendStream[ScheduleMessage],
     outputs: dict[str, OutputState],
 ) -> None:
-    """Ends with the inbox. `feedback` tells schedule about stop strings, and about text that could not be decoded."""
+    """Deliver events until the inbox ends.
+
+    `feedback` tells schedule about stop strings, and about text that could not be decoded.
+    """
     async with inbox, feedback:
         async for batch in inbox:
             now = time.perf_counter()
@@ -153,7 +157,7 @@ async def run(
 def deliver(
     event: TokenEvent, feedback: MemoryObjectSendStream[ScheduleMessage], outputs: dict[str, OutputState], now: float
 ) -> None:
-    """One event to its mailbox. Events of a sequence that was settled already are dropped."""
+    """Put the text of one event into its mailbox. An event of a sequence that was completed already is dropped."""
     output = outputs.get(event.request_id)
     if output is None:
         return

@@ -16,10 +16,10 @@ Contexts = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def capture_contexts() -> Contexts:
-    """JAX's context managers that are active in this thread; they are thread-local, so another has to enter them anew.
+    """A function that enters the JAX contexts of this thread in another one; they are thread-local.
 
-    Covers `jax.default_device`, `jax.default_matmul_precision` and `jax.set_mesh`. JAX is not imported for this: what
-    was not imported has no context.
+    Covers `jax.default_device`, `jax.default_matmul_precision` and `jax.set_mesh`. JAX is not imported for this: if it
+    was not imported before, there is no context.
     """
     jax = sys.modules.get("jax")
     if jax is None:
@@ -44,7 +44,7 @@ def capture_contexts() -> Contexts:
 class DeviceThread:
     """Runs jobs one after another while its callers' loops stay free.
 
-    There and back costs 25 to 30 µs, anyio.to_thread.run_sync 45 to 75 µs (medians on asyncio and uvloop).
+    A round trip takes 25 to 30 µs, with anyio.to_thread.run_sync 45 to 75 µs (medians on asyncio and uvloop).
     """
 
     def __init__(self, contexts: Contexts = contextlib.nullcontext, name: str = "rekindle device") -> None:
@@ -53,13 +53,13 @@ class DeviceThread:
         self._thread.start()
 
     async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises. A caller that is cancelled leaves; the job itself runs to its end."""
-        slot: OneShot[T] = OneShot()
-        self._jobs.put((job, slot))
-        return await slot.get()
+        """What `job` returns or raises. If the caller is cancelled, the job still runs to its end."""
+        reply: OneShot[T] = OneShot()
+        self._jobs.put((job, reply))
+        return await reply.get()
 
     def stop(self, timeout: float = 0.0) -> bool:
-        """End after the jobs that are queued; true if the thread is gone within `timeout`."""
+        """End after the queued jobs; true if the thread has ended within `timeout` seconds."""
         self._jobs.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -68,9 +68,9 @@ class DeviceThread:
 def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]] | None], contexts: Contexts) -> None:
     with contexts():
         while (entry := jobs.get()) is not None:
-            job, slot = entry
+            job, reply = entry
             try:
-                slot.put(job())
+                reply.put(job())
             except BaseException as error:
-                slot.fail(error)
-            del entry, job, slot  # a job's result may be device memory; keep nothing while waiting for the next
+                reply.fail(error)
+            del entry, job, reply  # a job's result may be device memory; keep nothing while waiting for the next

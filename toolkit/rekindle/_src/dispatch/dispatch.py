@@ -1,4 +1,4 @@
-"""Dispatch: wires the four tasks, runs them until everything has drained, and is how their loop is spoken to.
+"""Dispatch: wires the four tasks together and runs them until everything has drained.
 
     submissions          requests              turns
     ──────────▶ intake ──────────▶ schedule ◀────────▶ step ── device thread
@@ -37,9 +37,9 @@ class Dispatch:
     def __init__(self, engine: Engine, device: DeviceThread, places: int) -> None:
         self.engine = engine
         self.outputs: dict[str, OutputState] = {}  # live sequences: intake adds, detokenize removes
-        self.mailboxes: set[Mailbox] = set()  # live submissions, in the streams or behind
+        self.mailboxes: set[Mailbox] = set()  # of live submissions, tokenized or not
         self.watchdog = StepWatchdog(engine.scheduler, engine.runner, engine.config)
-        self.observers: list[schedule.Observer] = [self.watchdog]  # of committed steps
+        self.observers: list[schedule.Observer] = [self.watchdog]  # called with every committed step
         self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * places + 64)
         self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
         turns, turned = anyio.create_memory_object_stream[Turn](1)
@@ -56,7 +56,7 @@ class Dispatch:
         )
 
     async def run(self) -> None:
-        """Until drained. Raises what a task raised, never an ExceptionGroup."""
+        """Run the tasks until they have drained. Raises what a task raised, never an ExceptionGroup."""
         try:
             async with anyio.create_task_group() as watching:
                 watching.start_soon(self.watchdog.run)
@@ -81,7 +81,7 @@ class Dispatch:
     def abort(self, mailbox: Mailbox) -> None:
         """End the sequences of one submission wherever they are."""
         if not mailbox.abandoned and not mailbox.ended:
-            mailbox.abandoned = True  # intake sees it, if the submission has not come by yet
+            mailbox.abandoned = True  # intake drops the submission if it has not handed it on
             for request_id in mailbox.request_ids:
                 self._messages.send_nowait(Abort(request_id))
 
@@ -103,7 +103,7 @@ class Dispatch:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The one exception that a group is about: what ended the first task; the others were cancelled for it."""
+    """The exception that ended the first task of a group; the other tasks were cancelled because of it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""The thread a session lives in: its own event loop, where the dispatch loop runs while notebooks run cells."""
+"""The thread of a session: an event loop of its own for the dispatch loop, so that notebook cells don't block it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rekindle._src.dispatch.device import Contexts, DeviceThread
 from rekindle._src.dispatch.dispatch import Dispatch, root_cause
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.dispatch.messages import Control, Engine, Submission
+from rekindle._src.dispatch.schedule import Observer
 from rekindle._src.dispatch.wakeups import LoopWaker, caller, current_waker, run_sync
 from rekindle.errors import QueueFull, RekindleError, SessionClosed, SessionForked
 
@@ -29,7 +30,7 @@ CLOSE_SECONDS = 5.0  # how long closing waits for the steps in flight before it 
 
 
 class _Job(NamedTuple):
-    """Something to do on the host's loop, and what to do instead when that loop has ended."""
+    """A call for the host's loop, and the call that is made instead if that loop has ended."""
 
     do: Callable[[], object]
     refuse: Callable[[BaseException], object]
@@ -50,7 +51,7 @@ class Host:
         self.ended: OneShot[None] = OneShot()
         self.limiter: AdmissionLimiter = AdmissionLimiter(0)  # replaced when the engine and so its bounds are known
         self.crash: BaseException | None = None
-        self.paused_by: list[object] = []  # who is inside of `with session.paused()`
+        self.paused_by: list[object] = []  # tasks and threads inside `with session.paused()`
         self._build: Callable[[], Engine] | None = build
         self._contexts, self._backend, self._backend_options = contexts, backend, backend_options
         self._pid = os.getpid()
@@ -81,11 +82,11 @@ class Host:
             raise self.refusal()
 
     def check_waiting(self, what: str) -> None:
-        """Raise if waiting for `what` would never end: who waits has paused the session and is the one to step."""
+        """Raise if the caller has paused the session: waiting for `what` would keep it from asking for steps."""
         if self.paused_by and caller() in self.paused_by:
             raise RekindleError(
-                f"{what} is awaited by who paused the session, so no step would ever run. Call submit() and then "
-                "step(), or await it after the paused() block"
+                f"{what} is awaited by the task that paused the session, so no step would ever run. Call submit() and "
+                "then step(), or await it after the paused() block"
             )
 
     @property
@@ -113,30 +114,42 @@ class Host:
         if not mailbox.ended and not self.forked:
             self._post(lambda dispatch: dispatch.abort(mailbox), lambda error: None)
 
-    def send(self, message: Control, slot: OneShot[T]) -> OneShot[T]:
-        """Hand schedule a message that fills `slot`."""
+    def send(self, message: Control, reply: OneShot[T]) -> OneShot[T]:
+        """Hand schedule a message that fills `reply`."""
 
         def send(dispatch: Dispatch) -> None:
             try:
                 dispatch.send(message)
             except anyio.WouldBlock:
-                slot.fail(QueueFull("too many steps, pauses or changes wait. Await them one after another"))
+                reply.fail(QueueFull("too many steps, pauses or changes wait. Await them one after another"))
 
-        self._post(send, slot.fail)
-        return slot
+        self._post(send, reply.fail)
+        return reply
 
     def call(self, function: Callable[[Dispatch], T]) -> OneShot[T]:
         """Run `function` between two turns of the host's loop, where nothing else changes."""
-        slot: OneShot[T] = OneShot()
+        reply: OneShot[T] = OneShot()
 
         def do(dispatch: Dispatch) -> None:
             try:
-                slot.put(function(dispatch))
+                reply.put(function(dispatch))
             except BaseException as error:
-                slot.fail(error)
+                reply.fail(error)
 
-        self._post(do, slot.fail)
-        return slot
+        self._post(do, reply.fail)
+        return reply
+
+    def ask(self, function: Callable[[], T]) -> T:
+        """Run `function` on the host's loop, as `call` does, and block this thread until it has returned."""
+        return wait(self.call(lambda dispatch: function()))
+
+    def observe(self, observer: Observer) -> None:
+        """Call `observer` after every committed step from now on, on the host's loop; it has to be quick."""
+        wait(self.call(lambda dispatch: dispatch.observers.append(observer)))
+
+    def unobserve(self, observer: Observer) -> None:
+        """Undo `observe`; raises ValueError if it isn't called."""
+        wait(self.call(lambda dispatch: dispatch.observers.remove(observer)))
 
     def close(self, drain: float = 0.0) -> None:
         """Ask for the end: requests may go on for `drain` seconds, then they are aborted. Returns at once."""
@@ -146,7 +159,7 @@ class Host:
         self._drain_seconds = drain if first else min(drain, self._drain_seconds or 0.0)
         self.limiter.close(self.refusal())
         self._jobs.append(_Job(self._wake_closer, lambda error: None))
-        self._ring()
+        self._wake_loop()
 
     def join(self, timeout: float | None) -> bool:
         """Wait for the thread itself; true if it is gone."""
@@ -165,12 +178,12 @@ class Host:
 
         self._jobs.append(_Job(run, refuse))
         if self.ended.filled:
-            # Appended after the thread took its last look: then this thread refuses.
+            # The thread may have emptied the queue for the last time before the append, so this thread refuses the job.
             self._refuse_jobs()
         else:
-            self._ring()
+            self._wake_loop()
 
-    def _ring(self) -> None:
+    def _wake_loop(self) -> None:
         if self._waker is not None:
             self._waker.post(self._run_jobs)
 
@@ -181,7 +194,7 @@ class Host:
                 job.do()
             except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                 job.refuse(self.refusal())
-            except BaseException as error:  # a full stream, for one: an invariant is broken, the session ends
+            except BaseException as error:  # such as a full stream: an invariant is broken, so the session ends
                 self._crashed(error)
                 job.refuse(self.refusal())
 
@@ -246,12 +259,12 @@ class Host:
                 await self._end(engine, device)
 
     def _take_build(self) -> Callable[[], Engine]:
-        build, self._build = self._build, None  # it may hold the weights it was given
+        build, self._build = self._build, None  # it may hold weights
         assert build is not None
         return build
 
     async def _serve(self, dispatch: Dispatch) -> None:
-        """Until closed or crashed."""
+        """Run the dispatch loop until the session is closed or crashes."""
         closer = anyio.CancelScope()
         try:
             async with anyio.create_task_group() as group:
@@ -277,12 +290,12 @@ class Host:
         dispatch.drain()
         give_up = time.monotonic() + (self._drain_seconds or 0.0)
         while dispatch.mailboxes and time.monotonic() < give_up and self.crash is None:
-            # A second, more impatient close() shortens the wait.
+            # A second close() with a shorter drain shortens the wait.
             give_up = min(give_up, time.monotonic() + (self._drain_seconds or 0.0))
             await anyio.sleep(0.01)
         dispatch.abort_all(self.refusal())
         if self.crash is None:
-            await anyio.sleep(CLOSE_SECONDS)  # until `serve` is done and cancels this
+            await anyio.sleep(CLOSE_SECONDS)  # `serve` cancels this as soon as the tasks have drained
         scope.cancel()
 
     async def _end(self, engine: Engine, device: DeviceThread) -> None:
@@ -301,7 +314,7 @@ _registered: list[bool] = []
 
 
 def _close_all() -> None:
-    """At interpreter exit. Daemon threads that still run then may touch a dismantled interpreter."""
+    """Close every session at interpreter exit: a daemon thread that ran on would use a dismantled interpreter."""
     hosts = tuple(_hosts)
     deadline = time.monotonic() + EXIT_SECONDS
     for host in hosts:
@@ -310,6 +323,6 @@ def _close_all() -> None:
         host.join(max(0.0, deadline - time.monotonic()))
 
 
-def wait(slot: OneShot[T]) -> T:
-    """Block this thread until the host has filled `slot`."""
-    return run_sync(slot.get())
+def wait(reply: OneShot[T]) -> T:
+    """Block this thread until the host has filled `reply`."""
+    return run_sync(reply.get())

@@ -6,14 +6,14 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
-import anyio
 import anyio.to_thread
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.detokenize import OutputState
-from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, TokenizerLike
+from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
 from rekindle.errors import InvalidRequest, RekindleError, RequestAborted, RequestFailed
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
@@ -25,26 +25,19 @@ async def run(
     engine: Engine,
     outputs: dict[str, OutputState],
 ) -> None:
-    """Passes controls on as they are. Ends with the inbox; tells schedule to drain then."""
+    """Hand requests and controls on to schedule until the inbox ends, then tell it to drain."""
     seeds = random.Random(engine.config.seed)
     async with inbox, outbox:
         async for first in inbox:
             message: Submission | Control | None = first
-            # Everything that waits is handed on before schedule runs again, so that it can land in one step.
+            # Everything that waits is handed on before schedule runs again, so that it can run in one step.
             while message is not None:
                 if isinstance(message, Submission):
                     await _hand_on(message, outbox, engine, outputs, seeds)
                 else:
                     outbox.send_nowait(message)
-                message = _next(inbox)
+                message = next_waiting(inbox)
         outbox.send_nowait(Drain())
-
-
-def _next(inbox: MemoryObjectReceiveStream[Submission | Control]) -> Submission | Control | None:
-    try:
-        return inbox.receive_nowait()
-    except (anyio.WouldBlock, anyio.EndOfStream):
-        return None
 
 
 async def _hand_on(
@@ -75,7 +68,7 @@ async def _hand_on(
     if mailbox.abandoned:
         mailbox.complete_all(RequestAborted("the request was cancelled before it was queued"))
         return
-    # No checkpoint from here on: an abort finds the request either not yet abandoned above, or in schedule's inbox.
+    # No await from here on, so an abort was either seen above or comes after the requests in schedule's inbox.
     for output in made:
         outputs[output.request.id] = output
         mailbox.request_ids.append(output.request.id)
@@ -83,8 +76,8 @@ async def _hand_on(
 
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
-    """What tells the text of single tokens; None where there is no text."""
-    if not getattr(tokenizer, "has_text", True):
+    """A function from token ids to text with special tokens; None if the tokenizer knows only ids."""
+    if not tokenizer.has_text:
         return None
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -130,7 +123,7 @@ def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: 
             "priority", sampling.priority, f"means nothing under policy={policy!r}", 'Open with policy="priority"'
         )
     seed = sampling.seed if sampling.seed is not None else seeds.getrandbits(32)
-    eos_ids = frozenset() if sampling.ignore_eos else frozenset(int(token) for token in engine.tokenizer.eos_ids)
+    eos_ids = frozenset() if sampling.ignore_eos else frozenset(engine.tokenizer.eos_ids)
     return [
         Request(
             id=submission.id if sampling.n == 1 else f"{submission.id}.{index}",

@@ -1,4 +1,4 @@
-"""Where results wait for their callers: `Slot` for one value, `Mailbox` for the output of one submission."""
+"""Where results wait for their callers: `OneShot` for one value, `Mailbox` for the output of one submission."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def until(ready: Callable[[], bool], *places: list[Wakeup]) -> None:
-    """Wait until `ready()`, which may turn true in any thread; whoever makes it true rings one of `places` then."""
+    """Wait until `ready()` is true. The thread that makes it true wakes the wakeups in one of `places` afterwards."""
     if ready():
         return
     wakeup = new_wakeup()
@@ -29,15 +29,16 @@ async def until(ready: Callable[[], bool], *places: list[Wakeup]) -> None:
 
 
 def wake(wakeups: list[Wakeup]) -> None:
+    """Wake every waiter in a list that other threads may change meanwhile."""
     for wakeup in tuple(wakeups):
         wakeup.wake()
 
 
 def fresh(error: BaseException) -> BaseException:
-    """A copy to raise: an instance that several waiters raised would collect all of their tracebacks and frames."""
+    """A copy of an error for one waiter to raise: a shared instance would collect the tracebacks of all of them."""
     try:
         copied = copy.copy(error)
-    except Exception:  # a foreign exception with its own idea of arguments
+    except Exception:  # its constructor takes other arguments
         return error
     copied.__cause__ = error.__cause__
     copied.__traceback__ = error.__traceback__
@@ -82,13 +83,13 @@ class Mailbox:
     def __init__(self, count: int) -> None:
         self.deltas: list[TextDelta] = []
         self.results: list[Completion | BaseException | None] = [None] * count
-        self.request_ids: list[str] = []  # of the sequences that intake handed on
+        self.request_ids: list[str] = []  # sequences that intake handed on
         self.prompt_ids: IntArray | None = None  # set by intake
         self.abandoned = False  # its caller cancelled; set on the host's loop
         self.ended = False
-        self.failure: OneShot[BaseException] | None = None  # gets the first error, for whoever waits for several
-        self.on_sequence_end: Callable[[], object] | None = None  # after each sequence
-        self.on_complete: Callable[[Mailbox], object] | None = None  # after all of them
+        self.failure: OneShot[BaseException] | None = None  # gets the first error; the mailboxes of a `Batch` share it
+        self.on_sequence_end: Callable[[], object] | None = None  # called after each sequence
+        self.on_complete: Callable[[Mailbox], object] | None = None  # called after all of them
         self._remaining = count
         self._stream_wakeups: list[Wakeup] = []
         self._wakeups: list[Wakeup] = []

@@ -1,34 +1,19 @@
-"""What the tasks send each other, beside the records of rekindle._src.core.records."""
+"""The messages between callers and tasks, beside the records of rekindle._src.core.records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from rekindle._src.core.config import EngineConfig, Sampling
-from rekindle._src.core.contracts import RunnerLike, SchedulerLike
+from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 
-
-class TokenizerLike(Protocol):
-    """What intake needs of a tokenizer."""
-
-    @property
-    def eos_ids(self) -> Any: ...
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str: ...
-
-
-class DetokenizerLike(Protocol):
-    """Turns the tokens of one sequence into final text."""
-
-    stopped: str | None
-    tokens: int  # taken, up to the one that completed a stop string
-    released: int  # of them, those whose text is out
-
-    def push(self, token_ids: Any) -> tuple[str, str | None]: ...
-    def flush(self) -> str: ...
+M = TypeVar("M")
 
 
 class Engine(NamedTuple):
@@ -40,9 +25,9 @@ class Engine(NamedTuple):
     detokenizer: Callable[[Sampling], DetokenizerLike]
     config: EngineConfig  # resolved
     vocab_size: int
-    chat: Any = None  # a ChatTemplate, where the model brings one
+    chat: ChatLike | None = None  # where the model brings a template
     model: str = ""
-    swap: Callable[[Any], bytes] | None = None  # on the device thread: other weights in, the cache's new root key out
+    swap: Callable[[Any], bytes] | None = None  # on the device thread: takes weights, returns the cache's new root key
     recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
     processors: tuple[str, ...] = ()  # names that requests may ask for
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
@@ -61,7 +46,7 @@ class Submission(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """caller → schedule."""
+    """caller → schedule: end one sequence."""
 
     request_id: str
 
@@ -131,8 +116,16 @@ class Events(NamedTuple):
     events: tuple[TokenEvent, ...]
     started: tuple[str, ...] = ()
     at: float = 0.0
-    then: tuple[Callable[[], object], ...] = ()  # to call when callers have what came before
+    then: tuple[Callable[[], object], ...] = ()  # called when callers have received the events before
 
 
-Control = Pause | Resume | StepOnce | Exclusive  # take the way of submissions, so that they never overtake one
+Control = Pause | Resume | StepOnce | Exclusive  # sent through intake, so that they never overtake a submission
 ScheduleMessage = Request | Abort | Finish | Control | Drain | Outcome
+
+
+def next_waiting(inbox: MemoryObjectReceiveStream[M]) -> M | None:
+    """The next message if one is there now; None if the inbox is empty or has ended."""
+    try:
+        return inbox.receive_nowait()
+    except (anyio.WouldBlock, anyio.EndOfStream):
+        return None

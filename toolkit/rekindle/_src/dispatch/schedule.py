@@ -1,4 +1,4 @@
-"""Schedule: the one owner of the scheduler. Decides after every message whether the device gets another step."""
+"""Schedule: the only owner of the scheduler. It decides after every message whether the device gets another step."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from rekindle._src.dispatch.messages import (
     StepOnce,
     Stepped,
     Turn,
+    next_waiting,
 )
 from rekindle.errors import RekindleError
 
@@ -42,17 +43,17 @@ async def run(
     observers: Sequence[Observer] = (),
     rest: Callable[[], object] = lambda: None,
 ) -> None:
-    """Ends when it was told to drain and no request is left. `recover` is called on the device after a failed step.
+    """Run until told to drain and no request is left. `recover` is called on the device after a failed step.
 
-    `observers` see every committed step; they must be quick, and nothing waits for them. `rest` is called when no step
-    runs because nobody wants one.
+    `observers` are called with every committed step and must be quick. `rest` is called when no step is wanted: there
+    are no requests, or the session is paused.
     """
     state = ScheduleState(scheduler, recover, observers)
     async with inbox, turns, outbox:
         while True:
             with anyio.move_on_after(state.patience):
                 state.take(await inbox.receive())
-            while (message := _next(inbox)) is not None:
+            while (message := next_waiting(inbox)) is not None:
                 state.take(message)
             turn = state.next_turn()
             if (events := state.events()) is not None:
@@ -63,13 +64,6 @@ async def run(
                 return
             elif state.resting:
                 rest()
-
-
-def _next(inbox: MemoryObjectReceiveStream[ScheduleMessage]) -> ScheduleMessage | None:
-    try:
-        return inbox.receive_nowait()
-    except (anyio.WouldBlock, anyio.EndOfStream):
-        return None
 
 
 class ScheduleState:
@@ -84,10 +78,10 @@ class ScheduleState:
         self._scheduler = scheduler
         self._observers = observers
         self._recover = recover
-        self._last: StepPlan | None = None  # dispatched, its result not asked for
-        self._turning = False  # a turn is on its way
+        self._last: StepPlan | None = None  # dispatched, but its result was not asked for
+        self._turning = False  # a turn was sent and its outcome has not come
         self._pauses = 0
-        self._quiet: list[OneShot[None]] = []  # who paused and waits for steps in flight
+        self._quiet: list[OneShot[None]] = []  # callers that paused and wait for the steps in flight
         self._steps: deque[OneShot[Stepped]] = deque()  # single steps asked for
         self._stepping: OneShot[Stepped] | None = None  # the one that runs
         self._exclusive: deque[Exclusive] = deque()
@@ -95,7 +89,7 @@ class ScheduleState:
         self._draining = False
         self._events: list[TokenEvent] = []
         self._started: list[str] = []
-        self._then: list[Callable[[], object]] = []  # to call when callers have all events so far
+        self._then: list[Callable[[], object]] = []  # called when callers have received all events so far
         self._stalled_since: float | None = None
 
     @property
@@ -113,7 +107,7 @@ class ScheduleState:
 
     @property
     def patience(self) -> float | None:
-        """How long to wait for a message before planning is tried again; None is for ever."""
+        """Seconds to wait for a message before planning again; None waits without a limit."""
         return None if self._stalled_since is None else 0.005
 
     def take(self, message: ScheduleMessage) -> None:
@@ -141,7 +135,7 @@ class ScheduleState:
             case Exclusive():
                 self._exclusive.append(message)
             case Drain():
-                # A paused session that is closed goes on by itself: nobody is left to step it.
+                # A paused session that is closed runs freely again: no caller is left to step it.
                 self._draining, self._pauses = True, 0
                 self._refuse_steps()
 
@@ -185,7 +179,7 @@ class ScheduleState:
         return plan
 
     def _watch(self, plan: StepPlan | None) -> None:
-        """A scheduler with work, nothing in flight and no plan waits for a copy to end; try again, but not for ever."""
+        """A scheduler with work and no plan waits for a copy to end. Raise if that takes longer than any copy."""
         if plan is not None or self._last is not None or not self._scheduler.has_work:
             self._stalled_since = None
         elif self._stalled_since is None:

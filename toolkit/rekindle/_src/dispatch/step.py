@@ -18,7 +18,7 @@ async def run(
     device: DeviceThread,
     watchdog: StepWatchdog | None = None,
 ) -> None:
-    """Answers every turn with one outcome; ends with the inbox. `watch` is told what is being waited for."""
+    """Answer every turn with one outcome until the inbox ends. `watchdog` is told what is being waited for."""
     last: InFlightLike | None = None
     async with inbox, outbox:
         async for turn in inbox:
@@ -48,7 +48,7 @@ async def wait_for_device(
 def advance(
     runner: RunnerLike, plan: StepPlan | None, last: InFlightLike | None, watchdog: StepWatchdog | None = None
 ) -> tuple[Outcome, InFlightLike | None]:
-    """loop(last) -> current, on the device thread: the next step is on its way before the last one is read."""
+    """Dispatch `plan`, then read the step before it. Runs on the device thread; returns the step now in flight too."""
     current, result, failed = None, None, []
     dispatch_error: Exception | None = None
     if plan is not None:
@@ -60,7 +60,7 @@ def advance(
             dispatch_error = error
     awaited = last
     if last is None and current is not None and current.plan.drafted:
-        # Nothing is planned before its result is there: waiting right away saves the way to the scheduler and back.
+        # The next plan needs this step's result. Reading it right away saves a round trip to the scheduler.
         awaited, current = current, None
     if awaited is not None:
         if watchdog is not None:

@@ -1,4 +1,4 @@
-"""What a session says of its steps through `logging` and in its statistics: progress, slow steps, steps that hang."""
+"""Reports on steps through `logging` and in the statistics: progress, slow steps, steps that hang."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SHORTEST_SLEEP = 0.01
 
 
 class StepFigures(NamedTuple):
-    """Of the steps so far."""
+    """Figures of the steps so far."""
 
-    slow_steps: int  # that took longer than `step_timeout`, the one that does so now included
+    slow_steps: int  # took longer than `step_timeout`, including one that still runs
     stalled: str  # what has been running for longer than `step_timeout`; empty if nothing has
     idle_seconds: float  # the device had nothing to do although requests were there
     idle_share: float  # of the time in which requests were there
@@ -33,10 +33,10 @@ class _Doing(NamedTuple):
 
 
 class StepWatchdog:
-    """Sees every step. Quiet unless `log_every` is set or a step takes longer than `step_timeout`.
+    """Follows every step. It logs nothing unless `log_every` is set or a step takes longer than `step_timeout`.
 
-    The device's thread says with `enter` and `leave` what it waits for, which costs it nothing else. `run` looks at
-    that once in a while, from the loop, which is free while the device hangs; it sleeps while no step runs.
+    The device thread notes with `enter` and `leave` what it waits for. `run` checks that from the event loop, which
+    stays free while the device hangs; it sleeps while no step runs.
     """
 
     def __init__(self, scheduler: SchedulerLike, runner: RunnerLike, config: EngineConfig) -> None:
@@ -44,19 +44,20 @@ class StepWatchdog:
         self._steps = self._sequences = self._tokens = self._cached = 0
         self._began = time.perf_counter()
         self._doing: _Doing | None = None
-        self._reported: StepPlan | None = None  # the latest step that was called slow
+        self._reported: StepPlan | None = None  # the latest step that was reported as slow
         self._asleep: anyio.Event | None = None
         self._slow = 0
         self._idle = self._busy = self._idle_before = self._busy_before = 0.0
-        self._rested = True  # before the next step there was a time in which nobody wanted one
+        self._rested = True  # no step was wanted for a time since the last one, which is then not counted as idle
 
     # -- what happens now
 
     def enter(self, plan: StepPlan, what: str) -> None:
-        """From now on the device's thread waits for this."""
+        """Note what the device thread waits for from now on."""
         self._doing = _Doing(plan, what, time.perf_counter())
 
     def leave(self) -> None:
+        """Note that the device thread waits for nothing."""
         self._doing = None
 
     def wake(self) -> None:
@@ -73,7 +74,7 @@ class StepWatchdog:
                 self._asleep = anyio.Event()
                 await self._asleep.wait()
                 self._asleep = None
-                # A step that begins now is over its limit then at the earliest.
+                # A step that begins now cannot be over its limit before this has passed.
                 await anyio.sleep(max(limit, SHORTEST_SLEEP))
                 continue
             left = doing.since + limit - time.perf_counter()
@@ -91,8 +92,7 @@ class StepWatchdog:
 
     def _described(self, plan: StepPlan, program: str = "") -> str:
         if not program:
-            named = getattr(self._runner, "program", None)
-            program = named(plan) if named is not None else "unknown"
+            program = self._runner.program(plan)
         rows = [f"{row.request.id} [{row.start}, {row.start + row.length})" for row in plan.rows[:SHOWN]]
         rows += [f"{len(plan.rows) - SHOWN} more"] * (len(plan.rows) > SHOWN)
         return (
@@ -107,7 +107,7 @@ class StepWatchdog:
     # -- what happened
 
     def rest(self) -> None:
-        """No step runs because nobody wants one: no requests, or a paused session. The device isn't idle then."""
+        """No step is wanted: there are no requests, or the session is paused. This time doesn't count as idle."""
         self._rested = True
 
     def __call__(self, result: StepResult) -> None:
@@ -133,12 +133,12 @@ class StepWatchdog:
             self._line()
 
     def figures(self) -> StepFigures:
-        """Called on the loop."""
+        """The figures now, including a step that hangs. Call it on the loop."""
         doing = self._doing
         share = _share(self._idle, self._busy)
         if doing is None or time.perf_counter() - doing.since <= self._config.step_timeout:
             return StepFigures(self._slow, "", self._idle, share)
-        uncounted = doing.plan is not self._reported  # `run` has not looked yet
+        uncounted = doing.plan is not self._reported  # `run` has not seen it yet
         return StepFigures(self._slow + uncounted, self._stalled(doing), self._idle, share)
 
     def _line(self) -> None:
@@ -147,10 +147,10 @@ class StepWatchdog:
         idle = _share(self._idle - self._idle_before, self._busy - self._busy_before)
         log.info(
             "steps=%d new_sequences=%d new_tokens=%d cached_tokens=%d pages_used=%d/%d running=%d queued=%d "
-            "tokens_per_s=%.1f idle=%.1f%% compilations=%s",
+            "tokens_per_s=%.1f idle=%.1f%% compilations=%d",
             self._steps, self._sequences, self._tokens, cached, statistics.pages_total - statistics.pages_free,
             statistics.pages_total, statistics.running, statistics.waiting, self._tokens / (now - self._began),
-            100 * idle, getattr(self._runner.statistics(), "compilations", "-"),
+            100 * idle, self._runner.statistics().compilations,
         )  # fmt: skip
         self._cached, self._began, self._sequences, self._tokens = statistics.cached_tokens, now, 0, 0
         self._idle_before, self._busy_before = self._idle, self._busy

@@ -17,7 +17,7 @@ T = TypeVar("T")
 Callback = Callable[[], object]
 
 # ipykernel turns an interrupt into a cancellation that it schedules without waking the loop, so that an idle asyncio
-# loop would sleep through it. While somebody waits, the loop therefore turns ten times a second (5 µs each time).
+# loop would sleep through it. While a coroutine waits, the loop therefore wakes ten times a second (5 µs each time).
 KEEP_ALIVE = 0.1
 
 
@@ -25,7 +25,7 @@ class LoopWaker:
     """Runs callbacks on one event loop, from any thread; at most one wake-up is on its way however many are posted."""
 
     def __init__(self, loop: Any) -> None:
-        # Weak, because threads remember their port: a strong reference would keep finished loops alive.
+        # Weak, because each thread remembers its last waker: a strong reference would keep finished loops alive.
         self.loop = weakref.ref(loop)
         self._posted: deque[Callback] = deque()
         self._woken = False
@@ -46,7 +46,7 @@ class LoopWaker:
             self._woken = False
 
     def _run(self) -> None:
-        # The flag falls before the callbacks are taken: one that is posted meanwhile wakes the loop once more at worst.
+        # Cleared before the callbacks are taken: one that is posted meanwhile wakes the loop once more at worst.
         self._woken = False
         while self._posted:
             self._posted.popleft()()
@@ -60,7 +60,7 @@ class LoopWaker:
 
 
 class AsyncioWaker(LoopWaker):
-    """Keeps the loop turning while somebody waits on it."""
+    """For asyncio. Wakes the loop every `KEEP_ALIVE` seconds while a coroutine waits on it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -85,6 +85,8 @@ class AsyncioWaker(LoopWaker):
 
 
 class TrioWaker(LoopWaker):
+    """For trio."""
+
     def _wake(self, loop: Any) -> None:
         loop.run_sync_soon(self._run)
 
@@ -93,7 +95,7 @@ class TrioWaker(LoopWaker):
 
 
 class _Here(threading.local):
-    """This thread's last port, and whether its coroutines run without a loop."""
+    """This thread's last waker, and how many `run_sync` it is inside."""
 
     waker: LoopWaker | None = None
     blocking = 0
@@ -104,7 +106,7 @@ _wakers: weakref.WeakKeyDictionary[Any, LoopWaker] = weakref.WeakKeyDictionary()
 
 
 def current_waker() -> LoopWaker:
-    """The port of the event loop that runs now."""
+    """The waker of the event loop that runs now."""
     trio = sys.modules.get("trio")
     # Trio first: an IPython cell under `%autoawait trio` runs trio inside a callback of the kernel's asyncio loop.
     on_trio = trio is not None and trio.lowlevel.in_trio_run()
@@ -119,9 +121,9 @@ def current_waker() -> LoopWaker:
 
 
 class Wakeup(Protocol):
-    """Wakes its one waiter; ringing is safe from any thread and never blocks.
+    """Wakes its one waiter. `wake` may be called from any thread and never blocks.
 
-    A ring before the wait is kept. A wait may end without one, so waiters look at what they wait for.
+    A call before the wait is kept. A wait may end without one, so waiters check their condition again.
     """
 
     def wake(self) -> None: ...
@@ -155,16 +157,18 @@ class AsyncioWakeup:
             waker.waiting += 1
             waker.keep_alive(loop)
             try:
-                # A ring from another thread right here is posted, and so comes after the await has begun.
+                # A wake from another thread at this point is posted, so it runs after the await has begun.
                 await self._future
             finally:
                 waker.waiting -= 1
                 self._future = None
-        # Lowered before the waiter looks at what changed, so that a ring during that look is not lost.
+        # Cleared before the waiter checks its condition, so that a wake during the check is not lost.
         self._signalled = False
 
 
 class TrioWakeup:
+    """An event that is replaced after each wait."""
+
     __slots__ = ("_event", "_signalled", "_waker")
 
     def __init__(self, waker: TrioWaker) -> None:
@@ -187,7 +191,7 @@ class TrioWakeup:
 
 
 class ThreadWakeup:
-    """The wakeup of a thread without a loop: its wait blocks the thread and never suspends the coroutine."""
+    """For a thread without a loop: its wait blocks the thread and never suspends the coroutine."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -202,7 +206,7 @@ class ThreadWakeup:
 
 
 def caller() -> object:
-    """Who runs now: a task of asyncio or trio, else this thread's number."""
+    """The asyncio or trio task that runs now, or this thread's identifier if none does."""
     trio = sys.modules.get("trio")
     task: object = None
     with contextlib.suppress(RuntimeError):  # no loop runs in this thread
@@ -212,15 +216,15 @@ def caller() -> object:
 
 
 def new_wakeup() -> Wakeup:
-    """The kind that suits who calls: a coroutine on its loop, or a thread inside `run_sync`."""
+    """A wakeup for the caller: a coroutine on its loop, or a thread inside `run_sync`."""
     return ThreadWakeup() if _here.blocking else current_waker().wakeup()
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of the client in this thread, blocking it; this is all that the sync client consists of.
+    """Run a client coroutine in this thread, blocking it; every `…_sync` method is made of this.
 
-    The client awaits nothing but wakeups, and in here a wakeup blocks the thread. No loop is needed, and one that
-    already runs in this thread, as in a notebook cell, does no harm.
+    Client coroutines await nothing but wakeups, and inside `run_sync` a wakeup blocks the thread. So no loop is needed,
+    and one that already runs in this thread, as in a notebook cell, does no harm.
     """
     _here.blocking += 1
     try:

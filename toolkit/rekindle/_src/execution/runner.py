@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from rekindle._src.programs.step import StepOutput
 from rekindle._src.programs.warming import warm
 from rekindle.errors import ConfigError, SessionClosed, StoreError
 
+log = logging.getLogger("rekindle.session")
 MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
 
 
@@ -198,6 +200,21 @@ class Runner:
         self._delete(self._kv, self._state)
         self._kv, self._state = self._fresh_memory()
         self._owners = [None] * len(self._owners)
+
+    def recover(self) -> bool:
+        """After a failed step: true if pages and state were lost with it, which were then made anew by `reset`.
+
+        An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
+        """
+        memory = jax.tree.leaves((self._kv, self._state))
+        try:
+            if not any(leaf.is_deleted() for leaf in memory):
+                jax.block_until_ready(memory)
+                return False
+        except Exception as error:
+            log.warning("the KV pages were lost with a failed step (%r); running requests are computed again", error)
+        self.reset()
+        return True
 
     def statistics(self) -> RunnerStatistics:
         return RunnerStatistics(

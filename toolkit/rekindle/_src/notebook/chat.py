@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rekindle._src.core import html
 from rekindle._src.core.config import Sampling
-from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import Control, button, field
+from rekindle._src.notebook.shown import RequestLike, SessionLike
 from rekindle.errors import InvalidRequest, RequestAborted
-
-if TYPE_CHECKING:
-    from rekindle._src.session.handle import Handle
-    from rekindle._src.session.session import Session
 
 _TALK = (
     field("say", "Say something", width="26em"),
@@ -45,18 +41,18 @@ class ChatView(Live):
     Click a token of the last answer to fork it there: what comes before stays, and its pages are shared.
     """
 
-    def __init__(self, session: Session, *, system: str | None = None, **options: Any) -> None:
+    def __init__(self, session: SessionLike, *, system: str | None = None, **options: Any) -> None:
         super().__init__(*_TALK)
         Sampling.of(
             None, {name: value for name, value in options.items() if name not in _OF_CHAT}
         )  # now, not when sent
         self._session, self._options = session, options
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._handle: Handle | None = None  # of the last answer, which is no message yet
-        self._origin: Handle | None = None  # the request that the answer was forked from, itself unless it was
-        self._kept: tuple[Piece, ...] = ()  # of the answer, from before it was forked
-        # What the drawing thread has shown, which is alone with these: whose answer, how much of it, and its end.
-        self._watched: Handle | None = None
+        self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
+        self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
+        self._kept: tuple[Piece, ...] = ()  # what a fork kept of the answer
+        # For the drawing thread alone: the request it shows, how many of its deltas, and whether it has shown the end.
+        self._watched: RequestLike | None = None
         self._seen, self._over = 0, True
         self._marked: int | None = None  # token to fork at
         self._stirred = threading.Event()  # something was said, stopped or marked
@@ -71,8 +67,8 @@ class ChatView(Live):
         return self._handle is not None and not self._handle.done
 
     @property
-    def handle(self) -> Handle | None:
-        """Of the last answer, or None."""
+    def handle(self) -> RequestLike | None:
+        """The request of the last answer, or None."""
         return self._handle
 
     @property
@@ -82,11 +78,11 @@ class ChatView(Live):
 
     @property
     def answer_ids(self) -> tuple[int, ...]:
-        """Its tokens."""
+        """The token ids of the last answer so far."""
         return tuple(token for piece in self._pieces() for token in piece.token_ids)
 
     def send(self, text: str) -> None:
-        """Say something; an answer that is still being made is kept as far as it got."""
+        """Send a message. An answer that is still being made is kept as far as it got."""
         if text:
             self._finish_answer()
             self.messages.append({"role": "user", "content": text})
@@ -125,13 +121,13 @@ class ChatView(Live):
         if edit:
             kept.append(Piece(edit, tuple(tokenizer.encode(edit, add_special_tokens=False))))
         beginning = [token for piece in kept for token in piece.token_ids]
-        # From the first request, whose prompt ends where the answer begins: a fork of a fork knows no more than that.
+        # The first request's prompt ends where the answer begins; the prompts of its forks hold parts of the answer.
         forked = self._session.fork(origin, at=0, edit=beginning, **{"seed": None, **options})
         handle.cancel()
         self._handle, self._kept = forked, tuple(kept)
         self._mark(None)
 
-    # What the page does.
+    # Called from the page.
 
     def press(self, name: str) -> None:
         marked = self._marked
@@ -141,8 +137,12 @@ class ChatView(Live):
             self.fork(marked, self.widget.value("instead"))
         elif name == "keep":
             self._mark(None)
-        elif name in ("halt", "again", "edit"):
-            getattr(self, name)()
+        elif name == "halt":
+            self.halt()
+        elif name == "again":
+            self.again()
+        elif name == "edit":
+            self.edit()
 
     def token(self, index: int) -> None:
         self._mark(index if 0 <= index < len(self.answer_ids) else None)
@@ -155,7 +155,7 @@ class ChatView(Live):
         self.refresh()
         self._stirred.set()
 
-    # Its parts.
+    # Making and drawing answers.
 
     def _answer(self, **options: Any) -> None:
         call = self._session.chat(self.messages, **{**self._options, **options})
@@ -169,7 +169,7 @@ class ChatView(Live):
         return [*self._kept, *(Piece(delta.text, delta.token_ids) for delta in deltas if delta.index == 0)]
 
     def _finish_answer(self) -> None:
-        """The answer becomes a message."""
+        """Stop the answer and add it to the messages as far as it got."""
         if self._handle is not None:
             self._handle.cancel()
             self.messages.append({"role": "assistant", "content": self.answer})
@@ -183,7 +183,7 @@ class ChatView(Live):
         self._mark(None)
 
     def wait(self) -> None:
-        """Blocks until there is more of the answer, or its end; then looks up twice a second."""
+        """Block until there is more of the answer; once it has ended, return twice a second."""
         handle = self._handle
         if handle is not self._watched:
             self._watched, self._seen, self._over = handle, 0, handle is None
@@ -191,10 +191,9 @@ class ChatView(Live):
             self._stirred.wait(0.5)
             self._stirred.clear()
             return
-        if not handle.done:
-            run_sync(handle._mailbox.more(self._seen))
-        # Between two pictures an answer may end: then the next picture is due at once, and not half a second later.
-        self._seen, self._over = len(handle._mailbox.deltas), handle.done
+        # An answer may end between two pictures: then the next picture is due at once, not half a second later.
+        self._seen = handle.wait_for_more(self._seen)
+        self._over = handle.done
 
     def stop(self) -> None:
         super().stop()
@@ -209,7 +208,7 @@ class ChatView(Live):
                 rows.append(html.line(f"{type(error).__name__}: {error}"))
         return html.block(*rows) if rows else html.line("Nothing was said yet")
 
-    def _clickable(self, handle: Handle) -> Iterator[str]:
+    def _clickable(self, handle: RequestLike) -> Iterator[str]:
         yield '<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
         index = 0
         for piece in self._pieces():
@@ -225,7 +224,7 @@ def _row(role: str, said: str) -> html.Markup:
 
 
 def _until(pieces: list[Piece], at: int, decode: Any) -> Iterator[Piece]:
-    """The first `at` tokens; a piece that is cut in two loses text that was not final there."""
+    """The pieces of the first `at` tokens. A piece that is cut in two loses text that was not final at the cut."""
     left = at
     for piece in pieces:
         if left <= 0:

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.core import html
-from rekindle._src.dispatch.host import wait
+from rekindle._src.dispatch.host import Host
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import button
 from rekindle._src.notebook.recorder import Recorder, Seen
+from rekindle._src.notebook.shown import SessionLike
 from rekindle._src.notebook.timeline import WIDTH, Timeline
 from rekindle.errors import RekindleError
 
-if TYPE_CHECKING:
-    from rekindle._src.session.session import Session
-
 
 class Dashboard(Live):
-    """Looks twice a second; what has not changed is not sent. Keeps the session open until it is closed."""
+    """Draws twice a second if something has changed. It keeps the session open until the view is closed."""
 
     interval = 0.5
 
-    def __init__(self, session: Session, *, steps: int = 240) -> None:
+    def __init__(self, session: SessionLike, host: Host, *, steps: int = 240) -> None:
         super().__init__(button("close", "Close", title="Leave the last picture"))
-        self._session = session
+        self._session, self._host = session, host
         self._recorder = Recorder(steps)
         self._timeline = Timeline(session.config.max_requests, steps)
         self._newest: Seen | None = None  # the last step that the timeline has
         self._last = ""
         self._seen: Any = None
-        wait(session._host.call(lambda dispatch: dispatch.observers.append(self._recorder)))
+        host.observe(self._recorder)
         self.start()
 
     @property
@@ -46,7 +44,7 @@ class Dashboard(Live):
         super().stop()
         if not self._session.closed:
             with contextlib.suppress(RekindleError, ValueError):
-                wait(self._session._host.call(lambda dispatch: dispatch.observers.remove(self._recorder)))
+                self._host.unobserve(self._recorder)
 
     def draw(self) -> str:
         try:
@@ -55,7 +53,7 @@ class Dashboard(Live):
             return self._last
         self._take()
         seen = figures, self._newest, self._recorder.rate()
-        if seen == self._seen:  # an idle session costs two calls a second on its loop, and no drawing
+        if seen == self._seen:  # an idle session costs two calls a second on its loop
             return self._last
         self._seen = seen
         cached, asked = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)
@@ -85,10 +83,9 @@ class Dashboard(Live):
         self._newest = fresh[0] if fresh else self._newest
 
     def _tiers(self) -> list[str]:
-        cache: Any = getattr(self._session, "cache", None)
         try:
-            stats = cache.stats()
-        except (RekindleError, AttributeError):
+            stats = self._session.cache.stats()
+        except RekindleError:  # there is no prefix cache, or the session was closed
             return []
-        mib = {tier: getattr(stats, f"{tier}_bytes") / 2**20 for tier in ("device", "host", "disk")}
-        return [html.line("cached pages", *(f"{tier} {size:.1f} MiB" for tier, size in mib.items()))]
+        sizes = {"device": stats.device_bytes, "host": stats.host_bytes, "disk": stats.disk_bytes}
+        return [html.line("cached pages", *(f"{tier} {size / 2**20:.1f} MiB" for tier, size in sizes.items()))]

@@ -10,8 +10,8 @@ from rekindle._src.core import html
 from rekindle._src.notebook.panel import Control, Panel
 from rekindle.errors import RekindleError
 
-# Ten pictures a second, however fast tokens come. A picture costs the view 0.5 ms and about as much the kernel's output
-# thread and the notebook's server, each time on a core that the engine was computing on.
+# Ten pictures a second, however fast tokens come. Drawing one takes 0.5 ms, sending it about as much in the kernel's
+# output thread and in the notebook server, all of it on cores that the engine computes with.
 INTERVAL = 0.1
 
 
@@ -29,13 +29,13 @@ class Live:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._shown: list[Any] = []  # display handles
-        self._left = False  # the last picture is there
-        self._lock = threading.Lock()  # a view may be shown, or drawn anew, in the moment in which it ends
+        self._left = False  # the last picture was drawn
+        self._lock = threading.Lock()  # a view may be displayed or redrawn at the moment when it ends
         self.picture = ""  # the latest
         self.pictures = 0  # drawn so far
 
     def draw(self) -> str:
-        """Static HTML of how things are."""
+        """The view as static HTML, as it is now."""
         raise NotImplementedError
 
     def press(self, name: str) -> None:
@@ -46,7 +46,7 @@ class Live:
 
     @property
     def ended(self) -> bool:
-        """Nothing will change any more."""
+        """Whether the view will not change any more."""
         return self._stopped.is_set()
 
     def wait(self) -> None:
@@ -84,11 +84,11 @@ class Live:
                 self.press(name)
             elif event == "token" and isinstance(value, int):
                 self.token(value)
-        except RekindleError as error:  # what a callback raises is seen by nobody
+        except RekindleError as error:  # an exception in a callback would be shown nowhere
             self.widget.note = html.line(f"{type(error).__name__}: {error}")
 
     def _run(self) -> None:
-        # A view must not hurt: whatever happens to the kernel's channels at its end is not the user's business.
+        # Errors end here: the kernel's channels may close at any time, and the user can do nothing about it.
         with contextlib.suppress(Exception):
             while not self.ended:
                 self.wait()
@@ -106,7 +106,7 @@ class Live:
             for handle in self._shown:
                 handle.update({"text/html": self.picture, "text/plain": repr(self)}, raw=True)
             if self._shown:
-                self.widget.close()  # nobody sees it any more, and the kernel would keep it for ever
+                self.widget.close()  # it is not shown any more, and the kernel would keep it for ever
             else:
                 self.widget.html, self.widget.controls = self.picture, []
 

@@ -1,7 +1,7 @@
 """The one widget that all views are made of: a picture in HTML, buttons and text fields, a note.
 
-One anywidget rather than a tree of ipywidgets, each of which is two or three models that the kernel announces. It is
-made in 0.8 ms instead of 2.0; the session pays for that too, since both hold the interpreter's lock.
+One anywidget rather than a tree of ipywidgets, each of which is two or three models that the kernel announces. Making
+it takes 0.8 ms instead of 2.0; the session waits meanwhile, since both hold the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def field(name: str, label: str, *, width: str = "20em") -> Control:
 
 @functools.cache
 def _layout() -> Any:
-    """One for all panels, which leave theirs alone: each would be another model for the kernel to announce and keep."""
+    """The layout that all panels share: one for each would be another model for the kernel to announce and keep."""
     return ipywidgets.Layout()
 
 
 class Panel(anywidget.AnyWidget):
-    """`hears(event, name, value)` is told of a "press" on a button, and of a click on a "token" of the picture."""
+    """Calls `hears(event, name, value)`: "press" when a button is pressed, "token" when a token is clicked."""
 
     _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
     _css = traitlets.Unicode(_STYLE).tag(sync=True)
@@ -51,7 +51,7 @@ class Panel(anywidget.AnyWidget):
         self.on_msg(lambda widget, content, buffers: self.hear(content))
 
     def hear(self, content: Any) -> None:
-        """A message of the page; one that is none of ours is dropped."""
+        """Handle a message from the page; messages of unknown form are dropped."""
         if isinstance(content, dict) and isinstance(content.get("event"), str):
             self._hears(content["event"], str(content.get("name", "")), content.get("value"))
 

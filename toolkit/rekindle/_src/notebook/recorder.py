@@ -1,4 +1,4 @@
-"""The last steps of a session as a dashboard needs them: who ran in which slot, how many tokens, when."""
+"""The last steps of a session as a dashboard needs them: which request ran in which slot, how many tokens, when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Seen(NamedTuple):
 
 
 class Recorder:
-    """Called on the session's loop after each step; read from any thread."""
+    """Remembers the last steps. It is called on the session's loop after each step and read from any thread."""
 
     def __init__(self, steps: int = 240) -> None:
         self.steps: deque[Seen] = deque(maxlen=steps)
@@ -50,11 +50,11 @@ class Recorder:
         )
 
     def rate(self, window: float = 2.0) -> float:
-        """Tokens per second over the last seconds."""
+        """Tokens per second over the last `window` seconds."""
         since = time.perf_counter() - window
         return sum(seen.made for seen in tuple(self.steps) if seen.at > since) / window
 
     def slowest(self) -> float:
-        """Seconds between two tokens of a request, the 99th percentile of those that are remembered."""
+        """The 99th percentile of the seconds between two tokens of a request, over the remembered steps."""
         gaps = sorted(self._gaps)
         return gaps[int(0.99 * (len(gaps) - 1))] if gaps else 0.0

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.core import html
-from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import button
-
-if TYPE_CHECKING:
-    from rekindle._src.session.session import Session
+from rekindle._src.notebook.shown import RequestLike, SessionLike
 
 
 class StreamView(Live):
     """`StreamView(session, prompt, **options)`; the request runs as soon as it is made. `handle` is its handle."""
 
-    def __init__(self, session: Session, prompt: Any, **options: Any) -> None:
+    def __init__(self, session: SessionLike, prompt: Any, **options: Any) -> None:
         super().__init__(button("stop", "Stop", title="Cancel the request; its text stays"))
-        self.handle = session.submit(prompt, **options)
+        self.handle: RequestLike = session.submit(prompt, **options)
         self._seen = 0
         self.start()
 
@@ -31,10 +28,8 @@ class StreamView(Live):
             self.stop()
 
     def wait(self) -> None:
-        """Blocks until there is another delta: an idle view costs nothing."""
-        mailbox = self.handle._mailbox
-        run_sync(mailbox.more(self._seen))
-        self._seen = len(mailbox.deltas)
+        """Block until there is another delta, so that an idle view costs nothing."""
+        self._seen = self.handle.wait_for_more(self._seen)
 
     def stop(self) -> None:
         """Cancel the request; what it has produced stays."""

@@ -14,7 +14,7 @@ MOVED = "#9b59b6"
 
 
 class _Run(NamedTuple):
-    """What a slot did without a change, from a step on."""
+    """One request in one phase in one slot, from step `first` on."""
 
     request: str
     kind: str
@@ -22,10 +22,10 @@ class _Run(NamedTuple):
 
 
 class Timeline:
-    """Takes steps one by one; what a picture costs does not grow with the steps that it shows.
+    """Takes steps one by one, so that the cost of a picture does not grow with the steps that it shows.
 
-    Coordinates count steps since the first one, so that the mark-up of what is over stays as it is while the view box
-    moves along. Drawn anew from 240 steps of 32 rows, a picture took 1.4 ms; a step now costs 7 µs once.
+    Coordinates count steps since the first one: the markup of runs that are over stays valid while the view box moves.
+    Drawing 240 steps of 32 rows anew took 1.4 ms a picture; now each step costs 7 µs once.
     """
 
     def __init__(self, slots: int, steps: int = 240) -> None:
@@ -33,7 +33,7 @@ class Timeline:
         self._count = 0  # steps taken
         self._numbers: deque[int] = deque(maxlen=steps)  # of the steps that are shown
         self._open: dict[int, _Run] = {}  # by slot
-        self._over: deque[tuple[int, str]] = deque()  # last step, mark-up
+        self._over: deque[tuple[int, str]] = deque()  # last step, markup
 
     def add(self, seen: Seen) -> None:
         now = {slot: (request, kind) for slot, request, kind in seen.rows}
@@ -60,7 +60,7 @@ class Timeline:
         )
 
     def draw(self) -> html.Markup:
-        """A mark above a step tells that pages moved between tiers."""
+        """The picture as SVG. A mark above a step means that pages moved between tiers."""
         if not self._count:
             return html.line("no step has run yet")
         height, shown = self._slots * ROW + 8, max(60, len(self._numbers))

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import html
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import button, field
+from rekindle._src.notebook.shown import CacheLike, NodeLike
 from rekindle.errors import RekindleError
-
-if TYPE_CHECKING:
-    from rekindle._src.session.session import Session
 
 COLOURS = {"device": "#3d8bcd", "host": "#d9822b", "disk": "#8a8a8a", "gone": "transparent"}
 
 
 class TreeView(Live):
-    """The tree as it is; the button draws it again. Typing a prompt tells what it would find."""
+    """Shows the tree as it is when drawn; the button draws it again. Type a prompt to see what it would hit."""
 
-    def __init__(self, session: Session, *, limit: int = 200) -> None:
+    def __init__(self, cache: CacheLike, model: str, *, limit: int = 200) -> None:
         super().__init__(button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
-        self._session, self._limit = session, limit
+        self._cache, self._model, self._limit = cache, model, limit
         self.widget.observe(lambda change: self.ask(self.widget.value("prompt")), "values")
         self.refresh()
 
     def start(self) -> None:
-        """It is drawn when somebody asks, so there is no thread."""
+        """Does nothing: the tree is drawn on request, so it needs no thread."""
 
     def press(self, name: str) -> None:
         if name == "refresh":
@@ -35,14 +32,14 @@ class TreeView(Live):
     def ask(self, prompt: str) -> str:
         """What the cache holds of a prompt, in words."""
         try:
-            answer = str(self._session.cache.explain(prompt)) if prompt else ""
+            answer = str(self._cache.explain(prompt)) if prompt else ""
         except (RekindleError, ValueError) as error:
             answer = str(error)
         self.widget.note = html.line(answer)
         return answer
 
     def draw(self) -> str:
-        tree = self._session.cache.tree(limit=self._limit)
+        tree = self._cache.tree(limit=self._limit)
         legend = [
             html.Markup(f'<span style="color:{COLOURS[tier]}">■</span> {tier}') for tier in ("device", "host", "disk")
         ]
@@ -56,10 +53,10 @@ class TreeView(Live):
         )
 
     def __repr__(self) -> str:
-        return f"<TreeView of {self._session.model}>"
+        return f"<TreeView of {self._model}>"
 
 
-def _foldable(nodes: Sequence[Any]) -> html.Markup:
+def _foldable(nodes: Sequence[NodeLike]) -> html.Markup:
     """Nested `<details>`, which fold without any script."""
 
     def parts() -> Iterator[str]:
@@ -78,7 +75,7 @@ def _foldable(nodes: Sequence[Any]) -> html.Markup:
     return html.Markup("".join(parts()))
 
 
-def _node(node: Any) -> str:
+def _node(node: NodeLike) -> str:
     pin = " 📌" if node.pinned else ""
     facts = f"{node.tokens} tokens at {node.start}, {node.pages} page{'s' * (node.pages != 1)}, "
     facts += f"{node.visits} visit{'s' * (node.visits != 1)}, {node.age:.0f} s ago"

@@ -1,10 +1,9 @@
-"""From a model's name and options to the parts of a session; runs on the device thread while the session opens."""
+"""Builds the parts of a session from a model and options; runs on the device thread while the session opens."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import jax
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig, cache_folder
-from rekindle._src.core.progress import Progress
+from rekindle._src.core.progress import Progress, in_notebook
 from rekindle._src.dispatch.device import Contexts
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner
@@ -42,12 +41,10 @@ from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle_kernels import native
 
-log = logging.getLogger("rekindle.session")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """What `open` was asked for."""
+    """The arguments of `open`, checked."""
 
     model: str | Path | LoadedModel
     config: EngineConfig
@@ -56,43 +53,43 @@ class OpenRequest:
     contexts: Contexts = contextlib.nullcontext
 
 
-def build(order: OpenRequest) -> Engine:
+def build(request: OpenRequest) -> Engine:
     """Everything a session needs, ready to run. Raises typed errors; what was loaded until then is freed."""
     try:
-        return _build(order)
+        return _build(request)
     except (RekindleError, TypeError):
         raise
     except Exception as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemory(_shortage(order, error)) from error
+            raise OutOfMemory(_shortage(request, error)) from error
         raise
 
 
-def _build(order: OpenRequest) -> Engine:
-    described = order.model if isinstance(order.model, LoadedModel) else _describe(order.model, order.config)
+def _build(request: OpenRequest) -> Engine:
+    described = request.model if isinstance(request.model, LoadedModel) else _describe(request.model, request.config)
     model, graph, shapes, weight_bytes = _shapes(described)
-    config = resolve(order.config, model, weight_bytes=weight_bytes)
-    programs = stored_programs(model, graph, shapes, config, order.processors)
+    config = resolve(request.config, model, weight_bytes=weight_bytes)
+    programs = stored_programs(model, graph, shapes, config, request.processors)
     precompile = _precompile(config.precompile)
-    bar = _bar(model.model_type if described is order.model else str(order.model), config)
+    bar = _bar(model.model_type if described is request.model else str(request.model), config)
     # Programs need shapes alone, so they are loaded or compiled while the weights are read.
     warming = Warming(
         programs,
         precompile,
         restoring=config.restore is not None,
-        progress=bar if precompile == "all" else None,  # else nobody waits for them
-        contexts=order.contexts,
+        progress=bar if precompile == "all" else None,  # otherwise nothing waits for them
+        contexts=request.contexts,
     )
     try:
-        loaded = described if isinstance(described, LoadedModel) else read(described, progress=order.progress or bar)
-        return _engine(order, config, loaded, programs, warming, prefer_ready=precompile == "background")
+        loaded = described if isinstance(described, LoadedModel) else read(described, progress=request.progress or bar)
+        return _engine(request, config, loaded, programs, warming, prefer_ready=precompile == "background")
     except BaseException:
         warming.stop()
         raise
 
 
 def _engine(
-    order: OpenRequest,
+    request: OpenRequest,
     config: EngineConfig,
     loaded: LoadedModel,
     programs: Programs,
@@ -100,8 +97,8 @@ def _engine(
     *,
     prefer_ready: bool,
 ) -> Engine:
-    owned, model = loaded is not order.model, loaded.config
-    tiers = _tiers(loaded, config, str(order.model) if owned else model.model_type)
+    owned, model = loaded is not request.model, loaded.config
+    tiers = _tiers(loaded, config, str(request.model) if owned else model.model_type)
     runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready)
     assert config.device_pages is not None, "resolved"
     most = prefill_rows(config.max_tokens_per_step, config.max_requests)
@@ -114,7 +111,7 @@ def _engine(
     if tiers is not None:
         cache = PrefixCache(pool, config.page_size, page_identity(loaded, config).root, host_tier=tiers)
         if config.restore is not None:
-            # Before programs are waited for: pages are read meanwhile.
+            # Before waiting for programs, so that pages are read meanwhile.
             runner.prefault(restore(cache, tiers, config.restore).pages)
     try:
         warming.opened()
@@ -144,11 +141,11 @@ def _engine(
         config=config,
         vocab_size=model.vocab_size,
         chat=ChatTemplate.load(folder) if folder is not None else None,
-        model=str(order.model) if owned else model.model_type,
+        model=str(request.model) if owned else model.model_type,
         swap=weights.swap,
-        recover=lambda: recover(runner),
+        recover=runner.recover,
         release=release,
-        processors=tuple(processor.name for processor in order.processors),
+        processors=tuple(processor.name for processor in request.processors),
     )
 
 
@@ -165,7 +162,7 @@ def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequenc
 
 
 def _bar(model: str, config: EngineConfig) -> Progress | None:
-    """A bar in a terminal for what takes a while, unless the session is to be quiet."""
+    """A progress bar on the terminal; None if there is no terminal or the session is quiet."""
     quiet = config.quiet or not sys.stderr.isatty()
     return None if quiet else Progress(f"opening {Path(model).name}", backend="terminal")
 
@@ -177,7 +174,7 @@ def stored_programs(
     config: EngineConfig,
     processors: Sequence[LogitsProcessor] = (),
 ) -> Programs:
-    """The programs of a resolved config, with those of earlier sessions; of the leaves only shapes matter."""
+    """The programs of a resolved config, including those of earlier sessions. Only the shapes of leaves are read."""
     fields = {
         "environment": program_key.environment(),
         "model": model.digest(),
@@ -191,7 +188,7 @@ def stored_programs(
 
 
 def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
-    """Pages are only equal if all of this is, except for the model's `name`."""
+    """What pages must have in common to be used in place of each other; the model's `name` is only shown."""
     assert config.page_size is not None, "resolved"
     layers = paged.abstract(model.config, 1, config.page_size, config.kv_dtype)
     leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
@@ -200,7 +197,7 @@ def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> I
 
 
 def _tiers(model: LoadedModel, config: EngineConfig, name: str) -> Tiers | None:
-    """What is below the device: nothing without a prefix cache, or if both budgets are 0."""
+    """The tiers below the device; None without a prefix cache."""
     if not config.prefix_cache:
         return None
     assert config.page_size is not None, "resolved"
@@ -239,39 +236,17 @@ class _Weights:
                 leaf.delete()
 
 
-def recover(runner: Runner) -> bool:
-    """After a failed step: true if pages and state were lost with it and had to be made anew.
-
-    Errors of the host leave them as they were. An error on the device does not, since they were donated to that step.
-    """
-    memory = jax.tree.leaves((runner._kv, runner._state))
-    try:
-        if not any(leaf.is_deleted() for leaf in memory):
-            jax.block_until_ready(memory)
-            return False
-    except Exception as error:
-        log.warning("the KV pages were lost with a failed step (%r); running requests are computed again", error)
-    runner.reset()
-    return True
-
-
 def _precompile(asked: str) -> str:
     if asked != "auto":
         return asked
-    return "background" if _in_notebook() else "lazy"
+    return "background" if in_notebook() else "lazy"
 
 
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and hasattr(shell, "kernel")
-
-
-def _shortage(order: OpenRequest, error: BaseException) -> str:
-    config = order.config
+def _shortage(request: OpenRequest, error: BaseException) -> str:
+    config = request.config
     statistics = jax.local_devices()[0].memory_stats() or {}
     free = statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0)
     room = f"{free / 2**30:.1f} GiB are free on the device" if statistics else "the host's memory is used up"
     asked = f"device_memory={config.device_memory}, device_pages={config.device_pages}, dtype={config.dtype!r}"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"opening {order.model!r} ({asked}) ran out of memory: {first}. {room}. Lower device_memory or quantize"
+    return f"opening {request.model!r} ({asked}) ran out of memory: {first}. {room}. Lower device_memory or quantize"

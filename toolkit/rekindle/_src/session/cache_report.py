@@ -1,4 +1,4 @@
-"""What `session.cache` answers with: its tree, its figures, what a prompt would hit, and the snapshots on disk."""
+"""The answers of `session.cache`: its tree, its figures, what a prompt would hit, and the snapshots on disk."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class CacheStats:
     lookups: int  # admissions
     hits: int  # of them, those that found something
     device_hit_tokens: int
-    host_hit_tokens: int  # what came from disk included
-    disk_hit_tokens: int  # of them, those that were read from disk first
+    host_hit_tokens: int  # including those that were read from disk
+    disk_hit_tokens: int  # of them, those that were read from disk
     evicted_pages: int
     offloaded_pages: int
-    refused_copies: int  # computing was expected to be quicker
+    refused_copies: int  # copies not made, because computing was expected to be faster
     rates: Rates | None
 
     @property
@@ -139,9 +139,9 @@ class PrefixExplanation:
     device_tokens: int
     host_tokens: int
     disk_tokens: int
-    copies: bool  # what is not on the device would be copied there, rather than computed again
-    fetch_seconds: float  # expected, for what is not on the device
-    compute_seconds: float | None  # expected, for the same; None until it was measured
+    copies: bool  # whether pages below the device would be copied there rather than computed again
+    fetch_seconds: float  # expected, for the pages below the device
+    compute_seconds: float | None  # expected for the same pages; None until it was measured
 
     @property
     def cached_tokens(self) -> int:

@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.records import IntArray
-from rekindle._src.dispatch.host import wait
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.session.cache_report import TIERS, CacheStats, CacheTree, NodeView, PrefixExplanation, Snapshots
+from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
-from rekindle._src.session.prompts import parse_one
+from rekindle._src.session.client import Client
+from rekindle._src.session.prompts import PromptLike
 from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from rekindle._src.session.session import PromptLike, Session
+    from rekindle._src.notebook.tree import TreeView
 
-T = TypeVar("T")
 _PREVIEW = 48  # characters
 
 
 class CacheView:
-    """A session's prefix cache. Its methods answer at once, from any thread; those to be awaited say so."""
+    """A session's prefix cache. Its methods answer at once, from any thread, unless they say that they are awaited."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, client: Client) -> None:
+        self._client = client
 
     # -- looking
 
     def tree(self, *, limit: int = 200) -> CacheTree:
         """The tree, at most `limit` runs of pages of it."""
         cache, tiers = self._parts()
-        names = self._ask(lambda: _runs(cache, tiers, limit))
+        names = self._client.ask(lambda: _runs(cache, tiers, limit))
         return CacheTree(
             tuple(dataclasses.replace(view, text=self._preview(tokens)) for view, tokens in names),
             len(cache),
@@ -45,11 +45,12 @@ class CacheView:
         )
 
     def stats(self) -> CacheStats:
+        """Sizes of the tiers now, and hits and copies since the session was opened."""
         cache, tiers = self._parts()
 
         def collect() -> CacheStats:
             counts, size = cache.statistics(), cache.page_size
-            config = self._session.config
+            config = self._client.engine.config
             page_bytes = (config.device_memory or 0) // (config.device_pages or 1)
             return CacheStats(
                 page_size=size,
@@ -68,12 +69,12 @@ class CacheView:
                 rates=tiers.costs.rates if tiers is not None else None,
             )
 
-        return self._ask(collect)
+        return self._client.ask(collect)
 
     def explain(self, prompt: PromptLike) -> PrefixExplanation:
         """What would match, where it is, and what bringing it back would cost; changes nothing."""
         cache, tiers = self._parts()
-        tokens = self._tokens(prompt)
+        tokens = self._client.tokens(prompt)
 
         def explain() -> PrefixExplanation:
             counts = dict.fromkeys(TIERS, 0)
@@ -100,10 +101,10 @@ class CacheView:
                 compute_seconds=compute,
             )
 
-        return self._ask(explain)
+        return self._client.ask(explain)
 
     def snapshots(self) -> Snapshots:
-        """Those in the session's cache folder, with the reason why this session can't use one."""
+        """The snapshots in the session's cache folder, each with the reason if this session can't use it."""
         _, tiers = self._parts()
         if tiers is None or tiers.disk is None:
             return Snapshots()
@@ -112,19 +113,19 @@ class CacheView:
     # -- shaping
 
     def pin(self, prompt: PromptLike) -> int:
-        """As `session.pin`."""
-        return self._session.pin(prompt)
+        """The same as `session.pin`."""
+        return self._client.pin(prompt)
 
     def unpin(self, prompt: PromptLike) -> int:
-        """As `session.unpin`."""
-        return self._session.unpin(prompt)
+        """The same as `session.unpin`."""
+        return self._client.unpin(prompt)
 
     def prune(self, *, to: int) -> int:
         """Shrink what host memory holds to `to` bytes, least recently used first; how many pages went."""
         if isinstance(to, bool) or not isinstance(to, int) or to < 0:
-            raise InvalidRequest("to", to, "is no number of bytes", "Pass an int from 0, such as 100_000_000")
+            raise InvalidRequest("to", to, "is not a number of bytes", "Pass an int from 0, such as 100_000_000")
         _, tiers = self._parts()
-        return self._ask(lambda: tiers.host.trim(to)) if tiers is not None else 0
+        return self._client.ask(lambda: tiers.host.trim(to)) if tiers is not None else 0
 
     def clear(self, *, tier: str | None = None) -> Call[None]:
         """Await it to forget all pages of a tier ("device", "host" or "disk"), or of all of them.
@@ -142,62 +143,58 @@ class CacheView:
 
     # -- keeping
 
-    def save(self, name: str) -> Call[Any]:
-        """As `session.save`."""
-        return self._session.save(name)
+    def save(self, name: str) -> Call[SaveReport]:
+        """The same as `session.save`."""
+        return Once(self._client.writer.save, name, name="save")
 
     def export_prefix(self, prompt: PromptLike, path: str | Path) -> Call[int]:
         """Await it to write the cached pages of a prompt to a file; gives how many tokens that covers."""
-        writer, tokens, target = self._session._cache_writer, self._tokens(prompt), Path(path)
-        return Once(writer.run, lambda: writer.export_prefix(tokens, target), name="export_prefix")
+        writer, tokens, target = self._client.writer, self._client.tokens(prompt), Path(path)
+        return Once(writer.run, partial(writer.export_prefix, tokens, target), name="export_prefix")
 
     def import_prefix(self, path: str | Path) -> Call[int]:
         """Await it to take over the pages of an exported prefix; gives how many tokens."""
-        writer, source = self._session._cache_writer, Path(path)
-        return Once(writer.run, lambda: writer.import_prefix(source), name="import_prefix")
+        writer, source = self._client.writer, Path(path)
+        return Once(writer.run, partial(writer.import_prefix, source), name="import_prefix")
 
     def __repr__(self) -> str:
-        return "<rekindle cache, closed>" if self._session.closed else f"<rekindle cache of {self._session.model}>"
+        closed = self._client.host.closing
+        return "<rekindle cache, closed>" if closed else f"<rekindle cache of {self._client.engine.model}>"
 
     def _repr_html_(self) -> str:
-        if self._session.closed:
+        if self._client.host.closing:
             return html.line("cache of a closed session")
         return html.block(self.stats()._repr_html_(), self.tree(limit=50)._repr_html_(), title="Prefix cache")
 
-    def view(self, *, limit: int = 200) -> Any:
-        """The tree, live: fold and unfold it, and type a prompt to see what it would hit."""
-        return self._session.view.tree(limit=limit)
+    def view(self, *, limit: int = 200) -> TreeView:
+        """The tree as a widget: fold and unfold it, and type a prompt to see what it would hit."""
+        self._client.host.check()
+        from rekindle._src.notebook.tree import TreeView  # loads ipywidgets
+
+        return TreeView(self, self._client.engine.model, limit=limit)
 
     # -- inside
 
     async def _clear(self, tier: str | None) -> None:
         cache, tiers = self._parts()
         if tier is None:
-            await self._session.flush_cache()
+            await self._client.flush_cache()
         elif tier == "device":
-            await self._session._exclusive(lambda: None, lambda _: cache.evict(len(cache), read_out=False))
+            await self._client.between_steps(lambda: cache.evict(len(cache), read_out=False))
         elif tier == "host" and tiers is not None:
-            self._ask(lambda: tiers.host.trim(0))
+            self._client.ask(lambda: tiers.host.trim(0))
         if tier in (None, "disk") and tiers is not None and tiers.disk is not None:
-            await self._session._cache_writer.run(tiers.disk.clear)
+            await self._client.writer.run(tiers.disk.clear)
 
     def _parts(self) -> tuple[PrefixCache, Tiers | None]:
-        writer = self._session._cache_writer
+        writer = self._client.writer
         if writer.cache is None:
             raise ConfigError("prefix_cache", False, "leaves nothing to look at", "Open the session with prefix_cache")
         return writer.cache, writer.tiers
 
-    def _ask(self, function: Callable[[], T]) -> T:
-        self._session._host.check()
-        return wait(self._session._host.call(lambda dispatch: function()))
-
-    def _tokens(self, prompt: PromptLike) -> IntArray:
-        tokens = parse_one(prompt).token_ids
-        return np.asarray(self._session.tokenizer.encode(prompt), np.int32) if tokens is None else tokens
-
     def _preview(self, tokens: IntArray) -> str:
-        tokenizer = self._session.tokenizer
-        if not getattr(tokenizer, "has_text", True):
+        tokenizer = self._client.engine.tokenizer
+        if not tokenizer.has_text:
             return " ".join(map(str, tokens[:8])) + " …"
         text = tokenizer.decode(tokens.tolist())
         return text if len(text) <= _PREVIEW else text[: _PREVIEW - 1] + "…"

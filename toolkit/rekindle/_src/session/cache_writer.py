@@ -1,4 +1,4 @@
-"""Keeps pages beyond the process: a thread per session that saves in the background, and on demand.
+"""Saves cached pages to disk: one thread per session, in the background and on demand.
 
 It never touches the tree itself. It asks the session's loop for a slice of nodes at a time, takes payloads from host
 memory, and has the device read pages between two steps, a few at a time.
@@ -35,10 +35,10 @@ T = TypeVar("T")
 log = logging.getLogger("rekindle.cache")
 
 TICK_SECONDS = 1.0
-COLD_SECONDS = 1.0  # a page used more recently is likely to be used again before anything happens to the process
+COLD_SECONDS = 1.0  # pages used more recently are saved later: they are likely to be used again soon
 BUSY_BYTES, IDLE_BYTES = 8 << 20, 64 << 20  # at most saved in one tick, while requests run and while none does
 PAUSE_BYTES = 4 << 20  # read from the device between two steps: about 2 ms at the speed of memory
-ROUNDS = 3  # of waiting for a page that is on its way from the device to host memory
+ROUNDS = 3  # how often it waits for a page that is being copied from the device to host memory
 SEGMENT_BYTES = 64 << 20
 SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
 BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
@@ -50,10 +50,10 @@ class SaveReport(html.Record):
     """What `await session.save(name)` did."""
 
     name: str
-    pages: int  # that the snapshot lists
+    pages: int  # listed in the snapshot
     tokens: int
-    written: int  # of them, those that were not on disk yet
-    skipped: int  # did not fit into disk_memory
+    written: int  # of them, those that were not on disk before
+    skipped: int  # left out because they did not fit into disk_memory
     bytes: int  # written
     seconds: float
 
@@ -76,14 +76,14 @@ class _Wanted(NamedTuple):
 
 
 class CacheWriter:
-    """Every public method may be called from any thread; the work is done in the writer's own thread, in turn."""
+    """Its methods may be called from any thread; the work is done in the writer's own thread, one job at a time."""
 
     def __init__(self, host: Host, engine: Engine) -> None:
         self._host, self._engine = host, engine
-        cache = getattr(engine.scheduler, "cache", None)
-        tiers = getattr(cache, "host_tier", None)
-        self.cache: PrefixCache | None = cache
-        self.tiers: Tiers | None = tiers if isinstance(tiers, Tiers) else None
+        cache = engine.scheduler.cache
+        self.cache = cache if isinstance(cache, PrefixCache) else None
+        tiers = self.cache.host_tier if self.cache is not None else None
+        self.tiers = tiers if isinstance(tiers, Tiers) else None
         self.saved_bytes = 0  # in the background
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -91,9 +91,9 @@ class CacheWriter:
         self._stopped = False
         self._complete_at = -1  # the tree's version when everything cold in it was on disk
         self._failed = False
-        self._at = 0  # where looking through the tree goes on
+        self._at = 0  # index in `_walk` where the next look begins
         self._walk: list[Node] = []  # the nodes of that walk; some are gone from the tree by the time they come up
-        self._whole = False  # the latest look was at all nodes: only that says that nothing is missing
+        self._whole = False  # the latest look covered all nodes: only then is it known that nothing is missing
         if self._disk is not None:
             self._start()
 
@@ -102,12 +102,12 @@ class CacheWriter:
         return self.tiers.disk if self.tiers is not None else None
 
     async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises, in the writer's thread."""
+        """Run `job` in the writer's thread; returns or raises what it does."""
         self._host.check()
-        slot: OneShot[T] = OneShot()
+        reply: OneShot[T] = OneShot()
         self._start()
-        self._jobs.put((job, slot))
-        return await slot.get()
+        self._jobs.put((job, reply))
+        return await reply.get()
 
     async def save(self, name: str) -> SaveReport:
         """Write what is not on disk yet, then the list of all pages under `name`."""
@@ -117,7 +117,7 @@ class CacheWriter:
         return await self.run(partial(self._save, name))
 
     async def finish(self) -> None:
-        """Save what can be saved in a moment; for a session that is about to be closed."""
+        """Save what can be saved within `CLOSE_SECONDS`, before the session is closed."""
         if self._disk is None or self._failed:
             return
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -127,7 +127,7 @@ class CacheWriter:
             log.debug("not everything was saved at the end of a session: %s", error)
 
     def stop(self) -> None:
-        """Ends after what it is writing; returns at once."""
+        """Ask the thread to end after the job that runs; returns at once."""
         self._stopped = True
         self._jobs.put((lambda: None, OneShot()))
 
@@ -142,19 +142,19 @@ class CacheWriter:
     def _work(self) -> None:
         while not (self._stopped or self._host.ended.filled):
             try:
-                job, slot = self._jobs.get(timeout=TICK_SECONDS if self._disk is not None else None)
+                job, reply = self._jobs.get(timeout=TICK_SECONDS if self._disk is not None else None)
             except queue.Empty:
                 self._tick()
                 continue
             try:
-                slot.put(job())
+                reply.put(job())
             except BaseException as error:
-                slot.fail(error)
+                reply.fail(error)
         while not self._jobs.empty():
             self._jobs.get()[1].fail(self._host.refusal())
 
     def _tick(self) -> None:
-        """Save some of what is cold. A disk that can't be written is said once and left alone."""
+        """Save some of the pages that are due. If writing fails, warn once and stop saving in the background."""
         cache = self.cache
         if self._failed or cache is None or self._host.closing or cache.version == self._complete_at:
             return
@@ -190,7 +190,7 @@ class CacheWriter:
             total = sum(size(payload) for _, payload in pairs)
             if disk.room(total) < total:
                 disk.say("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer pages are not saved")
-                self._complete_at = version  # nothing changes before the tree does
+                self._complete_at = version  # try again when the tree has changed
                 break
             disk.write(pairs)
             written += total
@@ -242,7 +242,7 @@ class CacheWriter:
     def export_prefix(self, tokens: IntArray, path: Path) -> int:
         """Write the cached pages of `tokens` to a file; how many tokens that covers."""
         cache, disk = self._parts()
-        found: list[_Wanted] = self._ask(
+        found: list[_Wanted] = self._host.ask(
             lambda: [self._want(node) for node in cache.find(tokens)],
         )
         pairs = self._payloads(found)
@@ -263,17 +263,14 @@ class CacheWriter:
                 host.put(page.digest, payload)
         else:
             disk.write(pairs)
-        return self._ask(lambda: snapshot.graft(cache, [page for page, _ in pairs])) * cache.page_size
+        return self._host.ask(lambda: snapshot.graft(cache, [page for page, _ in pairs])) * cache.page_size
 
     def _parts(self) -> tuple[PrefixCache, DiskTier]:
         if self.cache is None or self._disk is None:
             raise ConfigError("disk_memory", 0, "is needed to export and import prefixes", "Open with disk_memory")
         return self.cache, self._disk
 
-    # -- looking at the tree, from the loop's side
-
-    def _ask(self, function: Callable[[], T]) -> T:
-        return wait(self._host.call(lambda dispatch: function()))
+    # -- looking at the tree, on the session's loop
 
     def _find(self, wanted: Callable[[Node, bytes, float], bool], most: int | None = None) -> Iterable[_Wanted]:
         """Nodes in turn, parents first, a slice of the tree at a time; `most` of them from where it ended last."""
@@ -281,7 +278,7 @@ class CacheWriter:
         assert cache is not None
         # Listed once per walk: that alone took 4 ms of the loop with 100,000 nodes, as much as the slices of a tick.
         resumed = most is not None and 0 < self._at < len(self._walk)
-        nodes: list[Node] = self._walk if resumed else self._ask(lambda: list(cache))
+        nodes: list[Node] = self._walk if resumed else self._host.ask(lambda: list(cache))
 
         def look(part: Sequence[Node]) -> list[_Wanted]:
             now = cache.clock()
@@ -293,24 +290,24 @@ class CacheWriter:
         self._whole = stop - start == len(nodes)
         self._at, self._walk = (0, []) if stop == len(nodes) else (stop, nodes)
         for at in range(start, stop, SLICE):
-            yield from self._ask(partial(look, nodes[at : min(stop, at + SLICE)]))
+            yield from self._host.ask(partial(look, nodes[at : min(stop, at + SLICE)]))
 
     def _want(self, node: Node) -> _Wanted:
         cache = self.cache
         assert cache is not None
         assert node.parent is not None
         used = time.time() - (cache.clock() - node.last_use)
-        # Copied: the row is used again when the node is forgotten.
+        # A copy, because the row is reused when the node is forgotten.
         tokens = cache.tokens_of(node).copy()
         page = Page(cache.digest_of(node), cache.digest_of(node.parent), tokens, node.visits, used)
         return _Wanted(node, page, node.page)
 
     def _payloads(self, wanted: Sequence[_Wanted]) -> list[tuple[Page, Payload]]:
-        """From wherever they are; what is gone meanwhile is left out."""
+        """The contents of pages, from host memory, disk or the device. Pages that are gone by now are left out."""
         assert self.tiers is not None
         pairs: list[tuple[Page, Payload]] = []
         on_device: list[_Wanted] = []
-        late: list[_Wanted] = []  # on their way from the device to host memory
+        late: list[_Wanted] = []  # being copied from the device to host memory
         for one in wanted:
             payload = self.tiers.host.peek(one.page.digest)
             if payload is None and not one.on_device:
@@ -331,7 +328,7 @@ class CacheWriter:
         for _ in range(ROUNDS):
             if not late:
                 break
-            self._read([])  # the steps in flight have ended, and what they pushed down has arrived
+            self._read([])  # waits for the steps in flight, and so for their copies to host memory
             arrived = [(one, self.tiers.host.peek(one.page.digest)) for one in late]
             pairs += [
                 (one.page, tuple(np.asarray(x) for x in payload)) for one, payload in arrived if payload is not None
@@ -341,25 +338,25 @@ class CacheWriter:
         return sorted(pairs, key=lambda pair: order[pair[0].digest])
 
     def _read(self, part: Sequence[_Wanted]) -> list[tuple[Page, Payload]]:
-        """Device pages, between two steps."""
+        """Read device pages between two steps."""
         cache, runner = self.cache, self._engine.runner
         assert cache is not None
         pairs: list[tuple[Page, Payload]] = []
 
-        def check(payloads: list[Payload]) -> None:
+        def check(payloads: Sequence[Payload]) -> None:
             # Nothing was planned since they were read: a node that still has its page had it then.
             for one, payload in zip(part, payloads, strict=True):
                 if cache.has(one.node) and one.node.page == one.on_device:
                     pairs.append((one.page, payload))
 
-        slot: OneShot[Any] = OneShot()
-        job = partial(runner.read_pages, [one.on_device for one in part])  # type: ignore[attr-defined]
-        wait(self._host.send(Exclusive(job, check, slot), slot))
+        reply: OneShot[Any] = OneShot()
+        job = partial(runner.read_pages, [one.on_device for one in part])
+        wait(self._host.send(Exclusive(job, check, reply), reply))
         return pairs
 
 
 def _connected(pages: Sequence[Page], root: bytes) -> list[Page]:
-    """Those that can be reached from the root; parents come first."""
+    """The pages that can be reached from the root; `pages` has parents before their children."""
     reached = {root}
     found = []
     for page in pages:

@@ -209,6 +209,11 @@ class Handle(Call[Any]):
             error.__traceback__ = None  # frames below are the client's own; an interrupted cell need not show them
             raise
 
+    def wait_for_more(self, seen: int) -> int:
+        """Block this thread until there are more than `seen` deltas or the request ends; how many there are then."""
+        run_sync(self._mailbox.more(seen))
+        return len(self._mailbox.deltas)
+
     def __aiter__(self) -> Stream:
         return Stream(self)
 

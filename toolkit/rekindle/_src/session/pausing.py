@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 from rekindle._src.core import html
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Pause, Resume
 from rekindle._src.dispatch.wakeups import caller, run_sync
+from rekindle._src.session.client import Client
 
-if TYPE_CHECKING:
-    from rekindle._src.session.session import Session
+S = TypeVar("S")
 
 
-class Paused:
-    """No step runs inside the block but those that `step()` asks for; entering waits for the steps in flight."""
+class Paused(Generic[S]):
+    """No step runs inside the block but those that `step()` asks for; entering waits for the steps in flight.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Entering returns the session.
+    """
+
+    def __init__(self, client: Client, session: S) -> None:
+        self._client, self._session = client, session
         self._by: object = None
 
     def __repr__(self) -> str:
@@ -27,20 +30,20 @@ class Paused:
     def _repr_html_(self) -> str:
         return html.line(repr(self))
 
-    async def __aenter__(self) -> Session:
-        session = self._session
-        session._host.check()
-        slot: OneShot[None] = OneShot()
-        session._host.send(Pause(slot), slot)
-        session._pauses += 1
+    async def __aenter__(self) -> S:
+        host = self._client.host
+        host.check()
+        quiet: OneShot[None] = OneShot()
+        host.send(Pause(quiet), quiet)
+        self._client.pauses += 1
         try:
-            await slot.get()
+            await quiet.get()
         except BaseException:
             self._resume()
             raise
         self._by = caller()
-        session._host.paused_by.append(self._by)
-        return session
+        host.paused_by.append(self._by)
+        return self._session
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -48,13 +51,14 @@ class Paused:
         self._resume()
 
     def _resume(self) -> None:
+        host = self._client.host
         if self._by is not None:
-            self._session._host.paused_by.remove(self._by)
+            host.paused_by.remove(self._by)
             self._by = None
-        self._session._pauses -= 1
-        self._session._host.send(Resume(), OneShot())
+        self._client.pauses -= 1
+        host.send(Resume(), OneShot())
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> S:
         return run_sync(self.__aenter__())
 
     def __exit__(

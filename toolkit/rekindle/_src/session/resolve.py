@@ -1,4 +1,4 @@
-"""From what the user left open to numbers: `EngineConfig` in, `EngineConfig` without "auto" and None out."""
+"""Fills in what the user left open: takes an `EngineConfig` and returns one without "auto" and None."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per run
 
 
 def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) -> EngineConfig:
-    """Every value that the engine reads. `weight_bytes` are still to be loaded and leave that much less for pages."""
+    """The config for this model and platform. `weight_bytes` are still to be loaded and are kept free."""
     platform = jax.default_backend()
     dtype = _dtype(config.dtype, model, platform)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
@@ -47,7 +47,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) 
         )
     if config.kernels is not None and config.kernels not in implementation_names():
         known = ", ".join(map(repr, implementation_names()))
-        raise ConfigError("kernels", config.kernels, "is no implementation", f"Use one of {known}, or None")
+        raise ConfigError("kernels", config.kernels, "is not an implementation", f"Use one of {known}, or None")
     rows = max(config.max_requests, SMALLEST_ROWS)
     if config.prompt_lookup >= rows:
         raise ConfigError(
@@ -69,7 +69,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) 
 
 
 def _shareable(model: ModelConfig, length: int) -> bool:
-    """Whether equal tokens have equal keys. Dynamic and longrope models rotate those of long prompts otherwise."""
+    """Whether equal tokens have equal keys. Dynamic and longrope models rotate the keys of long prompts differently."""
     if model.rope_regime(length) == model.rope_regime(1):
         return True
     log.warning("no prefix cache: at prompts up to %d tokens this model rotates keys by the prompt's length", length)
@@ -87,7 +87,7 @@ def _kind(platform: str) -> str:
 
 
 def _pages(config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int) -> dict[str, Any]:
-    """device_pages and device_memory."""
+    """The fields `device_pages` and `device_memory`, which follow from each other."""
     assert config.max_model_len is not None, "resolved before"
     assert config.page_size is not None, "resolved before"
     size = page_bytes(model, config.page_size, config.kv_dtype)
@@ -101,7 +101,7 @@ def _pages(config: EngineConfig, model: ModelConfig, platform: str, weight_bytes
         pages = min(budget // size, 1 + CACHED_CONTEXTS * config.max_requests * per_request)
     if pages < 2:
         raise OutOfMemory(
-            f"KV pages of {size:,} bytes do not fit: there is room for {pages}, two are the least. "
+            f"KV pages of {size:,} bytes do not fit: there is room for {pages}, and two are needed. "
             "Raise device_memory or lower page_size"
         )
     return {"device_pages": pages, "device_memory": pages * size}

@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig, Sampling
-from rekindle._src.core.contracts import RunnerLike, SchedulerLike
-from rekindle._src.core.records import Completion, IntArray, TextDelta
+from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
+from rekindle._src.core.records import Completion, TextDelta
+from rekindle._src.dispatch.dispatch import Dispatch
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import DetokenizerLike, Engine, Exclusive, StepOnce, Stepped, TokenizerLike
+from rekindle._src.dispatch.messages import Engine, StepOnce, Stepped
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.cache_view import CacheView
-from rekindle._src.session.cache_writer import CacheWriter, SaveReport
+from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
+from rekindle._src.session.client import Client
 from rekindle._src.session.handle import Batch, Handle
 from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import Prompt, PromptLike, parse, parse_one
@@ -56,7 +57,7 @@ class Session:
             tokenizer,
             detokenizer if detokenizer is not None else real_detokenizer(tokenizer),
             config,
-            vocab_size if vocab_size is not None else tokenizer.vocab_size,  # type: ignore[attr-defined]
+            vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
             model,
         )
@@ -72,12 +73,11 @@ class Session:
         return session
 
     def _attach(self, host: Host, engine: Engine) -> None:
-        self._host = host
-        self._engine = engine
-        self._cache_writer = CacheWriter(host, engine)
-        self._pauses = 0
-        # The host knows nothing of the session, so that dropping the last reference to it and its handles closes it.
-        weakref.finalize(self, host.close).atexit = False
+        self._client = Client(host, engine)
+        self._host, self._engine, self._cache_writer = host, engine, self._client.writer
+        # The host knows nothing of the client, so that dropping the last reference to the session, its views and its
+        # handles closes it.
+        weakref.finalize(self._client, host.close).atexit = False
 
     @property
     def config(self) -> EngineConfig:
@@ -206,13 +206,13 @@ class Session:
         """A snapshot of its numbers: queue, running requests, pages, hit rates, compilations, times."""
         limiter, engine = self._host.limiter, self._engine
 
-        def snapshot(dispatch: Any) -> SessionStats:
+        def snapshot(dispatch: Dispatch) -> SessionStats:
             return SessionStats(
                 model=engine.model,
                 live=limiter.inside,
                 places=limiter.places,
                 waiting_for_a_place=limiter.waiting,
-                paused=self._pauses > 0,
+                paused=self._client.pauses > 0,
                 scheduler=engine.scheduler.statistics(),
                 runner=engine.runner.statistics(),
                 **dispatch.watchdog.figures()._asdict(),
@@ -228,7 +228,7 @@ class Session:
     @property
     def view(self) -> Views:
         """Live views: `session.view.stream(prompt)`, `session.view.chat()`, …"""
-        return Views(self)
+        return Views(self._client, self)
 
     def programs(self) -> ProgramReport:
         """The compiled programs that are ready, and where each came from."""
@@ -238,8 +238,7 @@ class Session:
     def explain(self, request: Handle | Completion | str) -> Any:
         """Why a request waits, was preempted, hit or missed the cache, in words and numbers."""
         request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
-        self._host.check()
-        found = wait(self._host.call(lambda dispatch: dispatch.engine.scheduler.explain(request_id)))
+        found = self._client.ask(lambda: self._engine.scheduler.explain(request_id))
         if found is None:
             raise InvalidRequest(
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
@@ -250,7 +249,7 @@ class Session:
         """Raise AssertionError if pages or requests are unaccounted for; for tests, between requests."""
         limiter = self._host.limiter
 
-        def check(dispatch: Any) -> None:
+        def check(dispatch: Dispatch) -> None:
             dispatch.engine.scheduler.check_integrity()
             alive = sum(len(mailbox.results) for mailbox in dispatch.mailboxes)
             assert len(dispatch.outputs) <= alive <= limiter.inside, "requests and places disagree"
@@ -263,7 +262,7 @@ class Session:
     @property
     def cache(self) -> CacheView:
         """The prefix cache: `tree()`, `stats()`, `explain(prompt)`, `prune`, `clear`, snapshots, prefixes as files."""
-        return CacheView(self)
+        return CacheView(self._client)
 
     def save(self, name: str) -> Call[SaveReport]:
         """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only what is new."""
@@ -274,23 +273,15 @@ class Session:
 
         Only what was computed can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
         """
-        return self._with_tokens(prompt, lambda scheduler, tokens: scheduler.pin(tokens))
+        return self._client.pin(prompt)
 
     def unpin(self, prompt: PromptLike) -> int:
         """Undo one `pin`; how many tokens are no longer kept."""
-        return self._with_tokens(prompt, lambda scheduler, tokens: scheduler.unpin(tokens))
-
-    def _with_tokens(self, prompt: PromptLike, use: Callable[[SchedulerLike, IntArray], int]) -> int:
-        self._host.check()
-        given = parse_one(prompt)
-        tokens = given.token_ids
-        if tokens is None:
-            tokens = np.asarray(self.tokenizer.encode(prompt), np.int32)
-        return wait(self._host.call(lambda dispatch: use(dispatch.engine.scheduler, tokens)))
+        return self._client.unpin(prompt)
 
     def flush_cache(self) -> Call[None]:
         """Await it to forget every cached page; requests that run keep theirs."""
-        return Once(self._exclusive, lambda: None, lambda _: self._engine.scheduler.flush_cache(), name="flush_cache")
+        return Once(self._client.flush_cache, name="flush_cache")
 
     def swap_weights(self, weights: Any) -> Call[None]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.
@@ -304,14 +295,13 @@ class Session:
         swap = self._engine.swap
         if swap is None:
             raise InvalidRequest("weights", weights, "can't be swapped in this session", "Make it with rekindle.open")
-        scheduler = self._engine.scheduler
-        await self._exclusive(lambda: swap(weights), lambda key: scheduler.flush_cache(key, recompute=True))
+        await self._client.swap_weights(partial(swap, weights))
 
     # One step at a time.
 
-    def paused(self) -> Paused:
+    def paused(self) -> Paused[Self]:
         """`async with session.paused():` (or `with`) no step runs but those that `step()` asks for."""
-        return Paused(self)
+        return Paused(self._client, self)
 
     def step(self) -> Call[StepReport | None]:
         """Await it to run exactly one step of a paused session; None if there was nothing to do."""
@@ -326,14 +316,7 @@ class Session:
         stepped = await self._host.send(StepOnce(slot), slot).get()
         if stepped.result is None:
             return None
-        tokenizer = self._engine.tokenizer
-        decode = tokenizer.decode if getattr(tokenizer, "has_text", True) else lambda ids: ""
-        return StepReport.of(stepped.result, stepped.events, decode)
-
-    async def _exclusive(self, job: Callable[[], Any], after: Callable[[Any], object]) -> Any:
-        self._host.check()
-        slot: OneShot[Any] = OneShot()
-        return await self._host.send(Exclusive(job, after, slot), slot).get()
+        return StepReport.of(stepped.result, stepped.events, self._client.text)
 
     # Its end.
 

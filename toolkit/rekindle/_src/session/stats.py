@@ -1,4 +1,4 @@
-"""What a session tells about itself: a snapshot of its numbers, and what one step did."""
+"""Reports on a session: a snapshot of its numbers, what one step did, and its compiled programs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core import html
+from rekindle._src.core.contracts import RunnerLike
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 from rekindle._src.session.stat_groups import grouped
 
@@ -21,7 +22,7 @@ class RowReport(html.Record):
     start: int
     stop: int  # positions [start, stop) were computed
     pages: tuple[int, ...]
-    token_id: int | None  # None also for a draft that was wrong, or behind the end
+    token_id: int | None  # None if it sampled none, for a draft that was wrong, and for one after the end
     text: str  # of that token
     finish_reason: FinishReason | None
 
@@ -39,7 +40,7 @@ class RowReport(html.Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one engine step ran, on which pages, and what came out; printing it gives the whole story."""
+    """What one engine step ran, on which pages, and what came out; print it to see all of it."""
 
     step: int
     program: str
@@ -145,7 +146,7 @@ def _ranges(pages: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionStats:
-    """A snapshot of a session. `scheduler` and `runner` are those parts' own figures."""
+    """A snapshot of a session. `scheduler` and `runner` are the statistics of those parts."""
 
     model: str
     live: int  # requests between submit and their end
@@ -154,7 +155,7 @@ class SessionStats:
     paused: bool
     scheduler: Any
     runner: Any
-    slow_steps: int = 0  # that took longer than step_timeout, one that does so now included
+    slow_steps: int = 0  # took longer than step_timeout, including one that still runs
     stalled: str = ""  # what has been running for longer than step_timeout
     idle_seconds: float = 0.0  # the device had nothing to do although requests were there
     idle_share: float = 0.0  # of the time in which requests were there
@@ -207,15 +208,15 @@ class ProgramReport:
     compilations: int
 
     @classmethod
-    def of(cls, runner: Any) -> ProgramReport:
-        """A fake runner may have no programs."""
-        programs, figures = getattr(runner, "programs", None), as_mapping(runner.statistics())
+    def of(cls, runner: RunnerLike) -> ProgramReport:
+        """The report of a runner as it is now."""
+        programs, figures = runner.programs, runner.statistics()
         return cls(
-            programs=programs.manifest() if programs is not None else (),
-            steps=dict(figures.get("programs", {})),
+            programs=tuple(programs.manifest()) if programs is not None else (),
+            steps=dict(figures.programs),
             total=len(programs.keys) if programs is not None else 0,
-            traces=figures.get("traces", 0),
-            compilations=figures.get("compilations", 0),
+            traces=figures.traces,
+            compilations=figures.compilations,
         )
 
     def __iter__(self) -> Iterator[Any]:

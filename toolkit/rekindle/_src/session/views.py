@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import html
+from rekindle._src.session.cache_view import CacheView
+from rekindle._src.session.client import Client
+from rekindle._src.session.prompts import PromptLike
 
 if TYPE_CHECKING:
-    from rekindle._src.session.session import PromptLike, Session
+    from rekindle._src.notebook.chat import ChatView
+    from rekindle._src.notebook.dashboard import Dashboard
+    from rekindle._src.notebook.shown import SessionLike
+    from rekindle._src.notebook.streaming import StreamView
+    from rekindle._src.notebook.tree import TreeView
 
 
 NAMES = ("dashboard", "stream", "chat", "tree")
 
 
 class Views:
-    """`session.view`: what runs, live, in a notebook."""
+    """`session.view`: widgets for a notebook that show what the session does while it does it."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, client: Client, session: SessionLike) -> None:
+        self._client, self._session = client, session
 
     def __repr__(self) -> str:
         return f"<Views of {self._session!r}: dashboard(), stream(prompt), chat(), tree()>"
@@ -27,23 +33,27 @@ class Views:
         rows = [(f"session.view.{name}", getattr(type(self), name).__doc__) for name in NAMES]
         return html.table(["view", "shows"], rows)
 
-    def dashboard(self) -> Any:
-        """Throughput, queue, the batch over time and pages by tier: as `session.watch()`."""
-        return self._kinds().Dashboard(self._session)
+    def dashboard(self) -> Dashboard:
+        """Throughput, queue, the batch over time and pages by tier; the same as `session.watch()`."""
+        self._client.host.check()  # a view of a closed session would never change
+        from rekindle._src.notebook.dashboard import Dashboard
 
-    def stream(self, prompt: PromptLike, **options: Any) -> Any:
+        return Dashboard(self._session, self._client.host)
+
+    def stream(self, prompt: PromptLike, **options: Any) -> StreamView:
         """A request's text while it is made, with a button that stops it."""
-        return self._kinds().StreamView(self._session, prompt, **options)
+        self._client.host.check()
+        from rekindle._src.notebook.streaming import StreamView
 
-    def chat(self, *, system: str | None = None, **options: Any) -> Any:
+        return StreamView(self._session, prompt, **options)
+
+    def chat(self, *, system: str | None = None, **options: Any) -> ChatView:
         """A conversation with buttons to stop, answer again, edit, and fork an answer at a token."""
-        return self._kinds().ChatView(self._session, system=system, **options)
+        self._client.host.check()
+        from rekindle._src.notebook.chat import ChatView
 
-    def tree(self, *, limit: int = 200) -> Any:
-        """The prefix cache, to fold and to ask what a prompt would hit: as `session.cache.view()`."""
-        return self._kinds().TreeView(self._session, limit=limit)
+        return ChatView(self._session, system=system, **options)
 
-    def _kinds(self) -> Any:
-        self._session._host.check()  # a view of a closed session would never change
-        # By name, because views are built on the session.
-        return importlib.import_module("rekindle._src.notebook")
+    def tree(self, *, limit: int = 200) -> TreeView:
+        """The prefix cache, to fold and to ask what a prompt would hit; the same as `session.cache.view()`."""
+        return CacheView(self._client).view(limit=limit)

@@ -16,6 +16,7 @@ turn on a virtual machine whose host takes free memory back between two starts:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -133,8 +134,10 @@ def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array]) -> N
     """
     global _registered
     if not _registered:
-        # Not by atexit: Orbax's own threads have ended by then.
-        threading._register_atexit(_finish)  # type: ignore[attr-defined]
+        # Orbax writes in thread pools, which take no more work once threading's own exit functions have run. Those
+        # run before the functions of `atexit` and before threads are joined, so no public way is in time. A Python
+        # without the private one saves what it can: what fails is logged and costs the next start its time.
+        getattr(threading, "_register_atexit", atexit.register)(_finish)
         _registered = True
     # On CPU a view holds the memory: the session may delete its leaves while they are being written, or before.
     on_host = all(leaf.is_fully_addressable and _on_host(leaf) for leaf in leaves)

@@ -1,0 +1,86 @@
+"""What production uses and what stands in for it in tests have everything that their contracts name."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.fakes import ByteTokenizer, FakeInFlight
+from helpers.sessions import byte_tokenizer, opened, parts
+from rekindle._src.core import contracts
+from rekindle._src.core.config import Sampling
+from rekindle._src.execution.runner import Runner, RunnerStatistics
+from rekindle._src.notebook import shown
+from rekindle._src.programs.programs import Programs
+from rekindle._src.scheduling.explain import SchedulerStatistics
+from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView
+from rekindle._src.text.chat import ChatTemplate
+from rekindle._src.text.detokenizer import real_detokenizer
+
+
+def members(contract: type) -> set[str]:
+    named = {name for name in vars(contract) if not name.startswith("_") or name == "_repr_html_"}
+    return named | set(inspect.get_annotations(contract))
+
+
+def missing(contract: type, *implementations: object) -> list[str]:
+    return [
+        f"{implementation!r} has no {name}, which {contract.__name__} names"
+        for implementation in implementations
+        for name in sorted(members(contract))
+        if not hasattr(implementation, name) and name not in fields_of(implementation)
+    ]
+
+
+def fields_of(implementation: object) -> set[str]:
+    """Fields of a slotted record are descriptors, but those of a class without slots are only annotated."""
+    return set(getattr(implementation, "__annotations__", {}))
+
+
+@pytest.mark.parametrize(
+    ("contract", "implementations"),
+    [
+        (contracts.SchedulerFigures, (SchedulerStatistics, parts()[0].statistics())),
+        (contracts.SchedulerLike, (parts()[0],)),
+        (contracts.InFlightLike, (FakeInFlight,)),
+        (contracts.RunnerFigures, (RunnerStatistics, parts()[1].statistics())),
+        (contracts.ProgramsLike, (Programs,)),
+        (contracts.RunnerLike, (parts()[1],)),
+        (contracts.TokenizerLike, (byte_tokenizer(), ByteTokenizer())),
+        (contracts.DetokenizerLike, (real_detokenizer(byte_tokenizer())(Sampling()),)),
+        (contracts.ChatLike, (ChatTemplate,)),
+        (shown.NodeLike, (NodeView,)),
+        (shown.TreeLike, (CacheTree,)),
+        (shown.TierSizes, (CacheStats,)),
+    ],
+    ids=lambda given: given.__name__ if isinstance(given, type) else "",
+)
+def test_an_implementation_has_all_that_its_contract_names(contract: type, implementations: tuple[Any, ...]) -> None:
+    assert members(contract), "a contract without members would hold for anything"
+    assert missing(contract, *implementations) == []
+
+
+def test_the_runner_on_a_device_has_all_that_its_contract_names() -> None:
+    """`programs` is made by its constructor, everything else is a method."""
+    assert missing(contracts.RunnerLike, Runner) == [f"{Runner!r} has no programs, which RunnerLike names"]
+
+
+def test_a_session_and_its_requests_have_what_views_need() -> None:
+    with opened() as session:
+        handle = session.submit("x", max_tokens=1)
+        handle.result_sync()
+        assert missing(shown.SessionLike, session) == []
+        assert missing(shown.RequestLike, handle) == []
+        assert missing(shown.CacheLike, session.cache) == []
+        assert missing(shown.FiguresLike, session.stats()) == []
+
+
+def test_every_contract_is_checked_here() -> None:
+    checked = Path(__file__).read_text()
+    for module, prefix in ((contracts, "contracts"), (shown, "shown")):
+        for name, value in vars(module).items():
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                assert f"{prefix}.{name}" in checked, f"{prefix}.{name} is compared with nothing"
