@@ -23,6 +23,7 @@ from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry
 from rekindle._src.models.precision import QUANTIZE
+from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle.errors import CheckpointError, ConfigError, StoreError
 
 # Buffers that older versions of transformers saved with the weights; they follow from the config.
@@ -65,7 +66,7 @@ def _look(model: str | Path) -> _Folder:
 def inspect(model: str | Path) -> Checkpoint:
     """Config, tensor index and fingerprint of a folder or hub id; milliseconds, whatever its size."""
     seen = _look(model)
-    return seen.of(ModelConfig.from_hf(seen.raw))
+    return seen.of(config_from_hf(seen.raw))
 
 
 class Described(NamedTuple):
@@ -104,7 +105,7 @@ def describe(
         with _damage_is_told():
             known = prepared.known(kept)
     if known is None:
-        config = ModelConfig.from_hf(seen.raw)
+        config = config_from_hf(seen.raw)
         name = resolve_dtype(dtype, config)
         graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings)
         known = prepared.Known(graph, shapes, name)
@@ -199,8 +200,6 @@ def plan(
     found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
 ) -> tuple[list[reading.LeafPlan], dict[str, TensorEntry]]:
     """What to read for each leaf. All that is missing, unexpected or wrongly shaped ends up in one error."""
-    from rekindle._src.models.registry import manifest
-
     declared = manifest(found.config)
     entries = _with_prefix({e.name: e for header in found.headers for e in header.entries}, declared)
     wanted = dict(zip(graph.paths, shapes, strict=True))
