@@ -148,6 +148,7 @@ def _engine(
         swap=weights.swap,
         recover=lambda: recover(runner),
         release=release,
+        characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
         processors=tuple(processor.name for processor in order.processors),
     )
 
