@@ -29,7 +29,7 @@ def write(folder: Path, dtype: str, gigabytes: float, shards: int = 3) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from rekindle._src.models import ModelConfig, abstract_model, manifest
+    from rekindle._src.models import abstract_model, config_from_hf, manifest
 
     raw = {
         "model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 1, "max_position_embeddings": 2048,
@@ -38,7 +38,7 @@ def write(folder: Path, dtype: str, gigabytes: float, shards: int = 3) -> None:
     width = 4 if dtype == "float32" else 2
 
     def parts(layers: int) -> dict[str, tuple[int, ...]]:
-        config = ModelConfig.from_hf({**raw, "num_hidden_layers": layers})
+        config = config_from_hf({**raw, "num_hidden_layers": layers})
         graph, leaves = abstract_model(config)
         shapes = dict(zip(graph.paths, leaves, strict=True))
         sources = manifest(config).sources

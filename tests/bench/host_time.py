@@ -31,7 +31,7 @@ import rekindle  # noqa: E402
 from rekindle._src.bench.shapes import random_shape  # noqa: E402
 from rekindle._src.dispatch import detokenize  # noqa: E402
 from rekindle._src.models.base import random_model  # noqa: E402
-from rekindle._src.models.config import ModelConfig  # noqa: E402
+from rekindle._src.models.registry import config_from_hf  # noqa: E402
 from rekindle._src.programs.packing import Upload  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
 
@@ -70,7 +70,7 @@ def shaped(layers: int, hidden: int) -> Any:
         "intermediate_size": 3 * hidden, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e5,
         "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    return random_model(ModelConfig.from_hf(fields), seed=0, dtype="bfloat16")
+    return random_model(config_from_hf(fields), seed=0, dtype="bfloat16")
 
 
 class Clock:

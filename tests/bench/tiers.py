@@ -30,7 +30,7 @@ from rekindle._src.dispatch.host import wait
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.kvcache import CostModel, HostTier, PrefixCache, Tiers
 from rekindle._src.models.base import LoadedModel, random_model
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.session.session import Session
 
 PAGE, ROWS, CHAIN = 8, 4, 100
@@ -50,7 +50,7 @@ def shaped(layers: int, hidden: int) -> LoadedModel:
         "intermediate_size": 3 * hidden, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e5,
         "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    return random_model(ModelConfig.from_hf(fields), seed=0, dtype="bfloat16")
+    return random_model(config_from_hf(fields), seed=0, dtype="bfloat16")
 
 
 def use(session: Session, kind: Kind) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 import rekindle
 from rekindle._src.models.base import random_model
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
 
 PAGE, PREFIX, OWN, NEW = 32, 512, 128, 4
 DEVICE_PAGES = 160
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    config = ModelConfig.from_hf(
+    config = config_from_hf(
         {
             "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8192,
             "hidden_size": arguments.hidden, "num_hidden_layers": arguments.layers, "num_attention_heads": 6,

@@ -15,7 +15,7 @@ from rekindle._src.bench.folder import write_checkpoint
 from rekindle._src.bench.shapes import SHAPES, hf_config
 from rekindle._src.cli import bench
 from rekindle._src.cli.main import engine_options, main, parser
-from rekindle._src.models import ModelConfig, abstract_model
+from rekindle._src.models import abstract_model, config_from_hf
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.text import Tokenizer
 
@@ -23,7 +23,7 @@ LIMITS = limits.MachineLimits(read_gb_per_s=40.0, bf16_gflop_per_s=800.0, f32_gf
 
 
 def work(shape: str, quantize: str | None = None) -> limits.Work:
-    graph, leaves = abstract_model(ModelConfig.from_hf(hf_config(shape)), "bfloat16", quantize)
+    graph, leaves = abstract_model(config_from_hf(hf_config(shape)), "bfloat16", quantize)
     return limits.Work.of(graph.paths, leaves)
 
 
@@ -65,7 +65,7 @@ def test_a_shape_becomes_a_checkpoint_that_opens(tmp_path: Path) -> None:
     folder = write_checkpoint("micro", tmp_path / "micro")
     written = (folder / "model.safetensors").stat().st_mtime_ns
     model = load(folder, dtype="float32")
-    assert model.config == ModelConfig.from_hf(hf_config("micro"))
+    assert model.config == config_from_hf(hf_config("micro"))
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.vocab_size == model.config.vocab_size and tokenizer.eos_ids == (2,)
     assert tokenizer.decode(tokenizer.encode("a fire")) == "a fire"

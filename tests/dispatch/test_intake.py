@@ -10,6 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
+from helpers import vocabularies
 from helpers.fakes import EOS
 from helpers.sessions import byte_tokenizer, fake_engine
 from helpers.task_streams import rest, submission
@@ -17,7 +18,8 @@ from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Drain, Submission
-from rekindle.errors import InvalidRequest, RequestAborted, RequestFailed
+from rekindle._src.text import Tokenizer
+from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted, RequestFailed
 
 pytestmark = pytest.mark.anyio
 
@@ -102,3 +104,31 @@ class TestIntake:
 async def test_preparing_is_a_plain_function() -> None:
     (request,) = intake.prepare(submission("abc"), np.array([1, 2], np.int32), fake_engine(), random.Random(0))
     assert request.prompt_length == 2 and request.sampling.seed is not None
+
+
+async def test_a_panic_of_the_tokenizer_fails_its_request_and_the_next_one_is_served() -> None:
+    engine = fake_engine()._replace(tokenizer=Tokenizer(vocabularies.llama3_regex(), eos_ids=(EOS,)))
+    bad, good = submission(vocabularies.PANICS), submission("fine")
+    outputs: dict[str, OutputState] = {}
+    send, receive = anyio.create_memory_object_stream[Submission](10)
+    out, messages = anyio.create_memory_object_stream[Any](100)
+    for one in (bad, good):
+        send.send_nowait(one)
+    send.close()
+    with anyio.fail_after(60):
+        await intake.run(receive, out, engine, outputs)
+        handed_on = await rest(messages)
+    assert isinstance(bad.mailbox.error, RequestFailed) and "panicked" in str(bad.mailbox.error)
+    assert [type(message).__name__ for message in handed_on] == ["Request", "Drain"]
+
+
+async def test_a_text_that_can_not_fit_is_refused_without_being_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine()._replace(characters_per_token=lambda: 7)
+    limit = engine.config.max_model_len
+    assert limit is not None
+    monkeypatch.setattr(byte_tokenizer(), "encode", lambda text, **_: [1])
+    assert len(await intake.tokenize(submission("x" * limit * 7), engine)) == 1
+    monkeypatch.setattr(byte_tokenizer(), "encode", None)  # calling it would be a TypeError
+    with pytest.raises(PromptTooLong, match=f"{limit * 7 + 1:,} characters.*at most {limit * 7:,}") as caught:
+        await intake.tokenize(submission("x" * (limit * 7 + 1)), engine)
+    assert len(str(caught.value)) < 400

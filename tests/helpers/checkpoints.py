@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from rekindle._src.models import LoadedModel, ModelConfig, abstract_model, manifest
+from rekindle._src.models import LoadedModel, abstract_model, config_from_hf, manifest
 from rekindle._src.models.loading.manifest import assemble
 
 Tensors = dict[str, NDArray[Any]]
@@ -123,7 +123,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def tensors(raw: Mapping[str, Any], seed: int = 0) -> Tensors:
     """A random state under Hugging Face's names: matrices [out, in] (GPT-2's transposed), float32."""
-    config = ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     graph, shapes = abstract_model(config)
     rng = np.random.default_rng(seed)
     state: Tensors = {}
@@ -175,7 +175,7 @@ def write(
 
 def model(raw: Mapping[str, Any], state: Mapping[str, NDArray[Any]]) -> LoadedModel:
     """The float32 model of a state in memory, without any file."""
-    config = ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     graph, shapes = abstract_model(config)
     sources = manifest(config).sources
     leaves = tuple(

@@ -13,7 +13,7 @@ from rekindle._src.core.config import EngineConfig, Sampling
 from rekindle._src.core.records import Request, Row, StepPlan, StepResult, TokenLogprobs
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel, random_model
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
 
 TINY = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -24,7 +24,7 @@ TINY = {
 
 def tiny_model(seed: int = 0) -> LoadedModel:
     """Two layers of float32."""
-    return random_model(ModelConfig.from_hf(TINY), seed=seed)
+    return random_model(config_from_hf(TINY), seed=seed)
 
 
 def tiny_config(**changes: object) -> EngineConfig:

@@ -35,6 +35,27 @@ def byte_level() -> tokenizers.Tokenizer:
     return made
 
 
+def llama3_regex() -> tokenizers.Tokenizer:
+    """Bytes split by Llama 3's stock regex, which panics on a long run of spaces: it runs out of backtracking."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    split = pre_tokenizers.Split(
+        tokenizers.Regex(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+            r"|\s+(?!\S)|\s+"
+        ),
+        "isolated",
+    )
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+PANICS = " " * 10_500_000 + "a"  # under `llama3_regex`
+
+
 def _pieces() -> dict[str, int]:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for byte in range(256):

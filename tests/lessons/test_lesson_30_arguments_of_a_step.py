@@ -15,7 +15,7 @@ from helpers.driving import TINY
 from helpers.small import OPTIONS, prompt
 from rekindle import Session
 from rekindle._src.models.base import LoadedModel, random_model
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
 
 LAYERS = (1, 4)
 # One pair of programs: what a prompt of a few tokens and a row that decodes need.
@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {**OPTIONS, "precompile": "lazy", "max_requests": 2, "ho
 
 
 def model(layers: int) -> LoadedModel:
-    return random_model(ModelConfig.from_hf({**TINY, "num_hidden_layers": layers}), seed=0)
+    return random_model(config_from_hf({**TINY, "num_hidden_layers": layers}), seed=0)
 
 
 def per_step(session: Session, calls: Calls) -> float:

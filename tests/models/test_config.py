@@ -1,4 +1,4 @@
-"""ModelConfig.from_hf: what it takes from a config.json, and what it refuses by name."""
+"""config_from_hf: what it takes from a config.json, and what it refuses by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints
-from rekindle._src.models import ModelConfig, Precision, abstract_model, manifest, merge, random_model
-from rekindle._src.models.config import _READERS
-from rekindle._src.models.registry import FAMILIES
+from rekindle._src.models import Precision, abstract_model, config_from_hf, manifest, merge, random_model
+from rekindle._src.models.hf_config import Keys
+from rekindle._src.models.registry import FAMILIES, family
 from rekindle.errors import UnsupportedModel
 
 LLAMA = checkpoints.CASES["llama"]
@@ -20,7 +20,7 @@ LLAMA = checkpoints.CASES["llama"]
 
 @pytest.mark.parametrize("name", checkpoints.CASES)
 def test_every_parameter_has_a_source_and_every_source_a_parameter(name: str) -> None:
-    config = ModelConfig.from_hf(checkpoints.CASES[name])
+    config = config_from_hf(checkpoints.CASES[name])
     graph, shapes = abstract_model(config)
     sources = manifest(config).sources
     assert set(sources) == set(graph.paths)
@@ -31,20 +31,25 @@ def test_every_parameter_has_a_source_and_every_source_a_parameter(name: str) ->
         assert (covered == 1).all(), f"{path} is not filled exactly once"
 
 
-def test_families_and_readers_agree() -> None:
-    assert set(_READERS) == set(FAMILIES)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_familys_reader_and_module_stand_together(model_type: str) -> None:
+    case = next(raw for raw in checkpoints.CASES.values() if raw["model_type"] == model_type)
+    found = family(model_type)
+    assert found.architecture == case["architectures"][0]
+    assert found.config(Keys(case)).model_type == model_type
+    assert found.module.__module__ == FAMILIES[model_type]
 
 
 def test_configs_are_hashable_and_have_a_stable_digest() -> None:
-    config = ModelConfig.from_hf(LLAMA)
-    assert hash(config) == hash(ModelConfig.from_hf(dict(reversed(LLAMA.items()))))
-    assert config.digest() == ModelConfig.from_hf(LLAMA).digest()
+    config = config_from_hf(LLAMA)
+    assert hash(config) == hash(config_from_hf(dict(reversed(LLAMA.items()))))
+    assert config.digest() == config_from_hf(LLAMA).digest()
     assert config.digest() != dataclasses.replace(config, norm_eps=1e-5).digest()
 
 
 def test_graphs_of_equal_configs_are_equal() -> None:
-    config = ModelConfig.from_hf(LLAMA)
-    one, two = abstract_model(config)[0], abstract_model(ModelConfig.from_hf(LLAMA))[0]
+    config = config_from_hf(LLAMA)
+    one, two = abstract_model(config)[0], abstract_model(config_from_hf(LLAMA))[0]
     assert one == two and hash(one) == hash(two)
     assert one != abstract_model(config, "bfloat16")[0]
 
@@ -60,7 +65,7 @@ def test_graphs_of_equal_configs_are_equal() -> None:
     ],
 )
 def test_old_and_new_ways_to_write_rope_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
-    assert ModelConfig.from_hf(LLAMA | old) == ModelConfig.from_hf(LLAMA | new)
+    assert config_from_hf(LLAMA | old) == config_from_hf(LLAMA | new)
 
 
 def test_gemma3_reads_old_and_new_ropes_alike() -> None:
@@ -76,8 +81,8 @@ def test_gemma3_reads_old_and_new_ropes_alike() -> None:
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
         }
     }
-    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
-    assert [rope.theta for rope in ModelConfig.from_hf(old).ropes] == [5e3, 1e6]
+    assert config_from_hf(old) == config_from_hf(new)
+    assert [rope.theta for rope in config_from_hf(old).ropes] == [5e3, 1e6]
 
 
 @pytest.mark.parametrize(
@@ -106,17 +111,17 @@ def test_gemma3_reads_old_and_new_ropes_alike() -> None:
 )
 def test_what_is_not_implemented_is_named(case: str, change: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
-        ModelConfig.from_hf(checkpoints.CASES[case] | change)
+        config_from_hf(checkpoints.CASES[case] | change)
 
 
 def test_end_of_sequence_may_be_several_tokens_or_none() -> None:
     for value, expected in ((7, (7,)), ([7, 9], (7, 9)), (None, ())):
-        assert ModelConfig.from_hf(LLAMA | {"eos_token_id": value}).eos_token_ids == expected
+        assert config_from_hf(LLAMA | {"eos_token_id": value}).eos_token_ids == expected
 
 
 def test_windows_land_on_the_right_layers() -> None:
     def windows(case: str) -> list[int | None]:
-        return [spec.sliding_window for spec in ModelConfig.from_hf(checkpoints.CASES[case]).attention]
+        return [spec.sliding_window for spec in config_from_hf(checkpoints.CASES[case]).attention]
 
     assert windows("mistral-window") == [8, 8]
     assert windows("qwen2-window") == [None, 8]
@@ -126,28 +131,28 @@ def test_windows_land_on_the_right_layers() -> None:
 
 
 def test_prompts_past_the_original_length_are_another_regime() -> None:
-    longrope = ModelConfig.from_hf(checkpoints.CASES["phi3-longrope-crossing"])
-    dynamic = ModelConfig.from_hf(checkpoints.CASES["llama-dynamic-rope-crossing"])
+    longrope = config_from_hf(checkpoints.CASES["phi3-longrope-crossing"])
+    dynamic = config_from_hf(checkpoints.CASES["llama-dynamic-rope-crossing"])
     assert [longrope.rope_regime(length) for length in (48, 49, 60)] == [0, 1, 1]
     assert [dynamic.rope_regime(length) for length in (48, 49, 60)] == [0, 49, 60]
-    assert ModelConfig.from_hf(LLAMA).rope_regime(10**6) == 0
+    assert config_from_hf(LLAMA).rope_regime(10**6) == 0
 
 
 @pytest.mark.parametrize(("quantize", "factor"), [("int8", 1), ("int8-weight", 1), (None, 4)])
 def test_quantised_models_have_a_scale_beside_each_matrix(quantize: str | None, factor: int) -> None:
-    model = random_model(ModelConfig.from_hf(LLAMA), quantize=quantize)
+    model = random_model(config_from_hf(LLAMA), quantize=quantize)
     sizes = dict(zip(model.graph.paths, model.leaves, strict=True))
     assert sizes["layers.0.mlp.down.weight"].nbytes == 48 * 80 * factor
     assert ("layers.0.mlp.down.scale" in sizes) == (quantize is not None)
     assert ("embed.scale" in sizes) == (quantize is not None)
-    kept = random_model(ModelConfig.from_hf(LLAMA), quantize=quantize, quantize_embeddings=False)
+    kept = random_model(config_from_hf(LLAMA), quantize=quantize, quantize_embeddings=False)
     assert not {"embed.scale", "head.scale"} & set(kept.graph.paths)
 
 
 def test_activations_are_float32_on_cpu_and_follow_the_weights_elsewhere() -> None:
     assert Precision.of("bfloat16", platform="cpu").stream == "float32"
     assert Precision.of("bfloat16", platform="cuda").stream == "bfloat16"
-    config = ModelConfig.from_hf(LLAMA)
+    config = config_from_hf(LLAMA)
     model = random_model(config, dtype="bfloat16")
     hidden = merge(model.graph, model.leaves)(jnp.arange(4), jnp.arange(4), lambda layer, q, k, v: q)
     assert hidden.dtype == jnp.float32

@@ -18,7 +18,7 @@ import pytest
 
 from helpers.driving import TINY, tiny_config
 from rekindle._src.models.base import abstract_model
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import ADMIT, MEMORY, Programs
@@ -26,7 +26,7 @@ from rekindle._src.programs.warming import Warming, warm
 from rekindle.errors import CompileError, ConfigError, StoreError
 from rekindle_kernels.native import build, zeros
 
-CONFIG = ModelConfig.from_hf(TINY)
+CONFIG = config_from_hf(TINY)
 GRAPH, LEAVES = abstract_model(CONFIG)
 SMALL = Bucket(2, 0)
 

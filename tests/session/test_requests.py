@@ -13,6 +13,7 @@ from helpers.sessions import expected, opened
 from rekindle import Completion, Session
 from rekindle._src.core.records import FinishReason, Status
 from rekindle._src.session.handle import Batch
+from rekindle.errors import InvalidRequest
 
 anyio_test = pytest.mark.anyio
 
@@ -162,5 +163,32 @@ async def test_chat_renders_its_template(session: Session) -> None:
     session._engine = session._engine._replace(chat=template)
     handle = session.chat([{"role": "user", "content": "hi"}], max_tokens=5)
     done = await handle
-    assert done.prompt == "<user>hi<assistant>"
+    assert done.prompt == handle.prompt == "<user>hi<assistant>"
     assert list(done.token_ids) == expected("<user>hi<assistant>", max_tokens=5)
+
+
+@anyio_test
+async def test_an_endless_chat_template_fails_its_own_request_and_leaves_the_callers_loop_running(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rekindle._src.text import chat, template_limits
+
+    monkeypatch.setattr(template_limits, "SECONDS", 1.0)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    session._engine = session._engine._replace(chat=chat.ChatTemplate(loop))
+    neighbour = await session.admit("hello", max_tokens=5)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await anyio.sleep(0.01)
+            ticks += 1
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(tick)
+        with pytest.raises(InvalidRequest, match="was stopped"):
+            await session.chat([{"role": "user", "content": "hi"}])
+        group.cancel_scope.cancel()
+    assert ticks >= 10, "the template ran on the caller's loop"
+    assert list((await neighbour).token_ids) == expected("hello", max_tokens=5)

@@ -9,12 +9,12 @@ import pytest
 from helpers.checkpoints import CASES
 from helpers.driving import TINY
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.kv_layout import abstract, page_bytes
 from rekindle._src.session.resolve import resolve
 from rekindle.errors import ConfigError, OutOfMemory
 
-MODEL = ModelConfig.from_hf(TINY)
+MODEL = config_from_hf(TINY)
 
 
 def test_defaults_become_numbers_and_resolving_again_changes_nothing() -> None:
@@ -35,7 +35,7 @@ def test_a_long_model_is_cut_to_the_default_length() -> None:
 def test_prefixes_are_not_shared_where_keys_depend_on_the_length_of_the_prompt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    longrope = ModelConfig.from_hf(CASES["phi3-longrope-crossing"])  # its original context is 48 tokens
+    longrope = config_from_hf(CASES["phi3-longrope-crossing"])  # its original context is 48 tokens
     assert resolve(EngineConfig(max_model_len=48), longrope).prefix_cache
     assert not caplog.records
     assert not resolve(EngineConfig(max_model_len=64), longrope).prefix_cache

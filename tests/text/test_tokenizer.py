@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from helpers import vocabularies
 from rekindle._src.text import Tokenizer
-from rekindle.errors import CheckpointError
+from rekindle._src.text.panics import is_panic, panics_as
+from rekindle._src.text.tokenizer import LONG_TEXT
+from rekindle.errors import CheckpointError, RequestFailed
 
 
 def put(folder: Path, name: str, **content: object) -> None:
@@ -94,3 +98,78 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"half": ')
     with pytest.raises(CheckpointError, match=name):
         Tokenizer.load(tmp_path)
+
+
+def test_a_panic_is_a_typed_error_and_the_next_text_is_encoded() -> None:
+    tokenizer = Tokenizer(vocabularies.llama3_regex())
+    with pytest.raises(RequestFailed, match=r"panicked while it encoded a text of 10,500,001 characters.*retry-limit"):
+        tokenizer.encode(vocabularies.PANICS)
+    assert tokenizer.decode(tokenizer.encode("It's all right.")) == "It's all right."
+
+
+def test_only_panics_are_translated() -> None:
+    for error in (KeyboardInterrupt(), ZeroDivisionError()):
+        with pytest.raises(type(error)), panics_as(RequestFailed, "it was tried"):
+            raise error
+        assert not is_panic(error)
+
+
+def test_a_decoder_that_panics_is_a_typed_error() -> None:
+    class PanicException(BaseException):
+        pass
+
+    class Backend:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            raise PanicException("a defect")
+
+    tokenizer = Tokenizer(None)
+    tokenizer._backend = Backend()  # type: ignore[assignment]
+    with pytest.raises(RequestFailed, match="panicked while it decoded 2 tokens: a defect"):
+        tokenizer.decode([1, 2])
+
+
+def test_a_long_text_leaves_other_threads_running() -> None:
+    tokenizer = Tokenizer(vocabularies.llama3_regex())
+    text = ("hello wörld, this is a text. " * 42_000)[:1_200_000]
+    worst, stop = 0.0, threading.Event()
+
+    def tick() -> None:
+        nonlocal worst
+        last = time.perf_counter()
+        while not stop.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            worst, last = max(worst, now - last), now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    tokenizer.encode(text)
+    took = time.perf_counter() - start
+    stop.set()
+    thread.join()
+    print(f"encoded in {took:.2f} s, the neighbour stood still for {worst:.3f} s")
+    assert worst < took / 2
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "unigram", "bytes in a sequence"])
+def test_long_and_short_texts_are_encoded_alike(kind: str) -> None:
+    tokenizer = vocabularies.of_kind(kind)
+    text = " ".join(vocabularies.SENTENCES) + "<s> two words </s>"
+    text *= 1 + 2 * LONG_TEXT // len(text)
+    assert len(text) > LONG_TEXT
+    for special in (True, False):
+        assert tokenizer.encode(text, special) == list(tokenizer.backend.encode(text, add_special_tokens=special).ids)
+
+
+@pytest.mark.parametrize("kind", vocabularies.KINDS)
+def test_no_token_stands_for_more_characters_than_said(kind: str) -> None:
+    tokenizer = vocabularies.of_kind(kind)
+    for text in (*vocabularies.SENTENCES, " " * 500, "héllo" * 30, "two words" * 30, "\u0301" * 300, "世" * 300):
+        count = len(tokenizer.encode(text, add_special_tokens=False))
+        assert len(text) <= tokenizer.characters_per_token * max(count, 1)
+
+
+def test_the_bound_is_the_longest_token() -> None:
+    assert vocabularies.of_kind("byte-level").characters_per_token == len("<|im_start|>")
+    assert vocabularies.of_kind("word pieces").characters_per_token >= 1024  # it drops spaces

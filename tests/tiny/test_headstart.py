@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rekindle._src.models.base import merge
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.tiny_training.recipe import Recipe
 from rekindle._src.tiny_training.train import initial
 
@@ -15,7 +15,7 @@ from rekindle._src.tiny_training.train import initial
 def looked_at(tokens: list[int]) -> np.ndarray:
     """[2, H, T]: where each head of the first two blocks looks most, from each position."""
     recipe = Recipe()
-    config = ModelConfig.from_hf(recipe.config([0], 0))
+    config = config_from_hf(recipe.config([0], 0))
     T, found = len(tokens), []
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.tiny_training import evaluate, export, tokenizer
 from rekindle._src.tiny_training.batches import PAD, batch, encoded, pack
 from rekindle._src.tiny_training.objective import causal, logits, losses
@@ -88,7 +88,7 @@ def test_attention_is_causal_and_equals_the_plain_formula() -> None:
 
 
 def test_padding_counts_for_nothing() -> None:
-    graph, leaves = initial(SMALL, ModelConfig.from_hf(SMALL.config([0], 0)))
+    graph, leaves = initial(SMALL, config_from_hf(SMALL.config([0], 0)))
     windows = jnp.arange(20, dtype=jnp.int32).reshape(2, 10)
     padded = jnp.pad(windows, ((0, 0), (0, 6)), constant_values=PAD)
     loss, counts, _ = losses(graph, leaves, windows)
@@ -104,7 +104,7 @@ def test_rates_rise_stay_and_fall_to_zero() -> None:
 
 
 def test_the_exported_folder_computes_what_was_trained(words: Tokenizer, tmp_path: Path) -> None:
-    graph, leaves = initial(SMALL, ModelConfig.from_hf(SMALL.config([0], 0)))
+    graph, leaves = initial(SMALL, config_from_hf(SMALL.config([0], 0)))
     rounded = tuple(leaf.astype(jnp.bfloat16).astype(jnp.float32) if leaf.ndim == 2 else leaf for leaf in leaves)
     export.write(SMALL, words, graph, leaves, tmp_path)
     model = load(tmp_path, dtype="float32")

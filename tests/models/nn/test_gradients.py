@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.nn.layers import RopeTables
 from rekindle._src.models.nn.linear import Linear, RMSNorm
 from rekindle._src.models.precision import Precision
+from rekindle._src.models.registry import config_from_hf
 from rekindle_kernels import native
 
 RAW = {
@@ -32,7 +32,7 @@ RAW = {
 @pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 @pytest.mark.parametrize("rows", [2, 40])
 def test_gradients_go_through_the_plain_form(rows: int) -> None:
-    config, random = ModelConfig.from_hf(RAW), np.random.default_rng(0)
+    config, random = config_from_hf(RAW), np.random.default_rng(0)
     x, weight = random.standard_normal((rows, 64), np.float32), random.standard_normal((256, 64), np.float32)
 
     def gradients(use_native: bool) -> tuple[jax.Array, ...]:

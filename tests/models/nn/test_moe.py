@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 
 from helpers import checkpoints
-from rekindle._src.models import ModelConfig, MoeSpec, Precision
+from rekindle._src.models import MoeSpec, Precision, config_from_hf
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.swap_weights import replace_weights
 from rekindle._src.models.nn.moe import Experts, block_rows
 
 E, INNER, G, K = 32, 24, 5, 2
-CONFIG = ModelConfig.from_hf(
+CONFIG = config_from_hf(
     {"model_type": "llama", "vocab_size": 8, "hidden_size": E, "num_hidden_layers": 1, "num_attention_heads": 2,
      "intermediate_size": INNER}
 )  # fmt: skip

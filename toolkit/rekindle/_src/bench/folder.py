@@ -15,8 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from rekindle._src.bench.shapes import hf_config
 from rekindle._src.models.base import abstract_model
-from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.registry import manifest
+from rekindle._src.models.registry import config_from_hf, manifest
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1 and 2
 DONE = "generation_config.json"  # is written last: a folder that has it is complete
@@ -39,7 +38,7 @@ def write_checkpoint(shape: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def _tensors(raw: dict[str, Any], seed: int) -> dict[str, NDArray[Any]]:
-    config = ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     graph, leaves = abstract_model(config)
     sources = manifest(config).sources
     rng = np.random.default_rng(seed)

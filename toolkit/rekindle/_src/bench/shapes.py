@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle._src.models.base import LoadedModel, random_model
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
 from rekindle.errors import ConfigError
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 1e5}
@@ -51,7 +51,7 @@ def hf_config(shape: str) -> dict[str, Any]:
 
 def random_shape(shape: str, *, dtype: str = "bfloat16", quantize: str | None = None, seed: int = 0) -> LoadedModel:
     """A model of that shape with random weights, made in memory."""
-    config = ModelConfig.from_hf(hf_config(shape))
+    config = config_from_hf(hf_config(shape))
     return random_model(config, seed=seed, dtype=dtype, quantize=quantize)
 
 

@@ -160,11 +160,11 @@ def _work(model: str, options: dict[str, Any]) -> Work:
     from rekindle import tiny
     from rekindle._src.bench.limits import Work
     from rekindle._src.models.base import abstract_model
-    from rekindle._src.models.config import ModelConfig
     from rekindle._src.models.loading.checkpoint import inspect, resolve_dtype
+    from rekindle._src.models.registry import config_from_hf
 
     if _is_shape(model):
-        config = ModelConfig.from_hf(hf_config(model.lower()))
+        config = config_from_hf(hf_config(model.lower()))
     else:
         config = inspect(tiny.folder() if model == "tiny" else model).config
     dtype = resolve_dtype(options.get("dtype", "auto"), config)

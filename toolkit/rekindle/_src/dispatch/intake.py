@@ -14,7 +14,7 @@ from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
-from rekindle.errors import InvalidRequest, RekindleError, RequestAborted, RequestFailed
+from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted, RequestFailed
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
 
@@ -49,6 +49,9 @@ async def _hand_on(
 ) -> None:
     mailbox = submission.mailbox
     try:
+        if submission.render is not None:
+            mailbox.prompt = await anyio.to_thread.run_sync(submission.render)
+            submission = submission._replace(text=mailbox.prompt)
         token_ids = await tokenize(submission, engine)
         mailbox.prompt_ids = token_ids
         requests = prepare(submission, token_ids, engine, seeds)
@@ -88,11 +91,27 @@ async def tokenize(submission: Submission, engine: Engine) -> IntArray:
         return submission.token_ids
     text, special = submission.text, submission.add_special_tokens
     assert text is not None, "a submission has text or token ids"
-    if len(text) < LONG_TEXT:
-        ids = engine.tokenizer.encode(text, add_special_tokens=special)
-    else:
-        ids = await anyio.to_thread.run_sync(lambda: engine.tokenizer.encode(text, add_special_tokens=special))
-    return np.asarray(ids, np.int32)
+
+    def encode() -> IntArray:
+        check_characters(text, engine)
+        return np.asarray(engine.tokenizer.encode(text, add_special_tokens=special), np.int32)
+
+    return encode() if len(text) < LONG_TEXT else await anyio.to_thread.run_sync(encode)
+
+
+def check_characters(text: str, engine: Engine) -> None:
+    """Raise `PromptTooLong` for a text with more characters than `max_model_len` tokens can stand for."""
+    limit = engine.config.max_model_len
+    if limit is None or len(text) <= limit or engine.characters_per_token is None:
+        return
+    most = limit * engine.characters_per_token()
+    if len(text) > most:
+        raise PromptTooLong(
+            "prompt",
+            text[:80],
+            f"has {len(text):,} characters, and {limit:,} tokens (max_model_len) stand for at most {most:,}",
+            "Shorten it, or open with a larger max_model_len",
+        )
 
 
 def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: random.Random) -> list[Request]:

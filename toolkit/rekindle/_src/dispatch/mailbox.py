@@ -84,6 +84,7 @@ class Mailbox:
         self.deltas: list[TextDelta] = []
         self.results: list[Completion | BaseException | None] = [None] * count
         self.request_ids: list[str] = []  # sequences that intake handed on
+        self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
         self.abandoned = False  # its caller cancelled; set on the host's loop
         self.ended = False

@@ -30,11 +30,13 @@ class Engine(NamedTuple):
     swap: Callable[[Any], bytes] | None = None  # on the device thread: takes weights, returns the cache's new root key
     recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
     processors: tuple[str, ...] = ()  # names that requests may ask for
+    # Characters that one token can stand for at most, counted when first asked; None: longer prompts are encoded.
+    characters_per_token: Callable[[], int] | None = None
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 
 class Submission(NamedTuple):
-    """caller → intake: one prompt, `sampling.n` sequences."""
+    """caller → intake: one prompt as text, as token ids or as what renders its text; `sampling.n` sequences."""
 
     id: str
     text: str | None
@@ -43,6 +45,7 @@ class Submission(NamedTuple):
     sampling: Sampling
     mailbox: Mailbox
     arrival: float
+    render: Callable[[], str] | None = None  # makes the text, off every event loop; a chat template does it
 
 
 class Abort(NamedTuple):

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rekindle._src.models.base import Graph, LoadedModel, Model, abstract_model, merge, random_model
     from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec
+    from rekindle._src.models.family import Family
     from rekindle._src.models.loading.manifest import Manifest, Part, Source
     from rekindle._src.models.nn.layers import Attend
     from rekindle._src.models.precision import Precision
-    from rekindle._src.models.registry import Family, family, manifest
+    from rekindle._src.models.registry import config_from_hf, family, manifest
 
 _NAMES = {
     "base": ("Graph", "LoadedModel", "Model", "abstract_model", "merge", "random_model"),
     "config": ("AttentionSpec", "ModelConfig", "MoeSpec"),
     "nn.layers": ("Attend",),
     "precision": ("Precision",),
-    "registry": ("Family", "family", "manifest"),
+    "family": ("Family",),
+    "registry": ("config_from_hf", "family", "manifest"),
     "loading.manifest": ("Manifest", "Part", "Source"),
 }
 _LAZY = {name: module for module, names in _NAMES.items() for name in names}
@@ -37,6 +39,7 @@ __all__ = [
     "Precision",
     "Source",
     "abstract_model",
+    "config_from_hf",
     "family",
     "manifest",
     "merge",

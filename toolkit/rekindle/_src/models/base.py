@@ -21,6 +21,7 @@ from rekindle._src.core import html
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.precision import Precision
+from rekindle._src.models.registry import family
 
 if TYPE_CHECKING:
     from rekindle._src.models.nn.layers import Attend
@@ -108,8 +109,6 @@ def merge(graph: Graph, leaves: Sequence[Any]) -> Model:
 def _split(config: ModelConfig, precision: Precision) -> tuple[Any, Any]:
     """The model's nnx.GraphDef, and its state with shapes for arrays."""
     from flax import nnx
-
-    from rekindle._src.models.registry import family
 
     definition, state = nnx.split(family(config.model_type).module(config, precision))
     return definition, state

@@ -1,62 +1,75 @@
-"""The families rekindle knows; a new one is a module beside this file and a line here."""
+"""The model families that rekindle knows. To add one, write its module in `families` and a line here.
+
+A family's module is imported when a config of its type is read or its model is made. It imports flax, which a start
+that finds its programs and weights in the cache does not need.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import importlib
+from collections.abc import Mapping
+from typing import Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families import (
-    gemma2,
-    gemma3,
-    gpt2,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-)
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys
 from rekindle._src.models.loading.manifest import Manifest
-from rekindle._src.models.precision import Precision
 from rekindle.errors import UnsupportedModel
 
-
-class Family(NamedTuple):
-    """How a model_type is computed and where its weights lie; its config reader is marked with `reads`."""
-
-    architecture: str  # as in config.json's `architectures`
-    module: Callable[[ModelConfig, Precision], Any]
-    manifest: Callable[[ModelConfig], Manifest]
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", llama.Llama, llama.manifest),
-    "mistral": Family("MistralForCausalLM", mistral.Mistral, mistral.manifest),
-    "mixtral": Family("MixtralForCausalLM", mixtral.Mixtral, mixtral.manifest),
-    "qwen2": Family("Qwen2ForCausalLM", qwen2.Qwen2, qwen2.manifest),
-    "qwen3": Family("Qwen3ForCausalLM", qwen3.Qwen3, qwen3.manifest),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.Qwen3Moe, qwen3_moe.manifest),
-    "gemma2": Family("Gemma2ForCausalLM", gemma2.Gemma2, gemma2.manifest),
-    "gemma3_text": Family("Gemma3ForCausalLM", gemma3.Gemma3, gemma3.manifest),
-    "phi3": Family("Phi3ForCausalLM", phi3.Phi3, phi3.manifest),
-    "smollm3": Family("SmolLM3ForCausalLM", smollm3.SmolLM3, smollm3.manifest),
-    "gpt2": Family("GPT2LMHeadModel", gpt2.Gpt2, gpt2.manifest),
-    "olmo2": Family("Olmo2ForCausalLM", olmo2.Olmo2, olmo2.manifest),
+# model_type in config.json → the module that implements it.
+FAMILIES: dict[str, str] = {
+    "llama": "rekindle._src.models.families.llama",
+    "mistral": "rekindle._src.models.families.mistral",
+    "mixtral": "rekindle._src.models.families.mixtral",
+    "qwen2": "rekindle._src.models.families.qwen2",
+    "qwen3": "rekindle._src.models.families.qwen3",
+    "qwen3_moe": "rekindle._src.models.families.qwen3_moe",
+    "gemma2": "rekindle._src.models.families.gemma2",
+    "gemma3_text": "rekindle._src.models.families.gemma3",
+    "phi3": "rekindle._src.models.families.phi3",
+    "smollm3": "rekindle._src.models.families.smollm3",
+    "gpt2": "rekindle._src.models.families.gpt2",
+    "olmo2": "rekindle._src.models.families.olmo2",
 }
 
 
 def family(model_type: str) -> Family:
-    """The family of a `ModelConfig.model_type`."""
+    """The family of a model_type. Raises `UnsupportedModel`, which lists those that are implemented."""
     if model_type not in FAMILIES:
         raise UnsupportedModel(
             f"model_type={model_type!r} is not implemented. Use one of: {', '.join(sorted(FAMILIES))}."
         )
-    return FAMILIES[model_type]
+    found: Family = importlib.import_module(FAMILIES[model_type]).FAMILY
+    return found
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """The `ModelConfig` of a parsed config.json. Raises `UnsupportedModel` and names what is not implemented."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        architectures = raw.get("architectures")
+        architecture = architectures[0] if isinstance(architectures, list) and architectures else "?"
+        raise UnsupportedModel(
+            f"model_type={model_type!r} (architecture {architecture}) is not implemented. "
+            f"Use one of: {', '.join(sorted(FAMILIES))}."
+        )
+    quantized = raw.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else "?"
+        raise UnsupportedModel(
+            f"quantization_config: the checkpoint is already quantised ({method}), which is not implemented. "
+            "Open the unquantised checkpoint with quantize='int8'."
+        )
+    found = family(model_type)
+    try:
+        return found.config(Keys(raw, found.aliases))
+    except UnsupportedModel:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise UnsupportedModel(
+            f"config.json has a value of the wrong kind ({type(error).__name__}: {error}). Download it again."
+        ) from error
 
 
 def manifest(config: ModelConfig) -> Manifest:

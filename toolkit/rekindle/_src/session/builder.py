@@ -146,6 +146,7 @@ def _engine(
         recover=runner.recover,
         release=release,
         processors=tuple(processor.name for processor in request.processors),
+        characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )
 
 

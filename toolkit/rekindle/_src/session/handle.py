@@ -35,7 +35,6 @@ class Handle(Call[Any]):
         self, host: Host, session: object, prompt: Prompt, sampling: Sampling, *, scoped: bool = False
     ) -> None:
         self.id = f"r{next(_ids)}"
-        self.prompt = prompt.text
         self.sampling = sampling
         self._host = host
         self._session = session  # the session, which closes itself once nobody holds it
@@ -44,6 +43,11 @@ class Handle(Call[Any]):
         self._mailbox = Mailbox(sampling.n)
         self._lock = threading.RLock()
         self._submitted = False
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt's text, if it has one; a chat's is rendered when its request is taken in."""
+        return self._mailbox.prompt if self._given.text is None else self._given.text
 
     # What it has produced.
 
@@ -162,6 +166,7 @@ class Handle(Call[Any]):
                 sampling=self.sampling,
                 mailbox=self._mailbox,
                 arrival=time.perf_counter(),
+                render=given.render,
             )
         )
 

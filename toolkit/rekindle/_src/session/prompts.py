@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ class Prompt:
     text: str | None
     token_ids: IntArray | None
     add_special_tokens: bool = True
+    render: Callable[[], str] | None = None  # makes the text when the request is taken in
 
 
 def parse(prompt: Any) -> tuple[list[Prompt], bool]:

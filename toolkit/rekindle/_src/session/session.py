@@ -144,7 +144,7 @@ class Session:
             raise InvalidRequest(
                 "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
             )
-        text = self._engine.chat.render(
+        render = self._engine.chat.prepare(
             messages,
             tools=tools,
             template=template,
@@ -153,7 +153,12 @@ class Session:
         )
         self._host.check()
         # The template writes special tokens itself.
-        return Handle(self._host, self, Prompt(text, None, add_special_tokens=False), Sampling.of(sampling, options))
+        return Handle(
+            self._host,
+            self,
+            Prompt(None, None, add_special_tokens=False, render=render),
+            Sampling.of(sampling, options),
+        )
 
     def fork(
         self,

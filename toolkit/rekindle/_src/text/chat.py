@@ -1,6 +1,7 @@
 """Messages to the prompt that a checkpoint was trained on, by its own Jinja template, as transformers renders it.
 
-Templates are code from a download: they run in Jinja's immutable sandbox and see plain data only.
+Templates are code from a download: they run in Jinja's immutable sandbox, within bounds of time and memory, and see
+plain data only. Whatever one raises becomes a `CheckpointError` or an `InvalidRequest`.
 """
 
 from __future__ import annotations
@@ -8,22 +9,27 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
-import jinja2.sandbox
 import numpy as np
 from jinja2 import nodes
 
+from rekindle._src.core.plain_files import read_plain
+from rekindle._src.text.template_limits import BoundedEnvironment, TemplateLimit, joined, metered
 from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
+_WIDTH = re.compile(r"%[^A-Za-z]*[0-9]{2}")  # a field width: the C library pads to it
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "\x00continue\x00"
+MAX_TEMPLATE = 1 << 20  # characters of a template; the longest in use have some 20,000
+_SHOWN = 300  # characters of a template's own message that an error repeats
 _UNTRIMMED = " "  # behind the mark; gone when the template trims the message
 
 
@@ -43,7 +49,7 @@ class ChatTemplate:
         folder = Path(folder)
         files = {"default": folder / "chat_template.jinja"}
         files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-        found: Any = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()}
+        found: Any = {name: _read_template(path) for name, path in files.items() if path.exists()}
         source = folder / "chat_template.jinja"
         for name in ("tokenizer_config.json", "chat_template.json"):
             if not found:
@@ -66,35 +72,86 @@ class ChatTemplate:
     ) -> str:
         """The prompt as text. Encode it with `add_special_tokens=False`: the template writes them itself.
 
-        `template` is the name of one of several templates, or a template's own text. `continue_final_message` leaves
-        the last message open, so that the model goes on with it. Other keywords are variables of the template.
+        It runs in this thread and may take up to `template_limits.SECONDS`. `template` is the name of one of several
+        templates, or a template's own text. `continue_final_message` leaves the last message open, so that the model
+        goes on with it. Other keywords are variables of the template.
         """
+        return self.prepare(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template=template,
+            **variables,
+        )()
+
+    def prepare(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        **variables: Any,
+    ) -> Callable[[], str]:
+        """Checks and copies the arguments of `render`; what it returns runs the template, in any thread."""
         if continue_final_message and add_generation_prompt:
             add_generation_prompt = False
         name, text = self._pick(template, tools is not None)
-        chat = _messages(messages)
+        try:
+            chat = _messages(messages)
+            given = {key: _plain(value) for key, value in variables.items()}
+            schemas, sources = _schemas("tools", tools), _schemas("documents", documents)
+        except RecursionError:
+            raise InvalidRequest("messages", len(messages), "are nested too deeply", "Flatten them") from None
         if continue_final_message:
             chat[-1]["content"] = _mark_end(chat[-1].get("content"))
         scope = {
             **self.special,
-            **{key: _plain(value) for key, value in variables.items()},
+            **given,
             "messages": chat,
-            "tools": _schemas("tools", tools),
-            "documents": _schemas("documents", documents),
+            "tools": schemas,
+            "documents": sources,
             "add_generation_prompt": add_generation_prompt,
         }
+
+        def rendered() -> str:
+            filled = self._run(name, text, scope)
+            return _cut(filled) if continue_final_message else filled
+
+        return rendered
+
+    def _run(self, name: str, text: str, scope: dict[str, Any]) -> str:
+        """The template's output. `CheckpointError` if it can't be compiled, `InvalidRequest` for all else."""
         try:
-            rendered = self._compiled(text).render(scope)
-        except jinja2.TemplateSyntaxError as error:
+            with metered():
+                compiled = self._compiled(text)
+        except Exception as error:
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise CheckpointError(
-                f"{self.source}: chat template {name!r} can't be compiled, line {error.lineno}: {error.message}. "
+                f"{self.source}: chat template {name!r} can't be compiled{line}: {_words(error)}. "
                 "Pass another one as template=..."
             ) from error
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        try:
+            with metered():
+                return joined(compiled.generate(scope))
+        except TemplateLimit as error:
             raise InvalidRequest(
-                "messages", list(messages), f"refused by the chat template: {error}", "Change roles or content"
+                "messages",
+                f"{len(scope['messages'])} messages",
+                f"the chat template {name!r} was stopped: {error}",
+                "Pass fewer or shorter messages, or another template as template=...",
             ) from error
-        return _cut(rendered) if continue_final_message else rendered
+        except Exception as error:  # a template can raise any of them, RecursionError and MemoryError too
+            raise InvalidRequest(
+                "messages",
+                scope["messages"],
+                f"refused by the chat template: {_words(error)}",
+                "Change roles or content",
+            ) from error
 
     def _pick(self, template: str | None, with_tools: bool) -> tuple[str, str]:
         if template is not None:
@@ -113,6 +170,8 @@ class ChatTemplate:
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def _compiled(text: str) -> jinja2.Template:
+        if len(text) > MAX_TEMPLATE:
+            raise TemplateLimit(f"it has {len(text):,} characters, and at most {MAX_TEMPLATE:,} are allowed")
         return _environment().from_string(text)
 
 
@@ -155,19 +214,37 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _words(error: BaseException) -> str:
+    """What an exception says, in one piece of bounded length."""
+    said = str(error) or type(error).__name__
+    return said if len(said) <= _SHOWN else said[: _SHOWN - 3] + "..."
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return read_plain(path, 4 * MAX_TEMPLATE).decode()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read as a chat template ({error}). Download it again") from error
+
+
 def _strftime_now(form: str) -> str:
+    if len(form) > 200 or _WIDTH.search(form):
+        raise jinja2.TemplateError(f"strftime_now({form[:40]!r}) is not a format of a date")
     return datetime.datetime.now().strftime(form)
 
 
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if isinstance(indent, int) and indent > 16:
+        raise jinja2.TemplateError(f"tojson(indent={indent}) indents by more than 16")
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return joined(encoder.iterencode(value))
 
 
 @functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson  # Jinja's own one escapes HTML

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.registry import manifest
+from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle._src.tiny_training import tokenizer
 from rekindle._src.tiny_training.corpus import END, TURN_END
 from rekindle._src.tiny_training.recipe import CONTEXT, Recipe
@@ -38,7 +38,7 @@ def write(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any],
     end, turn_end = tokenizer.token_id(words, END), tokenizer.token_id(words, TURN_END)
     config = recipe.config([turn_end, end], end)
     weights = folder / "model.safetensors"
-    save_file(tensors(ModelConfig.from_hf(config), graph, leaves), weights, {"format": "pt"})
+    save_file(tensors(config_from_hf(config), graph, leaves), weights, {"format": "pt"})
     weights.chmod(0o644)  # save_file leaves it readable by its owner only
     generation = {"eos_token_id": [turn_end, end], "pad_token_id": end, "do_sample": False}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from rekindle._src.models.base import Graph, random_model
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.tiny_training import card, export, headstart, tokenizer
 from rekindle._src.tiny_training.batches import batch
 from rekindle._src.tiny_training.objective import mean_loss
@@ -127,7 +128,7 @@ def train(
     report: Callable[[TrainingProgress], None] = lambda progress: None,
 ) -> tuple[Graph, tuple[jax.Array, ...]]:
     """Run all steps, or those that are missing since the last checkpoint in `work`."""
-    config = ModelConfig.from_hf(recipe.config([0], 0))
+    config = config_from_hf(recipe.config([0], 0))
     graph, leaves = initial(recipe, config)
     state, first = State(leaves, make_optimizer(recipe, graph).init(leaves)), 0
     checkpoints = Checkpoints(work / "checkpoints", recipe)

@@ -7,24 +7,25 @@ from typing import Any
 
 import jax
 
-from rekindle._src.models.config import AttentionSpec, Keys, ModelConfig, decoder, reads
+from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import Block, Llama, attention_sources, blocks, mlp_sources, outer_sources
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.layers import Attend, RopeTables
 from rekindle._src.models.nn.linear import RMSNorm
 from rekindle._src.models.precision import Precision
 
 
-@reads("gemma2")
 def config(keys: Keys) -> ModelConfig:
-    head_dim = keys.get("head_dim", 256)
+    head_dim = keys.size("head_dim")
     spec = AttentionSpec(
         scale=keys.get("query_pre_attn_scalar", 256) ** -0.5,
         soft_cap=keys.nullable("attn_logit_softcapping", 50.0),
         rope=keys.rope(head_dim),
     )
-    sliding = dataclasses.replace(spec, sliding_window=keys.nullable("sliding_window", 4096))
-    slides = keys.layer_types([layer % 2 == 0 for layer in range(keys.need("num_hidden_layers"))])
+    sliding = dataclasses.replace(spec, sliding_window=keys.window(4096))
+    slides = keys.layer_types([layer % 2 == 0 for layer in range(keys.size("num_hidden_layers"))])
     return decoder(
         keys,
         attention=tuple(sliding if slide else spec for slide in slides),
@@ -34,15 +35,14 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def gemma_fields(keys: Keys, head_dim: int) -> dict[str, Any]:
-    """What Gemma 2 and Gemma 3 have in common."""
+    """The fields that Gemma 2 and Gemma 3 read alike."""
     keys.only("use_bidirectional_attention", False)
     bias = keys.get("attention_bias", False)
     return {
-        "kv_heads": 4,
         "head_dim": head_dim,
         "tie": True,
         "activation": keys.activation("hidden_activation", "gelu_pytorch_tanh"),
-        "embed_scale": keys.need("hidden_size") ** 0.5,
+        "embed_scale": keys.size("hidden_size") ** 0.5,
         "qkv_bias": bias,
         "o_bias": bias,
     }
@@ -85,3 +85,6 @@ def sandwich_norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
         f"{ours}.weight": one(f"model.layers.{layer}.{theirs}.weight", config.hidden_size, add=1.0)
         for ours, theirs in names.items()
     }
+
+
+FAMILY = Family("Gemma2ForCausalLM", config, Gemma2, manifest)

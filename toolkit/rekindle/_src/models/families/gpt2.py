@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rekindle._src.models.config import ACTIVATIONS, AttentionSpec, Keys, ModelConfig, reads, token_ids
+from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import ACTIVATIONS, Keys, token_ids
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.activations import activate
 from rekindle._src.models.nn.layers import Attend, Attention, LayerNorm, RopeTables
@@ -14,23 +16,22 @@ from rekindle._src.models.nn.linear import Embedding, Linear, linear
 from rekindle._src.models.precision import Precision
 
 
-@reads("gpt2")
 def config(keys: Keys) -> ModelConfig:
     keys.only("add_cross_attention", False)
     keys.only("activation_function", *ACTIVATIONS)
-    hidden, layers, heads = keys.need("n_embd"), keys.need("n_layer"), keys.need("n_head")
+    hidden, layers, heads = keys.size("n_embd"), keys.size("n_layer"), keys.size("n_head")
     scale = (hidden // heads) ** -0.5 if keys.raw.get("scale_attn_weights", True) else 1.0
     shrink = keys.get("scale_attn_by_inverse_layer_idx", False)
     return ModelConfig(
         model_type="gpt2",
-        vocab_size=keys.need("vocab_size"),
+        vocab_size=keys.size("vocab_size"),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        intermediate_size=keys.get("n_inner", 4 * hidden),
-        max_position_embeddings=keys.get("n_positions", 1024),
+        intermediate_size=keys.size("n_inner", 4 * hidden),
+        max_position_embeddings=keys.size("n_positions"),
         tie_embeddings=keys.get("tie_word_embeddings", True),
         attention=tuple(AttentionSpec(scale=scale / (layer + 1 if shrink else 1)) for layer in range(layers)),
         activation=ACTIVATIONS[keys.get("activation_function", "gelu_new")],
@@ -116,3 +117,17 @@ def manifest(config: ModelConfig) -> Manifest:
             sources[f"{ours}.{path}.bias"] = one(f"{theirs}.{name}.bias", rows)
     # Old checkpoints carry the causal mask of every layer.
     return Manifest(sources, prefix="transformer.", ignored=(r"h\.\d+\.attn\.(masked_)?bias",))
+
+
+FAMILY = Family(
+    "GPT2LMHeadModel",
+    config,
+    Gpt2,
+    manifest,
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+)

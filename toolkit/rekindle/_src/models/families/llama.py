@@ -8,17 +8,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rekindle._src.models.config import Keys, ModelConfig, decoder, reads
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.layers import Attend, Attention, GatedMlp, RopeTables, soft_cap
 from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, linear
 from rekindle._src.models.precision import Precision
 
 
-@reads("llama")
 def config(keys: Keys) -> ModelConfig:
     return decoder(
         keys,
+        kv_heads_implied=True,
         qkv_bias=keys.get("attention_bias", False),
         o_bias=keys.get("attention_bias", False),
         mlp_bias=keys.get("mlp_bias", False),
@@ -163,3 +165,6 @@ def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
             "mlp.down.bias": one(f"{theirs}.down_proj.bias", config.hidden_size),
         }
     return sources
+
+
+FAMILY = Family("LlamaForCausalLM", config, Llama, manifest)

@@ -1,15 +1,17 @@
 """Mistral: Llama with a sliding window in every layer."""
 
-from rekindle._src.models.config import Keys, ModelConfig, decoder, reads
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import Llama, manifest
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys, decoder
 
-__all__ = ["Mistral", "config", "manifest"]
 
-
-@reads("mistral")
 def config(keys: Keys) -> ModelConfig:
-    return decoder(keys, kv_heads=8, window=keys.nullable("sliding_window", 4096))
+    return decoder(keys, window=keys.window(4096))
 
 
 class Mistral(Llama):
     pass
+
+
+FAMILY = Family("MistralForCausalLM", config, Mistral, manifest)

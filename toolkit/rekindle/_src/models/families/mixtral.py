@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax import nnx
 
-from rekindle._src.models.config import Keys, ModelConfig, MoeSpec, decoder, reads
+from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.families.llama import (
     Block,
     Llama,
@@ -14,23 +14,24 @@ from rekindle._src.models.families.llama import (
     norm_sources,
     outer_sources,
 )
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.layers import GatedMlp
 from rekindle._src.models.nn.moe import Experts
 from rekindle._src.models.precision import Precision
 
 
-@reads("mixtral")
 def config(keys: Keys) -> ModelConfig:
     moe = MoeSpec(
-        num_experts=keys.get("num_local_experts", keys.get("num_experts", 8)),
-        top_k=keys.get("num_experts_per_tok", 2),
-        intermediate_size=keys.need("intermediate_size"),
+        num_experts=keys.size("num_local_experts"),
+        top_k=keys.size("num_experts_per_tok"),
+        intermediate_size=keys.size("intermediate_size"),
         normalize=True,
     )
-    layers = keys.need("num_hidden_layers")
-    window = keys.get("sliding_window")
-    return decoder(keys, kv_heads=8, theta=1_000_000.0, eps=1e-5, window=window, moe=(moe,) * layers)
+    layers = keys.size("num_hidden_layers")
+    window = keys.window()
+    return decoder(keys, theta=1_000_000.0, eps=1e-5, window=window, moe=(moe,) * layers)
 
 
 class SparseBlock(Block):
@@ -75,3 +76,6 @@ def expert_sources(
             stack=True,
         ),
     }
+
+
+FAMILY = Family("MixtralForCausalLM", config, Mixtral, manifest, aliases={"num_experts": "num_local_experts"})

@@ -5,18 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rekindle._src.models.config import Keys, ModelConfig, decoder, reads
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import Block, Llama, attention_sources, blocks, mlp_sources, outer_sources
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.layers import Attend, Attention, RopeTables
 from rekindle._src.models.nn.linear import RMSNorm
 from rekindle._src.models.precision import Precision
 
 
-@reads("olmo2")
 def config(keys: Keys) -> ModelConfig:
     bias = keys.get("attention_bias", False)
-    return decoder(keys, eps=1e-5, qkv_bias=bias, o_bias=bias)
+    return decoder(keys, kv_heads_implied=True, eps=1e-5, qkv_bias=bias, o_bias=bias)
 
 
 class WideNormAttention(Attention):
@@ -63,3 +64,6 @@ def manifest(config: ModelConfig) -> Manifest:
         }
 
     return Manifest(outer_sources(config) | blocks(config, attention_sources, norms, mlp_sources))
+
+
+FAMILY = Family("Olmo2ForCausalLM", config, Olmo2, manifest)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from rekindle._src.models.config import Keys, ModelConfig, decoder, reads
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import Llama, blocks, norm_sources, outer_sources
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 
 
-@reads("phi3")
 def config(keys: Keys) -> ModelConfig:
     raw = dict(keys.raw)
     raw["original_max_position_embeddings"] = keys.get("original_max_position_embeddings", 4096)
@@ -17,7 +18,7 @@ def config(keys: Keys) -> ModelConfig:
         if kind in ("su", "yarn"):  # what longrope was called before it had its name
             raw[name] = {**options, "rope_type": "longrope"}
     keys = Keys(raw)
-    return decoder(keys, eps=1e-5, window=keys.get("sliding_window"), partial_rope=True)
+    return decoder(keys, kv_heads_implied=True, eps=1e-5, window=keys.window(), partial_rope=True)
 
 
 class Phi3(Llama):
@@ -38,3 +39,6 @@ def manifest(config: ModelConfig) -> Manifest:
         }
 
     return Manifest(outer_sources(config) | blocks(config, fused, norm_sources))
+
+
+FAMILY = Family("Phi3ForCausalLM", config, Phi3, manifest)

@@ -1,20 +1,19 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v; the upper layers can have sliding windows."""
 
-from rekindle._src.models.config import Keys, ModelConfig, decoder, reads
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import Llama, manifest
-
-__all__ = ["Qwen2", "config", "manifest", "sliding"]
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys, decoder
 
 
 def sliding(keys: Keys) -> tuple[int | None, tuple[bool, ...]]:
     """The window and which layers use it, as Qwen2 and Qwen3 say it."""
-    window = keys.nullable("sliding_window", 4096) if keys.get("use_sliding_window", False) else None
+    window = keys.window(4096) if keys.get("use_sliding_window", False) else None
     first = keys.get("max_window_layers", 28)
-    default = [window is not None and layer >= first for layer in range(keys.need("num_hidden_layers"))]
+    default = [window is not None and layer >= first for layer in range(keys.size("num_hidden_layers"))]
     return window, keys.layer_types(default)
 
 
-@reads("qwen2")
 def config(keys: Keys) -> ModelConfig:
     keys.only("use_mrope", False)
     window, slides = sliding(keys)
@@ -23,3 +22,6 @@ def config(keys: Keys) -> ModelConfig:
 
 class Qwen2(Llama):
     pass
+
+
+FAMILY = Family("Qwen2ForCausalLM", config, Qwen2, manifest)

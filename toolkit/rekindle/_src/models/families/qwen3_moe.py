@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle._src.models.config import Keys, ModelConfig, MoeSpec, decoder, reads
+from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.families.llama import (
     Llama,
     attention_sources,
@@ -13,28 +13,28 @@ from rekindle._src.models.families.llama import (
 )
 from rekindle._src.models.families.mixtral import SparseBlock, expert_sources
 from rekindle._src.models.families.qwen3 import QkNormBlock
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source
 
 
-@reads("qwen3_moe")
 def config(keys: Keys) -> ModelConfig:
     spec = MoeSpec(
-        num_experts=keys.get("num_experts", 128),
-        top_k=keys.get("num_experts_per_tok", 8),
-        intermediate_size=keys.get("moe_intermediate_size", 768),
+        num_experts=keys.size("num_experts"),
+        top_k=keys.size("num_experts_per_tok"),
+        intermediate_size=keys.size("moe_intermediate_size"),
         normalize=keys.get("norm_topk_prob", False),
     )
-    dense, step = keys.get("mlp_only_layers", []), keys.get("decoder_sparse_step", 1)
+    dense, step = keys.get("mlp_only_layers", []), keys.size("decoder_sparse_step", 1)
     bias = keys.get("attention_bias", False)
     return decoder(
         keys,
-        kv_heads=4,
-        window=keys.nullable("sliding_window", 4096) if keys.get("use_sliding_window", False) else None,
+        window=keys.window(4096) if keys.get("use_sliding_window", False) else None,
         qkv_bias=bias,
         o_bias=bias,
         moe=tuple(
             spec if layer not in dense and (layer + 1) % step == 0 else None
-            for layer in range(keys.need("num_hidden_layers"))
+            for layer in range(keys.size("num_hidden_layers"))
         ),
     )
 
@@ -55,3 +55,6 @@ def manifest(config: ModelConfig) -> Manifest:
 
     pieces = (attention_sources, qk_norm_sources, norm_sources, experts)
     return Manifest(outer_sources(config) | blocks(config, *pieces))
+
+
+FAMILY = Family("Qwen3MoeForCausalLM", config, Qwen3Moe, manifest, aliases={"num_experts": "num_local_experts"})

@@ -14,17 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.base import Graph, LoadedModel, abstract_model
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import prepared, reading, tensor_files
+from rekindle._src.models.loading.differences import listed
 from rekindle._src.models.loading.hub import locate
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry
 from rekindle._src.models.precision import QUANTIZE
+from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle.errors import CheckpointError, ConfigError, StoreError
 
+MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
 # Buffers that older versions of transformers saved with the weights; they follow from the config.
 HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias")
 
@@ -65,7 +69,14 @@ def _look(model: str | Path) -> _Folder:
 def inspect(model: str | Path) -> Checkpoint:
     """Config, tensor index and fingerprint of a folder or hub id; milliseconds, whatever its size."""
     seen = _look(model)
-    return seen.of(ModelConfig.from_hf(seen.raw))
+    return seen.of(config_from_hf(seen.raw))
+
+
+class Reads(NamedTuple):
+    """What to read from a checkpoint, checked against its headers."""
+
+    leaves: list[reading.LeafPlan]
+    entries: dict[str, TensorEntry]  # by the tensor's name
 
 
 class Described(NamedTuple):
@@ -78,10 +89,11 @@ class Described(NamedTuple):
     quantize: str | None
     quantize_embeddings: bool
     kept: Path | None  # where its leaves are kept, or could be
+    reads: Reads | None  # what to read for each leaf; None where the leaves are kept already
 
     @property
     def nbytes(self) -> int:
-        """Of the leaves."""
+        """Bytes of all leaves together."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.shapes)
 
 
@@ -97,19 +109,35 @@ def describe(
     if quantize not in QUANTIZE:
         raise ConfigError("quantize", quantize, "is not known", f"Use one of {', '.join(map(repr, QUANTIZE))}")
     seen = _look(model)
-    kept = known = None
+    kept = known = reads = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         asked = resolve_dtype(dtype, None)
         kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings)
         with _damage_is_told():
             known = prepared.known(kept)
     if known is None:
-        config = ModelConfig.from_hf(seen.raw)
+        config = config_from_hf(seen.raw)
+        _check_counts(seen, config)
         name = resolve_dtype(dtype, config)
         graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings)
+        reads = plan(
+            seen.of(config), graph, shapes
+        )  # every difference is an error now, before programs and pages are made
         known = prepared.Known(graph, shapes, name)
     found = seen.of(known.graph.config)
-    return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept)
+    return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept, reads)
+
+
+def _check_counts(seen: _Folder, config: ModelConfig) -> None:
+    """Raise if config.json describes more layers or experts than there are tensors, before the model is built."""
+    tensors = sum(len(header.entries) for header in seen.headers)
+    experts = sum(spec.num_experts for spec in config.moe if spec is not None)
+    if config.num_layers + experts > tensors:
+        told = f"{config.num_layers:,} layers" + (f" with {experts:,} experts in all" if experts else "")
+        raise CheckpointError(
+            f"{seen.path} does not hold the {config.model_type} model that its config.json describes: {told}, and the "
+            f"weights are {tensors:,} tensors. Check that config.json and the weights belong together."
+        )
 
 
 @contextlib.contextmanager
@@ -125,10 +153,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_plain(path, MAX_CONFIG))
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no config.json. Pass the folder of a Hugging Face checkpoint.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read ({error}). Download it again.") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a {type(raw).__name__}, not an object. Download it again.")
@@ -178,14 +206,14 @@ def read(
     place: reading.Place = reading.place_on_default_device,
 ) -> LoadedModel:
     """`load` of what was described."""
-    found, graph, shapes, dtype, quantize, quantize_embeddings, kept = described
+    found, graph, shapes, dtype, quantize, quantize_embeddings, kept, reads = described
     fingerprint = fingerprints.with_precision(found.fingerprint, dtype, quantize, quantize_embeddings)
     if kept is not None:
         with _damage_is_told():
             arrays = prepared.load(kept, graph, shapes, place=place, report=progress)
             if arrays is not None:
                 return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
-    leaves, entries = plan(found, graph, shapes)
+    leaves, entries = reads or plan(found, graph, shapes)
     meter = Meter(sum(entry.nbytes for entry in entries.values()), progress)
     done = reading.read_leaves(leaves, entries, place=place, meter=meter)
     meter.tell(final=True)
@@ -195,12 +223,8 @@ def read(
     return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
 
 
-def plan(
-    found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
-) -> tuple[list[reading.LeafPlan], dict[str, TensorEntry]]:
+def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
     """What to read for each leaf. All that is missing, unexpected or wrongly shaped ends up in one error."""
-    from rekindle._src.models.registry import manifest
-
     declared = manifest(found.config)
     entries = _with_prefix({e.name: e for header in found.headers for e in header.entries}, declared)
     wanted = dict(zip(graph.paths, shapes, strict=True))
@@ -225,10 +249,10 @@ def plan(
     if problems:
         raise CheckpointError(
             f"{found.folder} does not hold the {found.config.model_type} model that its config.json describes "
-            f"({len(problems)} differences): {'; '.join(dict.fromkeys(problems))}. "
+            f"({len(problems):,} differences): {listed(list(dict.fromkeys(problems)))}. "
             "Check that config.json and the weights belong together."
         )
-    return leaves, {name: entries[name] for name in used}
+    return Reads(leaves, {name: entries[name] for name in used})
 
 
 def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.loading.differences import listed
 from rekindle.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | 
         problems.append("the configs differ")
     if problems:
         raise CheckpointError(
-            f"The weights do not fit the running model ({len(problems)} differences): {'; '.join(problems)}. "
+            f"The weights do not fit the running model ({len(problems)} differences): {listed(problems)}. "
             "Open a new session for them."
         )
     if fingerprint is None:

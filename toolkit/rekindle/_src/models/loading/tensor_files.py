@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.plain_files import open_plain, read_plain
+from rekindle._src.models.loading.differences import listed
 from rekindle.errors import CheckpointError
 
 DTYPES: dict[str, Any] = {
@@ -30,6 +34,7 @@ FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64
 _MAX_HEADER = 100_000_000  # the format's own limit
+_FILE_NAME = re.compile(r"[^/\\:\0]*\.safetensors")  # in the folder itself: no path, drive or stream
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -49,7 +54,7 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """The header of one file: its tensors, metadata, and the raw bytes that a fingerprint takes."""
 
     file: Path
     entries: tuple[TensorEntry, ...]
@@ -83,14 +88,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        names = sorted(set(json.loads(read_plain(index, _MAX_HEADER))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} can't be read as an index ({error!r}). Download it again.") from error
+    outside = [name for name in names if not isinstance(name, str) or not _FILE_NAME.fullmatch(name)]
+    if outside:
+        raise CheckpointError(
+            f"{index.name} names files outside of its folder, or no files: {listed([repr(name) for name in outside])}. "
+            "Don't open this checkpoint, unless you know why it does that and have corrected the index."
+        )
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} of the {len(names)} files that {index.name} lists: {', '.join(missing)}. "
-            "Download them."
+            f"{folder} lacks {len(missing)} of the {len(names)} files that {index.name} lists: "
+            f"{listed(missing, ', ')}. Download them."
         )
     return [folder / name for name in names]
 
@@ -98,8 +109,8 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 def read_header(path: Path) -> Header:
     """The header of one file. A file that is cut off, foreign or inconsistent raises and is named."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
             raw = file.read(length) if len(start) == 8 and length <= min(size - 8, _MAX_HEADER) else b""

@@ -1,0 +1,40 @@
+"""What transformers saves today opens here and computes the same, though it renames keys of config.json over time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from golden.make import NEW, PROMPT
+from helpers import checkpoints
+from rekindle._src.bench import reference
+from rekindle._src.models.loading import checkpoint
+from rekindle._src.models.registry import FAMILIES, config_from_hf
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 2e-4  # of the logits' standard deviation
+ONE_EACH = {raw["model_type"]: name for name, raw in reversed(checkpoints.CASES.items())}
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers deprecates as it likes
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_checkpoint_that_transformers_saved_opens_and_computes_the_same(model_type: str, tmp_path: Path) -> None:
+    raw = checkpoints.CASES[ONE_EACH[model_type]]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoints.write(tmp_path / "ours", raw), attn_implementation="eager", dtype=torch.float32
+    )
+    theirs.save_pretrained(tmp_path / "theirs")
+    saved = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    loaded = checkpoint.load(tmp_path / "theirs", dtype="float32")
+    ours = config_from_hf(raw)
+    for field in ("num_layers", "num_kv_heads", "head_dim", "moe", "attention", "vocab_size", "tie_embeddings"):
+        assert getattr(loaded.config, field) == getattr(ours, field), f"{field}: {saved}"
+    with torch.no_grad():
+        expected = theirs(torch.tensor([PROMPT])).logits[0].float().numpy()
+    logits, _ = reference.prefill(loaded, PROMPT, reference.empty_cache(loaded, len(PROMPT) + NEW))
+    assert np.abs(np.asarray(logits) - expected).max() / expected.std() <= TOLERANCE

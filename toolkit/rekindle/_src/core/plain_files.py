@@ -1,0 +1,33 @@
+"""Opening files that others wrote: regular files only, and no more of them than is reasonable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """The file, opened for reading. Raises `OSError` for anything but a regular file.
+
+    Opening a FIFO would wait for a writer, for ever if none comes; a device has no size to check against.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_plain(path: Path, most: int) -> bytes:
+    """The content of a regular file. Raises `OSError` if it is larger than `most` bytes, before it is read."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, and at most {most:,} are read", str(path))
+        return file.read(size) if size else b""

@@ -1,0 +1,247 @@
+"""Reading a Hugging Face config.json: its keys, their aliases, and the bounds of the numbers that decide shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.nn.rope import KINDS, RopeSpec, attention_factor
+from rekindle.errors import UnsupportedModel
+
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # fmt: skip
+
+
+# The largest value of each number that decides how much is built from a config.json. They are several times what any
+# published model has, and small enough that a hostile file is refused before anything is allocated for it.
+_MOST = {"num_hidden_layers": 1024, "n_layer": 1024, "num_experts": 4096, "num_local_experts": 4096}
+_MOST_ELSEWHERE = 1 << 24
+
+
+class Keys:
+    """A config.json as a family reads it: its own keys, with transformers' aliases and defaults.
+
+    `aliases` is transformers' `attribute_map`: a key may stand in the file under either of its two names.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> None:
+        self.raw = dict(raw)
+        for name, other in (aliases or {}).items():
+            values = [raw[key] for key in (name, other) if raw.get(key) is not None]
+            if len(values) == 2 and values[0] != values[1]:
+                raise UnsupportedModel(
+                    f"config.json has {name}={values[0]!r} and {other}={values[1]!r}, which are two names of one key. "
+                    "Remove the wrong one."
+                )
+            if values:
+                self.raw |= {name: values[0], other: values[0]}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a key, or `default` where it is absent or null, as in transformers."""
+        value = self.raw.get(name)
+        return default if value is None else value
+
+    def nullable(self, name: str, default: Any) -> Any:
+        """The value of a key for which null has a meaning of its own, such as "no window"."""
+        return self.raw.get(name, default)
+
+    def size(self, name: str, derived: int | None = None) -> int:
+        """A positive whole number that decides the shape of a tensor or how many there are.
+
+        It has no default of its own: a guessed size would open another model than the one that was saved. `derived`
+        is what other keys imply where this one is absent, such as one KV head per query head.
+        """
+        value = self.get(name, derived)
+        if value is None:
+            raise UnsupportedModel(
+                f"config.json has no {name}, which decides the shapes of the weights. Add it, or download the "
+                "checkpoint again."
+            )
+        most = _MOST.get(name, _MOST_ELSEWHERE)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise UnsupportedModel(
+                f"{name}={_shown(value)} in config.json is not a whole number from 1 to {most:,}. Check the file."
+            )
+        return value
+
+    def window(self, default: int | None = None) -> int | None:
+        """`sliding_window`: how many tokens a query sees, or None for all of them."""
+        return None if self.nullable("sliding_window", default) is None else self.size("sliding_window", default)
+
+    def only(self, name: str, *accepted: Any) -> None:
+        """Raise unless the option is absent or has a value that is implemented."""
+        value = self.raw.get(name)
+        if value is not None and value not in accepted:
+            raise UnsupportedModel(
+                f"{name}={_shown(value)} is not implemented for {self.raw.get('model_type')}. "
+                f"Implemented: {', '.join(map(repr, accepted))}."
+            )
+
+    def activation(self, name: str = "hidden_act", default: str = "silu") -> str:
+        self.only(name, *ACTIVATIONS)
+        return ACTIVATIONS[self.get(name, default)]
+
+    def layer_types(self, default: Sequence[bool]) -> tuple[bool, ...]:
+        """Which layers have a sliding window: from `layer_types`, or `default` where config.json has none."""
+        names = self.get("layer_types")
+        if names is None:
+            return tuple(default)
+        for name in names:
+            if name not in ("full_attention", "sliding_attention"):
+                raise UnsupportedModel(
+                    f"layer_types has {name!r}, which is not implemented. Implemented: full_attention, "
+                    "sliding_attention."
+                )
+        if len(names) != len(default):
+            raise UnsupportedModel(
+                f"layer_types has {len(names)} entries for {len(default)} layers. Check config.json."
+            )
+        return tuple(name == "sliding_attention" for name in names)
+
+    def rope(
+        self, head_dim: int, *, theta: float = 10_000.0, partial: bool = False, layer_type: str | None = None
+    ) -> RopeSpec:
+        """The rope from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
+
+        `rope_parameters` is read as one object, or with `layer_type` as one object per layer type. `theta` is the
+        family's default; `partial` says that the family implements `partial_rotary_factor`.
+        """
+        flat, given = self.get("rope_scaling") or {}, self.get("rope_parameters") or {}
+        if layer_type is None:
+            options = dict(flat or given)
+            if any(isinstance(value, Mapping) for value in options.values()):
+                raise UnsupportedModel(
+                    f"rope_parameters per layer type are not implemented for {self.raw.get('model_type')}."
+                )
+        else:
+            options = dict(given.get(layer_type) or {}) | (flat if layer_type == "full_attention" else {})
+        options = {name: value for name, value in options.items() if value is not None}
+        kind = options.get("rope_type", options.get("type", "default"))
+        if kind not in KINDS:
+            raise UnsupportedModel(f"rope_type={kind!r} is not implemented. Implemented: {', '.join(KINDS)}.")
+        key = "rope_local_base_freq" if layer_type == "sliding_attention" else "rope_theta"
+        part = options.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        if not 0.0 < part <= 1.0:
+            raise UnsupportedModel(f"partial_rotary_factor={part} is not between 0 and 1. Check config.json.")
+        if part != 1.0 and not partial:
+            raise UnsupportedModel(
+                f"partial_rotary_factor={part} is not implemented for {self.raw.get('model_type')}. Implemented: 1.0."
+            )
+        base = float(options.get("rope_theta", self.get(key, theta)))
+        if not 0.0 < base < math.inf:
+            raise UnsupportedModel(f"rope_theta={base} is not a positive number. Check config.json.")
+        return self.rope_spec(kind, options, int(head_dim * part), base)
+
+    def rope_spec(self, kind: str, options: dict[str, Any], dim: int, theta: float) -> RopeSpec:
+        """The `RopeSpec` of one kind. Raises `UnsupportedModel` for an option that the kind needs and lacks."""
+        longest = self.get("max_position_embeddings", 0)
+        # A key beside rope_parameters wins over the one within: transformers does so for Phi-3's sake.
+        original = self.get(
+            "original_max_position_embeddings", options.get("original_max_position_embeddings", longest)
+        )
+        try:
+            if kind == "default":
+                return RopeSpec(theta=theta, dim=dim)
+            if kind == "linear":
+                return RopeSpec(theta=theta, dim=dim, kind=kind, factor=float(options["factor"]))
+            if kind == "dynamic":  # scales from the end of the context that config.json gives
+                return RopeSpec(
+                    theta=theta, dim=dim, kind=kind, factor=float(options["factor"]), original_length=longest
+                )
+            if kind == "llama3":
+                return RopeSpec(
+                    theta=theta, dim=dim, kind=kind, factor=float(options["factor"]), original_length=original,
+                    low_freq_factor=float(options["low_freq_factor"]),
+                    high_freq_factor=float(options["high_freq_factor"]),
+                )  # fmt: skip
+            factor = float(options.get("factor", longest / original))
+            given = options.get("attention_factor")
+            scale = attention_factor(kind, factor, original, options) if given is None else float(given)
+            if kind == "yarn":
+                return RopeSpec(
+                    theta=theta, dim=dim, kind=kind, factor=factor, original_length=original, attention_factor=scale,
+                    beta_fast=float(options.get("beta_fast") or 32), beta_slow=float(options.get("beta_slow") or 1),
+                    truncate=bool(options.get("truncate", True)),
+                )  # fmt: skip
+            short, long = tuple(options["short_factor"]), tuple(options["long_factor"])
+        except KeyError as missing:
+            raise UnsupportedModel(f"rope_type={kind!r} needs {missing.args[0]!r} in config.json.") from None
+        if not len(short) == len(long) == dim // 2:
+            raise UnsupportedModel(
+                f"short_factor and long_factor have {len(short)} and {len(long)} entries, but {dim // 2} frequencies "
+                "are rotated. Check config.json."
+            )
+        return RopeSpec(
+            theta=theta, dim=dim, kind=kind, factor=factor, original_length=original, attention_factor=scale,
+            short_factor=tuple(map(float, short)), long_factor=tuple(map(float, long)),
+        )  # fmt: skip
+
+
+def decoder(
+    keys: Keys,
+    *,
+    kv_heads_implied: bool = False,
+    head_dim: int | None = None,
+    tie: bool = False,
+    theta: float = 10_000.0,
+    eps: float = 1e-6,
+    slides: Callable[[int], bool] | None = None,
+    window: int | None = None,
+    partial_rope: bool = False,
+    **overrides: Any,
+) -> ModelConfig:
+    """The `ModelConfig` of a Llama-like family, from the keys that all of them share.
+
+    Arguments are the family's defaults; `overrides` replace fields whatever config.json says. Sizes have no defaults
+    except those that other keys imply: `head_dim` is hidden_size / heads, and without num_key_value_heads there is one
+    KV head per query head, where the family has `kv_heads_implied` or the file says null.
+    """
+    layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
+    hidden = keys.size("hidden_size")
+    head_dim = keys.size("head_dim", head_dim or hidden // heads)
+    if "attention" not in overrides:
+        spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=theta, partial=partial_rope))
+        sliding = dataclasses.replace(spec, sliding_window=window)
+        slides = slides or (lambda layer: window is not None)
+        overrides["attention"] = tuple(sliding if slides(layer) else spec for layer in range(layers))
+    if "activation" not in overrides:
+        overrides["activation"] = keys.activation()
+    fields: dict[str, Any] = {
+        "model_type": keys.raw["model_type"],
+        "vocab_size": keys.size("vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": keys.size(
+            "num_key_value_heads", heads if kv_heads_implied or "num_key_value_heads" in keys.raw else None
+        ),
+        "head_dim": head_dim,
+        "intermediate_size": keys.size("intermediate_size"),
+        "max_position_embeddings": keys.size("max_position_embeddings", 2048),
+        "tie_embeddings": keys.get("tie_word_embeddings", tie),
+        "norm_eps": keys.get("rms_norm_eps", eps),
+        "eos_token_ids": token_ids(keys.get("eos_token_id")),
+        "bos_token_id": keys.get("bos_token_id"),
+        "dtype": keys.get("dtype", keys.get("torch_dtype")),
+    }
+    return ModelConfig(**(fields | overrides))
+
+
+def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    """`eos_token_id` as a tuple: config.json has a number, a list of them, or null."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _shown(value: object) -> str:
+    """The value as error messages show it, at most 80 characters of it."""
+    if isinstance(value, int) and abs(value) >= 10**24:
+        return f"a number of {value.bit_length()} bits"
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

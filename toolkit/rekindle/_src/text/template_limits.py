@@ -1,0 +1,308 @@
+"""Bounds of time and memory for a chat template, which is a program from a download.
+
+Jinja's sandbox keeps a template from reaching the interpreter, but not from computing for ever: nested loops, macros
+that call themselves twice, a string doubled forty times. A `BoundedEnvironment` counts each loop round, call, filter
+and new value. What could make a large value in a single C call, such as `"x" * 10**9` or `center(10**9)`, is estimated
+before it runs, because nothing can interrupt it afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from jinja2 import nodes
+
+SECONDS = 5.0  # templates in use take milliseconds; a loaded machine may take a hundred times as long
+CHARACTERS = 16 << 20  # of one value, and of the whole prompt: some four million tokens
+ITEMS = 1 << 18  # of one value: list entries, dict values, and those within them
+WORK = 256 << 20  # characters and items made in all, kept or not
+_BITS = 1 << 17  # of one number
+# Field widths of six digits, which pad to 100,000 characters and more, and widths that come with the values.
+_PERCENT = re.compile(r"%[^A-Za-z%]*\d{6}"), re.compile(r"%[^A-Za-z%]*\*")
+_BRACES = re.compile(r"\{[^{}]*:[^{}]*\d{6}"), re.compile(r"\{[^{}]*:[^{}]*\{")
+_WITHOUT = (
+    "pprint",
+    "urlize",
+)  # filters that are slow in the length of their input; chat templates have no use for them
+_local = threading.local()
+
+
+class TemplateLimit(Exception):
+    """A template used more time or memory than one may."""
+
+
+class _Meter:
+    """What one rendering has used so far."""
+
+    __slots__ = ("deadline", "made", "steps")
+
+    def __init__(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+        self.steps = self.made = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        if not self.steps % 64 and time.monotonic() > self.deadline:
+            raise TemplateLimit(f"it ran for more than {SECONDS:.0f} s")
+
+    def expect(self, size: int) -> None:
+        """Raise before a value of that size is made."""
+        if size > CHARACTERS:
+            raise TemplateLimit(f"it made a value of {size:,} characters; at most {CHARACTERS:,} are allowed")
+
+    def weigh(self, value: Any) -> Any:
+        """The value, counted. A list counts with all that is in it, as often as it is in it."""
+        self.step()
+        size = items = 0
+        stack = [value]
+        while stack:
+            one = stack.pop()
+            items += 1
+            if isinstance(one, str | bytes):
+                size += len(one)
+            elif isinstance(one, Mapping):
+                stack += one.values()
+            elif isinstance(one, list | tuple):
+                stack += one
+            elif isinstance(one, jinja2.utils.Namespace):
+                stack.append(object.__getattribute__(one, "_Namespace__attrs"))
+            if items + len(stack) > ITEMS:
+                raise TemplateLimit(f"it made a value of more than {ITEMS:,} items")
+            self.expect(size)
+        self.made += size + items
+        if self.made > WORK:
+            raise TemplateLimit(f"the values that it made are {WORK:,} characters and more in all")
+        return value
+
+
+@contextlib.contextmanager
+def metered(seconds: float | None = None) -> Iterator[None]:
+    """Counts what this thread's template uses within the block; raises `TemplateLimit` when it is too much."""
+    before = getattr(_local, "meter", None)
+    _local.meter = _Meter(SECONDS if seconds is None else seconds)
+    try:
+        yield
+    finally:
+        _local.meter = before
+
+
+def _meter() -> _Meter:
+    meter: _Meter | None = getattr(_local, "meter", None)
+    return _Meter(SECONDS) if meter is None else meter
+
+
+def joined(pieces: Iterable[str]) -> str:
+    """The pieces as one string, which is bounded as every value is."""
+    meter, found, size = _meter(), [], 0
+    for piece in pieces:
+        size += len(piece)
+        meter.expect(size)
+        meter.step()
+        found.append(piece)
+    return "".join(found)
+
+
+def _rounds(items: Iterable[Any]) -> Iterable[Any]:
+    """What a loop iterates over, with every round counted."""
+    return _Rounds(items) if hasattr(items, "__len__") else _counted(items)
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    meter = _meter()
+    for item in items:
+        meter.step()
+        yield item
+
+
+class _Rounds:
+    """A collection whose length `loop` can still ask for."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _counted(self.items)
+
+
+class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The immutable sandbox, in which every loop, call, filter and operator is counted and bounded."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
+    concat = staticmethod(joined)  # what macros and blocks put their output together with
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        del self.globals["lipsum"]  # makes text of any length
+        for name in _WITHOUT:
+            del self.filters[name]
+        for name, function in self.filters.items():
+            self.filters[name] = _bounded_filter(name, function)
+        self.filters["_rounds"], self.filters["_weigh"] = _rounds, lambda value: _meter().weigh(value)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            loop.iter = _through("_rounds", loop.iter)
+        _wrap(tree)
+        return tree
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        meter = _meter()
+        _expect_operator(meter, operator, left, right)
+        return meter.weigh(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as in jinja2)
+        meter = _meter()
+        meter.step()
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, str | bytes | int):
+            if name == "join" and args and not isinstance(args[0], list | tuple):
+                args = (list(_counted(args[0])), *args[1:])
+            meter.expect(_size_of_method(owner, name, [*args, *kwargs.values()]))
+        return meter.weigh(super().call(__context, __obj, *args, **kwargs))
+
+
+def _through(name: str, node: Any) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _wrap(node: nodes.Node) -> None:
+    """Put `_weigh` around what makes a value without a call: displays, and `~`, which joins two at a time."""
+    for field, value in node.iter_fields():
+        if isinstance(value, list):
+            setattr(node, field, [_wrapped(item) for item in value])
+        elif isinstance(value, nodes.Node):
+            setattr(node, field, _wrapped(value))
+
+
+def _wrapped(node: Any) -> Any:
+    if not isinstance(node, nodes.Node):
+        return node
+    _wrap(node)
+    if isinstance(node, nodes.Concat):
+        return _joined_by_two(node.nodes)
+    if isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
+        return _through("_weigh", node)
+    return node
+
+
+def _joined_by_two(parts: list[nodes.Expr]) -> nodes.Expr:
+    """`a ~ b ~ c ~ d` as `(a ~ b) ~ (c ~ d)`: every join is at most twice as long as what was allowed before it."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    pair = [_joined_by_two(parts[:half]), _joined_by_two(parts[half:])]
+    return _through("_weigh", nodes.Concat(pair, lineno=parts[0].lineno))
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # with jinja2's mark for filters that take the environment or the context
+    def bounded(*args: Any, **options: Any) -> Any:
+        given = list(args)
+        while given and isinstance(given[0], jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext):
+            del given[0]
+        meter = _meter()
+        meter.step()
+        if given:
+            if name in ("join", "sum") and not isinstance(given[0], list | tuple | str):
+                items = list(_counted(given[0]))
+                args = tuple(items if argument is given[0] else argument for argument in args)
+                given[0] = items
+            meter.expect(_size_of_filter(name, given[0], [*given[1:], *options.values()]))
+        return meter.weigh(function(*args, **options))
+
+    return bounded
+
+
+def _expect_operator(meter: _Meter, operator: str, left: Any, right: Any) -> None:
+    if operator == "*":
+        for some, times in ((left, right), (right, left)):
+            if isinstance(times, int) and isinstance(some, str | bytes | list | tuple):
+                meter.expect(len(some) * max(0, times))
+        if isinstance(left, int) and isinstance(right, int):
+            _expect_number(left.bit_length() + right.bit_length())
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int) and right > 0:
+        _expect_number(left.bit_length() * right)
+    elif operator == "%" and isinstance(left, str | bytes):
+        numbers = right if isinstance(right, tuple) else (right,)
+        meter.expect(_padded(left, _PERCENT, numbers))
+
+
+def _expect_number(bits: int) -> None:
+    if bits > _BITS:
+        raise TemplateLimit(f"it made a number of {bits:,} bits")
+
+
+def _largest(given: Sequence[Any]) -> int:
+    return max((abs(one) for one in given if isinstance(one, int)), default=0)
+
+
+def _longest(given: Sequence[Any]) -> int:
+    return max((len(one) for one in given if isinstance(one, str | bytes)), default=0)
+
+
+def _padded(form: Any, widths: tuple[re.Pattern[str], re.Pattern[str]], given: Sequence[Any]) -> int:
+    """The size that a format string may ask for: by widths of its own, or by those among the values."""
+    text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
+    wide, given_widths = widths
+    if wide.search(text) or (given_widths.search(text) and _largest(given) >= 100_000):
+        return CHARACTERS + 1
+    return 0
+
+
+def _total(items: Any) -> int:
+    return sum(len(str(item)) if isinstance(item, str | int | float) else 16 for item in items)
+
+
+def _size_of_method(owner: Any, name: str, given: list[Any]) -> int:
+    """An upper bound, or nearly one, of what a method of a string or number returns."""
+    if isinstance(owner, int):
+        return _largest(given)
+    size = len(owner)
+    if name in ("center", "ljust", "rjust", "zfill"):
+        return size + _largest(given)
+    if name == "expandtabs":
+        return size + size * _largest(given)
+    if name == "replace" and len(given) >= 2 and isinstance(given[0], type(owner)):
+        return size + (owner.count(given[0]) * _longest(given[1:2]))
+    if name == "join" and given:
+        return _total(given[0]) + size * len(given[0])
+    if name == "translate":
+        values = given[0].values() if given and isinstance(given[0], Mapping) else ()
+        return size * max(1, _longest(list(values)))
+    if name in ("format", "format_map"):
+        inner = list(given[0].values()) if given and isinstance(given[0], Mapping) else given
+        return _padded(owner, _BRACES, inner)
+    return 0
+
+
+def _size_of_filter(name: str, value: Any, given: list[Any]) -> int:
+    """The same for a filter. Those that are not named here return about as much as they are given."""
+    size = len(value) if isinstance(value, str | list | tuple | Mapping) else 0
+    if name in ("center", "batch", "slice", "round"):
+        return size + _largest(given) * (8 if name == "round" else 1)
+    if name == "indent" and isinstance(value, str):
+        return size + (value.count("\n") + 1) * max(_largest(given), _longest(given))
+    if name == "wordwrap":
+        return size * (1 + _longest(given))
+    if name == "replace" and isinstance(value, str) and len(given) >= 2:
+        return size + value.count(str(given[0])) * len(str(given[1]))
+    if name == "join":
+        return _total(value) + size * _longest([str(one) for one in given[:1]])
+    if name == "sum" and any(isinstance(one, list | tuple) for one in (*given, *value)):
+        return size * size
+    if name == "format":
+        return _padded(value, _PERCENT, given)
+    return 0
