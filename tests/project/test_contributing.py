@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+import rekindle
+
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -61,7 +63,7 @@ def test_the_changelog_has_this_version() -> None:
     text = (GITHUB / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[?([\w.]+)", text, re.MULTILINE)
     assert versions[0] == "Unreleased"
-    assert PROJECT["version"] in versions
+    assert rekindle.__version__ in versions
     kinds = set(re.findall(r"^### (\w+)", text, re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 

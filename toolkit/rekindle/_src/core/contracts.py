@@ -13,7 +13,7 @@ error and not another way through the code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from rekindle._src.core.records import FinishReason, IntArray, Request, Status, StepPlan, StepResult, TokenEvent
@@ -181,7 +181,7 @@ class DetokenizerLike(Protocol):
 class ChatLike(Protocol):
     """A model's chat template."""
 
-    def render(
+    def prepare(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -189,6 +189,6 @@ class ChatLike(Protocol):
         template: str | None = None,
         continue_final_message: bool = False,
         **variables: Any,
-    ) -> str:
-        """The prompt of a conversation, special tokens included."""
+    ) -> Callable[[], str]:
+        """Check a conversation now; the result renders its prompt, special tokens included, in any thread."""
         ...
