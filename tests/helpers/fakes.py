@@ -146,6 +146,14 @@ class FakeInFlight:
     leaving: tuple[tuple[bytes, KV], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class FakeFigures:
+    steps: int
+    programs: dict[str, int]
+    compilations: int = 0
+    traces: int = 0
+
+
 class FakeRunner:
     """Satisfies `RunnerLike` over host memory; checks every rule that a plan must keep while it runs it."""
 
@@ -164,6 +172,7 @@ class FakeRunner:
         fail_fetch: Callable[[StepPlan], BaseException | None] | None = None,
         gate: threading.Event | None = None,
     ) -> None:
+        self.programs = None  # nothing is compiled
         self.model = model if model is not None else FakeModel()
         self.page_size, self.max_requests = page_size, max_requests
         self.max_tokens_per_step, self.max_prefill_rows = max_tokens_per_step, max_prefill_rows
@@ -204,8 +213,11 @@ class FakeRunner:
     def program(self, plan: StepPlan) -> str:
         return "fake"
 
-    def statistics(self) -> dict[str, int]:
-        return {"steps": len(self.plans), "compilations": 0, "traces": 0}
+    def read_pages(self, pages: Sequence[int]) -> list[tuple[KV, ...]]:
+        return [(self.memory[page][None].copy(),) for page in pages]
+
+    def statistics(self) -> FakeFigures:
+        return FakeFigures(steps=len(self.plans), programs={"fake": len(self.plans)})
 
     def close(self) -> None:
         self.closed = True
@@ -291,6 +303,7 @@ class ByteTokenizer:
 
     vocab_size = EOS + 1
     eos_ids = frozenset({EOS})
+    has_text = True
     bos_id: int | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

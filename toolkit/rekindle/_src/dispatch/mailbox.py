@@ -51,7 +51,7 @@ class OneShot(Generic[T]):
         self._value: T
         self._error: BaseException | None = None
         self.wakeups: list[Wakeup] = []
-        self.filled = False
+        self.filled: bool = False
 
     def put(self, value: T) -> None:
         if not self.filled:
@@ -85,7 +85,7 @@ class Mailbox:
         self.request_ids: list[str] = []  # of the sequences that intake handed on
         self.prompt_ids: IntArray | None = None  # set by intake
         self.abandoned = False  # its caller cancelled; set on the host's loop
-        self.ended = False
+        self.ended: bool = False
         self.failure: OneShot[BaseException] | None = None  # gets the first error, for whoever waits for several
         self.on_sequence_end: Callable[[], object] | None = None  # after each sequence
         self.on_complete: Callable[[Mailbox], object] | None = None  # after all of them

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -111,14 +111,6 @@ class CacheView:
 
     # -- shaping
 
-    def pin(self, prompt: PromptLike) -> int:
-        """As `session.pin`."""
-        return self._session.pin(prompt)
-
-    def unpin(self, prompt: PromptLike) -> int:
-        """As `session.unpin`."""
-        return self._session.unpin(prompt)
-
     def prune(self, *, to: int) -> int:
         """Shrink what host memory holds to `to` bytes, least recently used first; how many pages went."""
         if isinstance(to, bool) or not isinstance(to, int) or to < 0:
@@ -127,12 +119,14 @@ class CacheView:
         return self._ask(lambda: tiers.host.trim(to)) if tiers is not None else 0
 
     def clear(self, *, tier: str | None = None) -> Call[None]:
-        """Await it to forget all pages of a tier ("device", "host" or "disk"), or of all of them.
+        """Await it to forget every cached page, or those of a tier: "device", "host", "disk", or "memory".
 
-        Pages that requests hold, and pinned ones, stay on the device unless everything is cleared.
+        "memory" is device and host together; what is on disk stays. Requests that run keep their pages. Pinned pages
+        stay if the tier is "device", and are forgotten with "memory" and with everything.
         """
-        if tier is not None and tier not in TIERS:
-            raise ConfigError("tier", tier, "is not a tier", f"Use one of {', '.join(map(repr, TIERS))}, or None")
+        if tier is not None and tier not in (*TIERS, "memory"):
+            known = ", ".join(map(repr, (*TIERS, "memory")))
+            raise ConfigError("tier", tier, "is not a tier", f"Use one of {known}, or None")
         return Once(self._clear, tier, name="clear")
 
     def delete(self, name: str) -> bool:
@@ -141,10 +135,6 @@ class CacheView:
         return tiers is not None and tiers.disk is not None and snapshot.delete(tiers.disk.folder, name)
 
     # -- keeping
-
-    def save(self, name: str) -> Call[Any]:
-        """As `session.save`."""
-        return self._session.save(name)
 
     def export_prefix(self, prompt: PromptLike, path: str | Path) -> Call[int]:
         """Await it to write the cached pages of a prompt to a file; gives how many tokens that covers."""
@@ -164,17 +154,16 @@ class CacheView:
             return html.line("cache of a closed session")
         return html.block(self.stats()._repr_html_(), self.tree(limit=50)._repr_html_(), title="Prefix cache")
 
-    def view(self, *, limit: int = 200) -> Any:
-        """The tree, live: fold and unfold it, and type a prompt to see what it would hit."""
-        return self._session.view.tree(limit=limit)
-
     # -- inside
 
     async def _clear(self, tier: str | None) -> None:
+        if tier in (None, "memory"):
+            scheduler = self._session._engine.scheduler
+            await self._session._exclusive(lambda: None, lambda _: scheduler.flush_cache())
+        if self._session._cache_writer.cache is None:
+            return
         cache, tiers = self._parts()
-        if tier is None:
-            await self._session.flush_cache()
-        elif tier == "device":
+        if tier == "device":
             await self._session._exclusive(lambda: None, lambda _: cache.evict(len(cache), read_out=False))
         elif tier == "host" and tiers is not None:
             self._ask(lambda: tiers.host.trim(0))

@@ -35,9 +35,9 @@ class Handle(Call[T]):
     def __init__(
         self, host: Host, session: object, prompt: Prompt, sampling: Sampling, *, scoped: bool = False
     ) -> None:
-        self.id = f"r{next(_ids)}"
-        self.prompt = prompt.text
-        self.sampling = sampling
+        self.id: str = f"r{next(_ids)}"
+        self.prompt: str | None = prompt.text
+        self.sampling: Sampling = sampling
         self._host = host
         self._session = session  # kept open by its handles: a session closes once nothing refers to it
         self._given = prompt
@@ -337,7 +337,7 @@ class Batch(Call[list[T]]):
     """Several prompts' requests; its result is the list of theirs. If one fails, the others are aborted."""
 
     def __init__(self, handles: Sequence[Handle[T]]) -> None:
-        self.handles = list(handles)
+        self.handles: list[Handle[T]] = list(handles)
 
     async def _result(self) -> list[T]:
         failure: OneShot[BaseException] = OneShot()

@@ -106,14 +106,16 @@ class Session(Requests):
         limiter, engine = self._host.limiter, self._engine
 
         def snapshot(dispatch: Any) -> SessionStats:
+            scheduler: Any = engine.scheduler.statistics()
+            runner: Any = engine.runner.statistics()
             return SessionStats(
                 model=engine.model,
                 live=limiter.inside,
                 places=limiter.places,
                 waiting_for_a_place=limiter.waiting,
                 paused=self._pauses > 0,
-                scheduler=engine.scheduler.statistics(),
-                runner=engine.runner.statistics(),
+                scheduler=scheduler,
+                runner=runner,
                 **dispatch.watchdog.figures()._asdict(),
             )
 
@@ -122,11 +124,11 @@ class Session(Requests):
 
     def watch(self) -> Any:
         """A live dashboard: throughput, queue, the batch over time, pages by tier. Show it at the end of a cell."""
-        return self.view.dashboard()
+        return self.view._dashboard()
 
     @property
     def view(self) -> Views:
-        """Live views: `session.view.stream(prompt)`, `session.view.chat()`, …"""
+        """Live views for a notebook: `session.view.stream(prompt)`, `session.view.chat()`, `session.view.tree()`."""
         return Views(self)
 
     def programs(self) -> ProgramReport:
@@ -186,10 +188,6 @@ class Session(Requests):
         if tokens is None:
             tokens = np.asarray(self.tokenizer.encode(prompt), np.int32)
         return wait(self._host.call(lambda dispatch: use(dispatch.engine.scheduler, tokens)))
-
-    def flush_cache(self) -> Call[None]:
-        """Await it to forget every cached page; requests that run keep theirs."""
-        return Once(self._exclusive, lambda: None, lambda _: self._engine.scheduler.flush_cache(), name="flush_cache")
 
     def swap_weights(self, weights: Any) -> Call[None]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.

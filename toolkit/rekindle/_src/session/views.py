@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.session import PromptLike, Session
 
 
-NAMES = ("dashboard", "stream", "chat", "tree")
+NAMES = ("stream", "chat", "tree")
 
 
 class Views:
@@ -21,14 +21,13 @@ class Views:
         self._session = session
 
     def __repr__(self) -> str:
-        return f"<Views of {self._session!r}: dashboard(), stream(prompt), chat(), tree()>"
+        return f"<Views of {self._session!r}: stream(prompt), chat(), tree()>"
 
     def _repr_html_(self) -> str:
         rows = [(f"session.view.{name}", getattr(type(self), name).__doc__) for name in NAMES]
         return html.table(["view", "shows"], rows)
 
-    def dashboard(self) -> Any:
-        """Throughput, queue, the batch over time and pages by tier: as `session.watch()`."""
+    def _dashboard(self) -> Any:
         return self._kinds().Dashboard(self._session)
 
     def stream(self, prompt: PromptLike, **options: Any) -> Any:
@@ -40,7 +39,7 @@ class Views:
         return self._kinds().ChatView(self._session, system=system, **options)
 
     def tree(self, *, limit: int = 200) -> Any:
-        """The prefix cache, to fold and to ask what a prompt would hit: as `session.cache.view()`."""
+        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit."""
         return self._kinds().TreeView(self._session, limit=limit)
 
     def _kinds(self) -> Any:
