@@ -84,8 +84,13 @@ class Once(Call[T]):
         self._started = True
         return await self._function(*self._arguments)
 
+    def throw(self, *error: Any) -> Any:
+        """Raise an exception where it waits; event loops do this."""
+        self._started = True
+        return super().throw(*error)
+
     def close(self) -> None:
-        """End it where it waits; if it was not started, it never will be, and that is meant."""
+        """End it where it waits; if it was not started, it never will be, and nothing warns."""
         self._started = True
         super().close()
 
