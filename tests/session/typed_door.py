@@ -60,7 +60,7 @@ async def mistakes(session: Session) -> None:
     await session.generate("x", temprature=0.8)  # pyright: ignore
     await session.generate("x", temperature="hot")  # pyright: ignore
     rekindle.Sampling(max_token=3)  # pyright: ignore[reportCallIssue]
-    session.stats().runing  # pyright: ignore
+    _ = session.stats().runing  # pyright: ignore
     for _ in session.stream("x"):  # pyright: ignore
         pass
     with rekindle.open("tiny"):  # pyright: ignore
