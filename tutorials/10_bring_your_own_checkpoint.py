@@ -126,7 +126,7 @@ except rekindle.errors.CheckpointError as error:
 # From here on we use the tiny model, since a random one has no opinions that could be spoilt.
 
 # %%
-from rekindle._src.models.loading.checkpoint import load
+from rekindle.models import load
 
 settings = {
     "float32": {"dtype": "float32"},
