@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +25,9 @@ _PREVIEW = 48  # characters
 class CacheView:
     """A session's prefix cache. Its methods answer at once, from any thread, unless they say that they are awaited."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    # Any: the signature of a public class names no private type.
+    def __init__(self, client: Any) -> None:
+        self._client: Client = client
 
     # -- looking
 

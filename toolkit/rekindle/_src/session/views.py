@@ -22,8 +22,10 @@ NAMES = ("stream", "chat", "tree")
 class Views:
     """`session.view`: widgets for a notebook that show what the session does while it does it."""
 
-    def __init__(self, client: Client, session: SessionLike) -> None:
-        self._client, self._session = client, session
+    # Any: the signature of a public class names no private type.
+    def __init__(self, client: Any, session: Any) -> None:
+        self._client: Client = client
+        self._session: SessionLike = session
 
     def __repr__(self) -> str:
         return f"<Views of {self._session!r}: stream(prompt), chat(), tree()>"
