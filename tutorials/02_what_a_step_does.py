@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 
 import rekindle
 from rekindle import tiny
-from rekindle._src.models.loading.checkpoint import load
+from rekindle.models import Tokenizer, load
 
 plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
@@ -86,8 +86,6 @@ def forward(weights, tokens, positions, remember):
 # with one more token.
 
 # %%
-from rekindle._src.text.tokenizer import Tokenizer
-
 tokenizer = Tokenizer.load(tiny.folder())
 prompt = tokenizer.encode("Once upon a time")
 

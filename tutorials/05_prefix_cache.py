@@ -79,7 +79,7 @@ print(again.usage)
 # tree, which are its pages.
 
 # %%
-await session.flush_cache()
+await session.cache.clear()
 words = session.tokenizer.encode(story)  # prompts may be token ids
 base, one, two, three = words[: 2 * PAGE], *(words[at * PAGE : (at + 1) * PAGE] for at in (2, 3, 4))
 left, right = [*base, *one], [*base, *two]
@@ -90,11 +90,11 @@ for ids in (base, left, right, [*left, *three]):
     )
 
 # %% [markdown]
-# `session.cache.view()` draws the tree: runs of pages without a branch, the tier that holds them, and how often they were
+# `session.view.tree()` draws the tree: runs of pages without a branch, the tier that holds them, and how often they were
 # visited. While the kernel lives you can fold it, and type a prompt to see what it would hit. `explain` says that in words.
 
 # %%
-session.cache.view()
+session.view.tree()
 
 # %%
 session.cache.explain([*left, *three, 1])
@@ -162,8 +162,9 @@ print(first.usage.cached_tokens, "and", second.usage.cached_tokens, "tokens from
 # ## Keeping and forgetting
 #
 # When pages run short, those that were not used for the longest time leave. `pin` keeps a prompt's pages for as long as you
-# like; `flush_cache` forgets all of them (requests that run keep theirs). To see a page leave, take a session that has room for
-# 63 pages and nowhere to put what leaves: one story is pinned, another one is not, and then come 90 pages of other prompts.
+# like; `session.cache.clear()` forgets all of them (requests that run keep theirs). To see a page leave, take a session that has
+# room for 63 pages and nowhere to put what leaves: one story is pinned, another one is not, and then come 90 pages of other
+# prompts.
 
 # %%
 await session.aclose()

@@ -127,7 +127,7 @@ except rekindle.errors.CheckpointError as error:
 # use the tiny model, since a random one has no predictions that quantising could spoil.
 
 # %%
-from rekindle._src.models.loading.checkpoint import load
+from rekindle.models import load
 
 settings = {
     "float32": {"dtype": "float32"},

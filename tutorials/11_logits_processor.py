@@ -14,7 +14,7 @@ import numpy as np
 
 import rekindle
 from rekindle import LogitsProcessor, tiny
-from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.models import Tokenizer
 
 tokenizer = Tokenizer.load(tiny.folder())
 

@@ -25,7 +25,8 @@ from typing import NamedTuple
 import anyio
 import numpy as np
 
-from rekindle._src.core.config import EngineConfig, Sampling
+# Names below `rekindle._src` are private: they may change from one version to the next.
+from rekindle import EngineConfig, Sampling
 from rekindle._src.core.records import Request, RowResult, StepPlan, StepResult
 from rekindle._src.kvcache import PagePool, PrefixCache
 from rekindle._src.scheduling.scheduler import Limits, Scheduler

@@ -21,7 +21,7 @@ from playwright.sync_api import sync_playwright
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 CELLS = {
     "": 'import rekindle\nsession = await rekindle.open("tiny", max_requests=8, page_size=16)\n'
-    'ready = await session.generate("Once", max_tokens=4, logprobs=4)\nawait session.flush_cache()\nprint("ready")',
+    'ready = await session.generate("Once", max_tokens=4, logprobs=4)\nawait session.cache.clear()\nprint("ready")',
     "completion": 'await session.generate("Once upon a time", max_tokens=60, temperature=0.9, seed=3, logprobs=4)',
     "dashboard": "session.watch()",
     "work": """import anyio, random
@@ -35,10 +35,10 @@ async with anyio.create_task_group() as group:
     for index in range(28):
         group.start_soon(ask, index)
 print("done")""",
-    "tree": """await session.flush_cache()
+    "tree": """await session.cache.clear()
 for rest in ("Tom the fox was his friend, and they", "Anna knew him.", "Tom the fox was hungry, so he went to the river"):
     await session.generate(story * 2 + rest, max_tokens=40, seed=1)
-session.cache.view()""",
+session.view.tree()""",
     "chat": 'chat = session.view.chat(max_tokens=40)\nchat.send("Who are you?")\nchat._handle.result_sync()\n'
     'chat.send("Tell me a story about a cat.")\nchat._handle.result_sync()\nchat',
 }

@@ -115,7 +115,7 @@ async def arm(session: Any, waves: int, views: Views | None, number: int) -> dic
 
 async def load(session: Any, waves: int, views: Views | None, seed: int) -> tuple[float, int]:
     prompts = Prompts(2000, seed)  # the same for both arms of a round
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     inputs = [prompts(length) for length in prompts.lengths(32, 256, REQUESTS * waves)]
     lengths = prompts.lengths(32, 96, REQUESTS * waves)
     start = time.perf_counter()

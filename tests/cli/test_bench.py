@@ -121,10 +121,10 @@ async def test_a_prompt_is_no_longer_than_the_context_allows(context: int, lengt
         asked.append(len(prompt))
         return SimpleNamespace(timings=SimpleNamespace(first_token=0.5))
 
-    async def flush_cache() -> None: ...
+    async def clear(*, tier: str) -> None: ...
 
     config = SimpleNamespace(max_model_len=context)
-    session: Any = SimpleNamespace(config=config, generate=generate, flush_cache=flush_cache)
+    session: Any = SimpleNamespace(config=config, generate=generate, cache=SimpleNamespace(clear=clear))
     figures = await workloads.prefill(session, workloads.Prompts(100))
     assert asked == [length] and figures == {"prefill_tok_s": 2 * length}
 

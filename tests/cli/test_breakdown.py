@@ -72,7 +72,7 @@ def test_the_middle_half_is_taken_by_the_whole_step() -> None:
 
 async def _few(session: Any, prompts: Prompts) -> None:
     """Steps of every kind: prompts that are longer than a step, one of which arrives while another is decoded."""
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     await session.generate([prompts(70), prompts(150)], max_tokens=4, ignore_eos=True)
 
 

@@ -24,7 +24,7 @@ CELLS = (
     "dashboard = session.watch()\ndashboard",
     'view = session.view.stream("Once upon a time", max_tokens=1000, ignore_eos=True, temperature=1.0)\nview',
     'print("status:", view.handle.status, session.stats().running)',
-    'await session.generate("Once upon a time, " * 40, max_tokens=2)\nsession.cache.view()',
+    'await session.generate("Once upon a time, " * 40, max_tokens=2)\nsession.view.tree()',
     "chat = session.view.chat(max_tokens=24, ignore_eos=True)\nchat",
     'print("said:", len(chat.answer_ids), chat.messages)',
     "await session.aclose()\nfor each in (dashboard, chat):\n    each.join(10)\nprint('closed')",

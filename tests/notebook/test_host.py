@@ -172,7 +172,7 @@ def test_who_types_keeps_the_focus_when_controls_change(page: Any, theme: str) -
 def test_the_tree_and_the_dashboard(page: Any, theme: str) -> None:
     with opened() as session:
         session.generate_sync("hello " * 20, max_tokens=2)
-        view = session.cache.view()
+        view = session.view.tree()
         hosted = Hosted(page, view, shadow=theme == "dark")
         hosted.first.get_by_placeholder("What would this prompt hit?").fill("hello " * 9)
         hosted.until(lambda: "prompt tokens are cached" in hosted.first.inner_text(), "it answers")

@@ -26,7 +26,7 @@ SHOW = {
     "dashboard": "view = session.watch(); view",
     "stream": "view = session.view.stream('hello', max_tokens=20); view",
     "chat": "view = session.view.chat(max_tokens=20); view.send('hello'); view",
-    "tree": "await session.generate('hello ' * 20, max_tokens=2); view = session.cache.view(); view",
+    "tree": "await session.generate('hello ' * 20, max_tokens=2); view = session.view.tree(); view",
 }
 WORDS = {"dashboard": "Session over fake", "stream": "ended by length", "chat": "assistant", "tree": "Prefix cache"}
 

@@ -306,7 +306,7 @@ def test_the_tree_folds_and_answers(tmp_path: object) -> None:
         base = list(range(10, 26))
         for tail in (3, 4):
             session.generate_sync([*base, *[tail] * 9], max_tokens=1)
-        view = session.cache.view()
+        view = session.view.tree()
         made = view.picture
         assert made.count("<details") == made.count("</details>") == 1
         assert made.count("<code") == 3

@@ -39,7 +39,7 @@ def session(cache_dir: Path) -> Iterator[Session]:
 
 @pytest.mark.anyio
 async def test_generation_is_reproducible_and_hits_the_cache(session: Session) -> None:
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     cold = await session.generate(PROMPT, max_tokens=12)
     warm = await session.generate(PROMPT, max_tokens=12)
     assert cold.usage.cached_tokens == 0 and warm.usage.cached_tokens == 32

@@ -55,9 +55,9 @@ async def test_closed_sessions_refuse(session: Session) -> None:
     for use in (other.stats, lambda: other.generate("x"), lambda: other.submit("x"), other.paused().__enter__):
         with pytest.raises(SessionClosed, match="Open another one"):
             use()
-    for view in ("dashboard", "chat", "tree"):
+    for view in (other.watch, other.view.chat, other.view.tree):
         with pytest.raises(SessionClosed, match="Open another one"):
-            getattr(other.view, view)()
+            view()
     assert other.closed and "closed" in repr(other)
 
 

@@ -128,12 +128,12 @@ def test_what_was_computed_outlives_a_killed_process(tmp_path: Path) -> None:
 def test_pinned_prefixes_stay_through_pressure(tmp_path: Path) -> None:
     with opened(tmp_path, host_memory=0, disk_memory=0) as session:
         ask(session, 0)
-        assert session.cache.pin(prompt(0)) == 64
+        assert session.pin(prompt(0)) == 64
         for index in (1, 2, 3, 4):
             ask(session, index)
         assert ask(session, 0) == 64
         assert any(node.pinned for node in session.cache.tree().nodes)
-        assert session.cache.unpin(prompt(0)) == 64
+        assert session.unpin(prompt(0)) == 64
         with pytest.raises(ConfigError, match="disk_memory"):
             session.save("mine").result_sync()
         session.check_integrity()

@@ -1,6 +1,10 @@
 """Async LLM inference for JAX notebooks; a restarted kernel finds its programs and its cache again.
 
-Names load their modules at first use, so that importing rekindle costs little beside jax.
+    session = await rekindle.open("tiny")
+    done = await session.generate("Once upon a time", max_tokens=64)
+
+What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.tiny` and the package
+`rekindle_kernels`. Names load their modules at first use, so that importing rekindle costs little beside jax.
 """
 
 from __future__ import annotations
@@ -10,51 +14,150 @@ from typing import TYPE_CHECKING
 
 from rekindle._src.core.config import EngineConfig, Sampling
 from rekindle._src.core.version import VERSION
+from rekindle.errors import (
+    CheckpointError,
+    CompileError,
+    ConfigError,
+    InvalidRequest,
+    MissingExtra,
+    OutOfMemory,
+    OutOfPages,
+    PromptTooLong,
+    QueueFull,
+    RekindleError,
+    RequestAborted,
+    RequestFailed,
+    SessionClosed,
+    SessionForked,
+    SnapshotRefused,
+    StepFailed,
+    StoreError,
+    UnsupportedModel,
+)
 
 if TYPE_CHECKING:
-    from rekindle._src.core.records import Completion, FinishReason, TextDelta
-    from rekindle._src.programs.processors import LogitsProcessor
-    from rekindle._src.session.handle import Handle
-    from rekindle._src.session.opening import open, open_sync
+    from rekindle import errors, models, tiny
+    from rekindle._src.core.options import OpenOptions, SamplingOptions
+    from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
+    from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
+    from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
+    from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
+    from rekindle._src.session.cache_view import CacheView
+    from rekindle._src.session.cache_writer import SaveReport
+    from rekindle._src.session.call import Call
+    from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
+    from rekindle._src.session.opening import Opening, open, open_sync
+    from rekindle._src.session.prompts import PromptLike
     from rekindle._src.session.session import Session
-    from rekindle._src.session.stats import SessionStats, StepReport
+    from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
 
 _LAZY = {
+    "Batch": "rekindle._src.session.handle",
+    "CacheStats": "rekindle._src.session.cache_report",
+    "CacheTree": "rekindle._src.session.cache_report",
+    "CacheView": "rekindle._src.session.cache_view",
+    "Call": "rekindle._src.session.call",
     "Completion": "rekindle._src.core.records",
+    "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
     "Handle": "rekindle._src.session.handle",
+    "LogitsContext": "rekindle._src.programs.processors",
     "LogitsProcessor": "rekindle._src.programs.processors",
+    "NodeView": "rekindle._src.session.cache_report",
+    "OpenOptions": "rekindle._src.core.options",
+    "Opening": "rekindle._src.session.opening",
+    "PrefixExplanation": "rekindle._src.session.cache_report",
+    "ProgramReport": "rekindle._src.session.stats",
+    "PromptLike": "rekindle._src.session.prompts",
+    "RowReport": "rekindle._src.session.stats",
+    "SamplingOptions": "rekindle._src.core.options",
+    "SaveReport": "rekindle._src.session.cache_writer",
     "Session": "rekindle._src.session.session",
     "SessionStats": "rekindle._src.session.stats",
+    "SnapshotInfo": "rekindle._src.kvcache.persist.snapshot",
+    "Status": "rekindle._src.core.records",
     "StepReport": "rekindle._src.session.stats",
+    "Stream": "rekindle._src.session.handle",
+    "SyncStream": "rekindle._src.session.handle",
     "TextDelta": "rekindle._src.core.records",
+    "Timings": "rekindle._src.core.records",
+    "TokenLogprobs": "rekindle._src.core.records",
+    "Usage": "rekindle._src.core.records",
     "open": "rekindle._src.session.opening",
     "open_sync": "rekindle._src.session.opening",
 }
+_MODULES = ("errors", "models", "tiny")
 
 __version__ = VERSION
 __all__ = [
+    "Batch",
+    "CacheStats",
+    "CacheTree",
+    "CacheView",
+    "Call",
+    "CheckpointError",
+    "CompileError",
     "Completion",
+    "ConfigError",
     "EngineConfig",
+    "Explanation",
     "FinishReason",
     "Handle",
+    "InvalidRequest",
+    "LogitsContext",
     "LogitsProcessor",
+    "MissingExtra",
+    "NodeView",
+    "OpenOptions",
+    "Opening",
+    "OutOfMemory",
+    "OutOfPages",
+    "PrefixExplanation",
+    "ProgramReport",
+    "PromptLike",
+    "PromptTooLong",
+    "QueueFull",
+    "RekindleError",
+    "RequestAborted",
+    "RequestFailed",
+    "RowReport",
     "Sampling",
+    "SamplingOptions",
+    "SaveReport",
     "Session",
+    "SessionClosed",
+    "SessionForked",
     "SessionStats",
+    "SnapshotInfo",
+    "SnapshotRefused",
+    "Status",
+    "StepFailed",
     "StepReport",
+    "StoreError",
+    "Stream",
+    "SyncStream",
     "TextDelta",
+    "Timings",
+    "TokenLogprobs",
+    "UnsupportedModel",
+    "Usage",
     "__version__",
+    "errors",
+    "models",
     "open",
     "open_sync",
+    "tiny",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"rekindle.{name}")
     raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return [*__all__]

@@ -1,4 +1,4 @@
-"""Every error that rekindle raises on purpose.
+"""Every error that rekindle raises on purpose; all of them are names of `rekindle`, too.
 
     RekindleError
     ├── ConfigError(ValueError)            an option of open() is wrong or unknown
@@ -19,7 +19,7 @@
     │   └── SnapshotRefused                it belongs to other weights, dtype, page size or version
     └── MissingExtra(ImportError)          an optional dependency is not installed
 
-A message says what happened, the numbers, and one fix.
+A message says what happened, with numbers, and one fix.
 """
 
 from __future__ import annotations
@@ -30,11 +30,17 @@ class RekindleError(Exception):
 
 
 class _FieldError(RekindleError, ValueError):
-    """An argument is wrong: which one, what it was, and what to do instead."""
+    """An argument is wrong: `field` names it, `value` is what was given, `problem` and `fix` say why and what to do."""
 
     def __init__(self, field: str, value: object, problem: str, fix: str) -> None:
-        self.field, self.value, self.problem, self.fix = field, value, problem, fix
-        shown = repr(value)
+        self.field: str = field
+        self.value: object = value
+        self.problem: str = problem
+        self.fix: str = fix
+        try:
+            shown = repr(value)
+        except Exception:  # an int of more than 4,300 digits, or an object that can't show itself
+            shown = f"<{type(value).__name__}>"
         if len(shown) > 120:
             shown = shown[:117] + "..."
         super().__init__(f"{field}={shown}: {problem}. {fix}")
@@ -60,11 +66,11 @@ class QueueFull(RekindleError):
 
 
 class RequestAborted(RekindleError):
-    """The request was cancelled before it finished; what it had produced is on its handle."""
+    """The request was cancelled before it finished; its handle keeps what it had produced."""
 
 
 class RequestFailed(RekindleError):
-    """The request could not be finished; the session lives on."""
+    """The request could not be finished; the session goes on."""
 
 
 class StepFailed(RequestFailed):
@@ -111,7 +117,8 @@ class MissingExtra(RekindleError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        self.package, self.extra = package, extra
+        self.package: str = package
+        self.extra: str = extra
         super().__init__(f"{package} is not installed; run: pip install 'rekindle[{extra}]'")
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -55,7 +55,7 @@ class Rekindle:
         return Answer(time.perf_counter() - start, times, ids)
 
     def forget(self) -> None:
-        self._session.flush_cache().result_sync()
+        self._session.cache.clear(tier="memory").result_sync()
 
     def close(self) -> None:
         self._session.close()

@@ -111,7 +111,7 @@ class Noting:
 
 async def full_prefills(session: Session, prompts: workloads.Prompts) -> None:
     """W2 with prompts that wait for each other, so that one step follows the next."""
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     await session.generate([prompts(1024) for _ in range(8)], max_tokens=1, ignore_eos=True)
 
 

@@ -59,7 +59,7 @@ class Idleness:
 
 async def single_stream(session: Session, prompts: Prompts) -> Figures:
     """W1."""
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     device = Idleness(session)
     done = await session.generate(prompts(128), max_tokens=128, ignore_eos=True)
     idle = device.share
@@ -72,7 +72,7 @@ async def single_stream(session: Session, prompts: Prompts) -> Figures:
 
 async def prefill(session: Session, prompts: Prompts) -> Figures:
     """W2."""
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     length = _beside(session, 1, SHARED)
     done = await session.generate(prompts(length), max_tokens=1, ignore_eos=True)
     return {"prefill_tok_s": length / done.timings.first_token}
@@ -80,7 +80,7 @@ async def prefill(session: Session, prompts: Prompts) -> Figures:
 
 async def batch(session: Session, prompts: Prompts) -> Figures:
     """W3."""
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     inputs = [prompts(length) for length in prompts.lengths(32, 256, 32)]
     device = Idleness(session)
     return {**await together(session, inputs, prompts.lengths(32, 96, 32)), "idle_share": device.share}
@@ -89,9 +89,9 @@ async def batch(session: Session, prompts: Prompts) -> Figures:
 async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
     """W4: all at once on a cold cache, then again with the prefix sent first, which is counted."""
     prefix = prompts(_beside(session, 32 + 32, SHARED))
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     cold = await together(session, [prefix + prompts(32) for _ in range(16)], [32] * 16)
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     start = time.perf_counter()
     await session.generate(prefix, max_tokens=1, ignore_eos=True)
     primed = await together(session, [prefix + prompts(32) for _ in range(16)], [32] * 16)
@@ -110,19 +110,19 @@ def _beside(session: Session, others: int, wanted: int) -> int:
 
 async def long_context(session: Session, prompts: Prompts) -> Figures:
     """W6."""
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     done = await session.generate(prompts(LONG), max_tokens=64, ignore_eos=True)
     return {"prefill_tok_s": LONG / done.timings.first_token, "decode_tok_s": done.timings.decode_rate(64)}
 
 
 async def arrivals(session: Session, prompts: Prompts) -> Figures:
     """W7: requests of 128 + 64 tokens at 50, 80 and 95 % of the capacity that a closed batch of them shows."""
-    await session.flush_cache()
+    await session.cache.clear(tier="memory")
     count = 48
     closed = await together(session, [prompts(128) for _ in range(count)], [64] * count)
     figures: Figures = {"capacity_req_s": count / closed["wall_s"]}
     for share in (50, 80, 95):
-        await session.flush_cache()
+        await session.cache.clear(tier="memory")
         waits = prompts.waits(closed["wall_s"] / count / (share / 100), count)
         open_ = await together(session, [prompts(128) for _ in range(count)], [64] * count, waits, prompts(4 * SHARED))
         figures |= {f"{name}_at_{share}": open_[name] for name in ("ttft_p99_ms", "gap_p99_ms")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -9,57 +10,103 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
-from rekindle._src.core import html
+from rekindle._src.core import foreign_names, html
+from rekindle._src.core.options import DType, KVDType, Policy, Precompile, Quantize
 from rekindle.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.options import OpenOptions, SamplingOptions
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    """The fields for which `None` is no value of its own, with what it stands for."""
+    found = []
+    for field in dataclasses.fields(kind):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if default is not None:
+            found.append((field.name, default))
+    return tuple(found)
+
+
+def _advice(name: str, known: Iterable[str], foreign: Mapping[str, foreign_names.Hint], elsewhere: str) -> str:
+    """What to write instead of an option that is not known; `elsewhere` says where it belongs, if it is one of ours."""
+    if name in foreign:
+        return foreign[name].fix
+    if elsewhere:
+        return elsewhere
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else f"Known are: {', '.join(sorted(known))}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Sampling(html.Record):
-    """How one request chooses its tokens.
+    """How one request chooses its tokens. Greedy by default; `None` for an option means its default.
 
-    The logits of a position pass, in this order: `logit_bias`, repetition, presence and frequency penalties, the
-    `min_tokens` mask, `temperature`, `top_k`, `top_p`, `min_p`. The defaults are greedy.
+    The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
+    penalties, the `min_tokens` mask, `temperature`, `top_k`, `top_p`, `min_p`.
+
+    Options:
+        max_tokens (256): new tokens at most.
+        min_tokens (0): new tokens before the end of sequence or a stop token may come.
+        temperature (0.0): 0 is greedy; 1 draws from the model's own distribution.
+        top_k (0): draw from the k most likely tokens only; 0 is off.
+        top_p (1.0): draw from the most likely tokens that have this probability together; 1 is off.
+        min_p (0.0): draw from tokens at least this share as likely as the most likely one; 0 is off.
+        repetition_penalty (1.0): divides the logits of tokens in prompt and output, as in transformers; 1 is off.
+        presence_penalty (0.0): taken off the logits of tokens in the output, as in OpenAI's API; -2 to 2.
+        frequency_penalty (0.0): the same, for each time that the token occurred; -2 to 2.
+        logit_bias ({}): added to the logits of these token ids; at most 300.
+        seed (None): makes the draws repeatable; None draws one, which the completion reports.
+        n (1): completions of the same prompt. Above 1 the result is a list.
+        stop (()): strings that end the text, which they are not part of; one, or several.
+        stop_token_ids (()): token ids that end it; at most 16.
+        ignore_eos (False): go on after the model's own end of sequence.
+        logprobs (None): log-probabilities of the output, with the k most likely tokens; True means 1; at most 20.
+        prompt_logprobs (None): the same of the prompt's tokens.
+        priority (0): larger runs first in a session with policy="priority".
+        processors (()): names of `LogitsProcessor`s that were given to `open()`.
     """
 
     max_tokens: int = 256
     min_tokens: int = 0
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 is off
+    temperature: float = 0.0
+    top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output, as in transformers
-    presence_penalty: float = 0.0  # over the output, as in OpenAI's API and vLLM
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    seed: int | None = None  # None draws one, which the completion reports
+    seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # k most likely tokens beside the chosen one; True means 1
+    logprobs: int | None = None
     prompt_logprobs: int | None = None
-    priority: int = 0  # larger runs first under policy="priority"
-    processors: tuple[str, ...] = ()  # names of LogitsProcessors given to open(); they see the logits first
+    priority: int = 0
+    processors: tuple[str, ...] = ()
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *, n: int | None = None, **options: Unpack[SamplingOptions]) -> None: ...
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if isinstance(self.stop, str):
-            put(self, "stop", (self.stop,))
-        put(self, "stop", tuple(self.stop))
-        put(self, "stop_token_ids", tuple(self.stop_token_ids))
-        put(self, "processors", (self.processors,) if isinstance(self.processors, str) else tuple(self.processors))
-        put(self, "logit_bias", dict(self.logit_bias))
+        for name, default in _SAMPLING_DEFAULTS:
+            if getattr(self, name) is None:
+                put(self, name, default)
+        for name, wanted in _LISTS:
+            put(self, name, self._several(name, wanted))
+        put(self, "logit_bias", self._biases())
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if isinstance(value, bool):
@@ -95,33 +142,66 @@ class Sampling(html.Record):
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest("stop", self.stop, "holds something other than non-empty strings", "Remove it")
+        for text in self.processors:
+            if not isinstance(text, str):
+                raise InvalidRequest(
+                    "processors", text, "is not a processor's name", "Give processors to open() and name them here"
+                )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
                 "stop_token_ids", self.stop_token_ids, f"has more than {MAX_STOP_TOKEN_IDS} ids", "Use fewer"
             )
-        for token in (*self.stop_token_ids, *self.logit_bias):
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                field = "logit_bias" if token in self.logit_bias else "stop_token_ids"
-                raise InvalidRequest(field, token, "is not a token id", "Use whole numbers from 0")
+        for token in self.stop_token_ids:
+            _check_token("stop_token_ids", token)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 "logit_bias", f"{len(self.logit_bias)} entries", f"is over {MAX_LOGIT_BIAS}", "Bias fewer tokens"
             )
         for token, bias in self.logit_bias.items():
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
+            _check_token("logit_bias", token)
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or abs(bias) > 1e30 or math.isnan(bias):
+                if isinstance(bias, float) and math.isinf(bias):
+                    continue
                 raise InvalidRequest("logit_bias", {token: bias}, "is not a number", "Use a float, or ±inf")
+
+    # Any object may arrive here, so that conversions may raise anything.
+
+    def _several(self, name: str, wanted: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if isinstance(value, str) and name != "stop_token_ids":
+            return (value,)
+        if not isinstance(value, (str, bytes, Mapping)):
+            with contextlib.suppress(Exception):
+                return tuple(value)
+        raise InvalidRequest(name, value, f"is not a list of {wanted}", f"Pass a list of {wanted}, or leave it out")
+
+    def _biases(self) -> dict[int, float]:
+        try:
+            return dict(self.logit_bias)
+        except Exception:
+            raise InvalidRequest(
+                "logit_bias", self.logit_bias, "does not map token ids to numbers", "Pass a dict such as {464: -100.0}"
+            ) from None
 
     def _whole(self, name: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise InvalidRequest(name, value, "must be a whole number", "Pass an int")
-        object.__setattr__(self, name, value.__index__())
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            whole = value.__index__()
+        except Exception:
+            raise InvalidRequest(name, value, "must be a whole number", "Pass an int") from None
+        object.__setattr__(self, name, whole)
 
     def _number(self, name: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+        number = math.nan
+        if not isinstance(value, (bool, str)):
+            with contextlib.suppress(Exception):
+                number = float(value)
+        if not math.isfinite(number):
             raise InvalidRequest(name, value, "must be a finite number", "Pass a float")
-        object.__setattr__(self, name, float(value))
+        object.__setattr__(self, name, number)
 
     def _within(self, name: str, low: float, high: float | None) -> None:
         value = getattr(self, name)
@@ -132,99 +212,166 @@ class Sampling(html.Record):
 
     @classmethod
     def of(cls, base: Sampling | None, options: Mapping[str, Any]) -> Sampling:
-        """`base` with keyword options on top; an unknown option raises and names the nearest known one."""
+        """`base` with keyword options on top; an unknown option raises and names the one that was meant."""
+        known = cls.__dataclass_fields__
         for name in options:
-            if name not in cls.__dataclass_fields__:
-                raise InvalidRequest(
-                    name, options[name], "is not a sampling option", _suggest(name, cls.__dataclass_fields__)
-                )
+            if name not in known:
+                elsewhere = f"Pass it to open(): open(…, {name}=…)" if name in EngineConfig.__dataclass_fields__ else ""
+                fix = _advice(name, known, foreign_names.SAMPLING, elsewhere)
+                raise InvalidRequest(name, options[name], "is not a sampling option", fix)
+        if base is not None and not isinstance(base, Sampling):
+            raise InvalidRequest("sampling", base, "is not a Sampling", "Pass rekindle.Sampling(…), or only keywords")
         return dataclasses.replace(base if base is not None else cls(), **options)
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
     @property
     def penalised(self) -> bool:
+        """Whether any of the three penalties is on."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
+def _check_token(field: str, token: object) -> None:
+    if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        raise InvalidRequest(field, token, "is not a token id", "Use whole numbers from 0")
+
+
+_SAMPLING_DEFAULTS = _defaults(Sampling)
+_LISTS = (("stop", "strings"), ("stop_token_ids", "token ids"), ("processors", "names"))
 _FLOATS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 
-Policy = Literal["fcfs", "priority", "lpm", "dfs-weight", "lof", "random"]
-POLICIES: tuple[str, ...] = ("fcfs", "priority", "lpm", "dfs-weight", "lof", "random")
-DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
-QUANTIZE: tuple[str | None, ...] = (None, "int8", "int8-weight")
-PRECOMPILE: tuple[str, ...] = ("auto", "all", "lazy", "background")
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+DTYPES: tuple[DType, ...] = get_args(DType)
+QUANTIZE: tuple[Quantize | None, ...] = (None, *get_args(Quantize))
+PRECOMPILE: tuple[Precompile, ...] = get_args(Precompile)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EngineConfig(html.Record):
-    """Everything `open()` takes beside the model. `None` and "auto" are resolved once, when the session opens."""
+    """How a session runs: the keyword options of `open()`. `None` for an option means its default.
 
-    dtype: str = "auto"  # weights: the checkpoint's on GPU and TPU, bfloat16 on CPU
-    kv_dtype: str = "auto"  # pages: follows dtype
-    quantize: str | None = None
-    max_requests: int = 16  # sequences that run at once
-    max_tokens_per_step: int = 512  # budget that decode rows and prefill chunks share
-    max_model_len: int | None = None  # None: the model's own, at most 4096
-    page_size: int | None = None  # tokens per KV page; None: what the platform's kernels like
-    device_pages: int | None = None  # None: from device_memory
-    device_memory: int | None = None  # bytes for KV pages; None: a tenth of RAM on CPU, what is free on GPU and TPU
-    host_memory: int = 1 << 30  # bytes of host memory for pages that left the device; 0 turns the tier off
-    disk_memory: int = 4 << 30  # bytes of disk for pages and snapshots; 0 turns the tier off
-    cache_dir: str | None = None  # None: $REKINDLE_CACHE, else the user's cache folder
-    restore: str | None = None  # a snapshot's name, or "auto"
+    What is "auto" or None here is resolved once, when the session opens; `session.config` has the result.
+
+    Options:
+        dtype ("auto"): of the weights; "auto" is the checkpoint's on GPU and TPU, bfloat16 on CPU.
+        kv_dtype ("auto"): of cached keys and values; "auto" follows dtype.
+        quantize (None): "int8" for weights and activations, "int8-weight" for weights alone.
+        max_requests (16): sequences that run at once.
+        max_tokens_per_step (512): what decoding and prefill chunks share in one step.
+        max_model_len (None): tokens of prompt and completion together; None is the model's own, at most 4096.
+        page_size (None): tokens per KV page, a power of two; None is what the platform's kernels like.
+        device_pages (None): KV pages on the device; None follows device_memory.
+        device_memory (None): bytes for KV pages; None is a tenth of RAM on CPU, what is free on GPU and TPU.
+        host_memory (1 GiB): bytes of host memory for pages that left the device; 0 turns the tier off.
+        disk_memory (4 GiB): bytes of disk for pages and snapshots; 0 turns the tier off.
+        cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache.
+        restore (None): name of a snapshot to restore, or "auto" for what the last session left.
+        policy ("fcfs"): who runs next: "fcfs", "priority", "lpm", "dfs-weight", "lof" or "random".
+        precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
+        max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
+        prefix_cache (True): share the pages of equal beginnings of prompts.
+        prompt_lookup (0): tokens that a request may draft from its own text, checked beside the next one; 0 is off.
+        kernels (None): a rekindle_kernels implementation; None picks the first that fits.
+        seed (None): seeds the draw of per-request seeds and policy="random".
+        log_every (0): steps between two log lines; 0 is quiet.
+        step_timeout (60.0): seconds after which a step is reported as slow.
+        quiet (False): no progress bars.
+    """
+
+    dtype: DType = "auto"
+    kv_dtype: KVDType = "auto"
+    quantize: Quantize | None = None
+    max_requests: int = 16
+    max_tokens_per_step: int = 512
+    max_model_len: int | None = None
+    page_size: int | None = None
+    device_pages: int | None = None
+    device_memory: int | None = None
+    host_memory: int = 1 << 30
+    disk_memory: int = 4 << 30
+    cache_dir: str | None = None
+    restore: str | None = None
     policy: Policy = "fcfs"
-    precompile: str = "auto"  # "background" in notebooks, else "lazy"
-    max_queue: int = 1024  # requests that wait; submit() waits beyond, or raises QueueFull
+    precompile: Precompile = "auto"
+    max_queue: int = 1024
     prefix_cache: bool = True
-    prompt_lookup: int = 0  # tokens that a request may guess from its own text, checked beside the next one; 0 is off
-    kernels: str | None = None  # a rekindle_kernels implementation; None picks the first that fits
-    seed: int | None = None  # seeds the draw of per-request seeds and policy="random"
-    log_every: int = 0  # steps between two log lines; 0 is quiet
-    step_timeout: float = 60.0  # seconds after which a step is reported as slow
+    prompt_lookup: int = 0
+    kernels: str | None = None
+    seed: int | None = None
+    log_every: int = 0
+    step_timeout: float = 60.0
     quiet: bool = False
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[OpenOptions]) -> None: ...
+
     def __post_init__(self) -> None:
+        put = object.__setattr__
+        for name, default in _ENGINE_DEFAULTS:
+            if getattr(self, name) is None:
+                put(self, name, default)
         for name, low in _WHOLE:
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise ConfigError(name, value, "must be a whole number", "Pass an int")
-            if value < low:
+            try:
+                if isinstance(value, bool):
+                    raise TypeError
+                whole = value.__index__()
+            except Exception:
+                raise ConfigError(name, value, "must be a whole number", "Pass an int") from None
+            if whole < low:
                 raise ConfigError(name, value, f"must be at least {low}", "Raise it")
-        for name, known in (
-            ("dtype", DTYPES),
-            ("kv_dtype", (*DTYPES, "int8")),
-            ("quantize", QUANTIZE),
-            ("policy", POLICIES),
-            ("precompile", PRECOMPILE),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    name, getattr(self, name), "is not known", f"Use one of {', '.join(map(repr, known))}"
-                )
+            put(self, name, whole)
+        for name, known in _CHOICES:
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, str)) or value not in known:
+                raise ConfigError(name, value, "is not known", f"Use one of {', '.join(map(repr, known))}")
         for name in ("prefix_cache", "quiet"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "is neither True nor False", "Pass one of them")
+        for name in ("cache_dir", "restore", "kernels"):
+            value = getattr(self, name)
+            if name == "cache_dir" and isinstance(value, os.PathLike):
+                value = os.fspath(value)
+                put(self, name, value)
+            if not (value is None or isinstance(value, str)):
+                raise ConfigError(name, value, "is not text", "Pass a str" + " or a Path" * (name == "cache_dir"))
+        if isinstance(self.step_timeout, bool) or not isinstance(self.step_timeout, (int, float)):
+            raise ConfigError("step_timeout", self.step_timeout, "is not a number of seconds", "Pass a float")
+        if not self.step_timeout >= 0:
+            raise ConfigError("step_timeout", self.step_timeout, "must be at least 0", "Leave it out for 60.0")
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError("page_size", self.page_size, "is not a power of two", "Use 16, 32, 64 or 128")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """From keyword options; an unknown one raises and names the nearest known one."""
+        """From keyword options; an unknown one raises and names the one that was meant."""
+        known = cls.__dataclass_fields__
         for name in options:
-            if name not in cls.__dataclass_fields__:
-                raise ConfigError(
-                    name, options[name], "is not an option of open()", _suggest(name, cls.__dataclass_fields__)
-                )
+            if name not in known:
+                elsewhere = ""
+                if name in Sampling.__dataclass_fields__:
+                    elsewhere = f"Pass it with the request: session.generate(prompt, {name}=…)"
+                fix = _advice(name, known, foreign_names.OPEN, elsewhere)
+                raise ConfigError(name, options[name], "is not an option of open()", fix)
         return cls(**options)
 
 
+_ENGINE_DEFAULTS = _defaults(EngineConfig)
+_CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    ("dtype", DTYPES),
+    ("kv_dtype", get_args(KVDType)),
+    ("quantize", QUANTIZE),
+    ("policy", POLICIES),
+    ("precompile", PRECOMPILE),
+)
 _WHOLE = (
     ("max_requests", 1), ("max_tokens_per_step", 1), ("max_model_len", 2), ("page_size", 8), ("device_pages", 2),
     ("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("max_queue", 1), ("seed", 0), ("log_every", 0),

@@ -52,7 +52,7 @@ class OneShot(Generic[T]):
         self._value: T
         self._error: BaseException | None = None
         self.wakeups: list[Wakeup] = []
-        self.filled = False
+        self.filled: bool = False
 
     def put(self, value: T) -> None:
         if not self.filled:
@@ -87,7 +87,7 @@ class Mailbox:
         self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
         self.abandoned = False  # its caller cancelled; set on the host's loop
-        self.ended = False
+        self.ended: bool = False
         self.failure: OneShot[BaseException] | None = None  # gets the first error; the mailboxes of a `Batch` share it
         self.on_sequence_end: Callable[[], object] | None = None  # called after each sequence
         self.on_complete: Callable[[Mailbox], object] | None = None  # called after all of them

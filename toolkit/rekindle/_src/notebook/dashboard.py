@@ -19,7 +19,7 @@ from rekindle.errors import RekindleError
 class Dashboard(Live):
     """Draws twice a second if something has changed. It keeps the session open until the view is closed."""
 
-    interval = 0.5
+    interval: float = 0.5
 
     def __init__(self, session: SessionLike, host: Host, *, steps: int = 240) -> None:
         super().__init__(button("close", "Close", title="Leave the last picture"))

@@ -22,17 +22,17 @@ class Live:
     by that alone when the view ends, since a saved notebook holds no widget state.
     """
 
-    interval = INTERVAL
+    interval: float = INTERVAL
 
     def __init__(self, *controls: Control) -> None:
-        self.widget = Panel(list(controls), self._heard)
+        self.widget: Any = Panel(list(controls), self._heard)  # Any: anywidget has no types
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._shown: list[Any] = []  # display handles
         self._left = False  # the last picture was drawn
         self._lock = threading.Lock()  # a view may be displayed or redrawn at the moment when it ends
-        self.picture = ""  # the latest
-        self.pictures = 0  # drawn so far
+        self.picture: str = ""  # the latest
+        self.pictures: int = 0  # drawn so far
 
     def draw(self) -> str:
         """The view as static HTML, as it is now."""

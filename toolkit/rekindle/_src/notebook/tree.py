@@ -1,4 +1,4 @@
-"""`session.cache.view()`: the prefix tree to fold and unfold, and what a prompt would hit."""
+"""`session.view.tree()`: the prefix tree to fold and unfold, and what a prompt would hit."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -14,14 +14,10 @@ from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.session.cache_report import TIERS, CacheStats, CacheTree, NodeView, PrefixExplanation, Snapshots
-from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
 from rekindle._src.session.prompts import PromptLike
 from rekindle.errors import ConfigError, InvalidRequest
-
-if TYPE_CHECKING:
-    from rekindle._src.notebook.tree import TreeView
 
 _PREVIEW = 48  # characters
 
@@ -29,8 +25,9 @@ _PREVIEW = 48  # characters
 class CacheView:
     """A session's prefix cache. Its methods answer at once, from any thread, unless they say that they are awaited."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    # Any: the signature of a public class names no private type.
+    def __init__(self, client: Any) -> None:
+        self._client: Client = client
 
     # -- looking
 
@@ -112,14 +109,6 @@ class CacheView:
 
     # -- shaping
 
-    def pin(self, prompt: PromptLike) -> int:
-        """The same as `session.pin`."""
-        return self._client.pin(prompt)
-
-    def unpin(self, prompt: PromptLike) -> int:
-        """The same as `session.unpin`."""
-        return self._client.unpin(prompt)
-
     def prune(self, *, to: int) -> int:
         """Shrink what host memory holds to `to` bytes, least recently used first; how many pages went."""
         if isinstance(to, bool) or not isinstance(to, int) or to < 0:
@@ -128,12 +117,14 @@ class CacheView:
         return self._client.ask(lambda: tiers.host.trim(to)) if tiers is not None else 0
 
     def clear(self, *, tier: str | None = None) -> Call[None]:
-        """Await it to forget all pages of a tier ("device", "host" or "disk"), or of all of them.
+        """Await it to forget every cached page, or those of a tier: "device", "host", "disk", or "memory".
 
-        Pages that requests hold, and pinned ones, stay on the device unless everything is cleared.
+        "memory" is device and host together; what is on disk stays. Requests that run keep their pages. Pinned pages
+        stay if the tier is "device", and are forgotten with "memory" and with everything.
         """
-        if tier is not None and tier not in TIERS:
-            raise ConfigError("tier", tier, "is not a tier", f"Use one of {', '.join(map(repr, TIERS))}, or None")
+        if tier is not None and tier not in (*TIERS, "memory"):
+            known = ", ".join(map(repr, (*TIERS, "memory")))
+            raise ConfigError("tier", tier, "is not a tier", f"Use one of {known}, or None")
         return Once(self._clear, tier, name="clear")
 
     def delete(self, name: str) -> bool:
@@ -142,10 +133,6 @@ class CacheView:
         return tiers is not None and tiers.disk is not None and snapshot.delete(tiers.disk.folder, name)
 
     # -- keeping
-
-    def save(self, name: str) -> Call[SaveReport]:
-        """The same as `session.save`."""
-        return Once(self._client.writer.save, name, name="save")
 
     def export_prefix(self, prompt: PromptLike, path: str | Path) -> Call[int]:
         """Await it to write the cached pages of a prompt to a file; gives how many tokens that covers."""
@@ -166,20 +153,15 @@ class CacheView:
             return html.line("cache of a closed session")
         return html.block(self.stats()._repr_html_(), self.tree(limit=50)._repr_html_(), title="Prefix cache")
 
-    def view(self, *, limit: int = 200) -> TreeView:
-        """The tree as a widget: fold and unfold it, and type a prompt to see what it would hit."""
-        self._client.host.check()
-        from rekindle._src.notebook.tree import TreeView  # loads ipywidgets
-
-        return TreeView(self, self._client.engine.model, limit=limit)
-
     # -- inside
 
     async def _clear(self, tier: str | None) -> None:
-        cache, tiers = self._parts()
-        if tier is None:
+        if tier in (None, "memory"):
             await self._client.flush_cache()
-        elif tier == "device":
+        if self._client.writer.cache is None:
+            return
+        cache, tiers = self._parts()
+        if tier == "device":
             await self._client.between_steps(lambda: cache.evict(len(cache), read_out=False))
         elif tier == "host" and tiers is not None:
             self._client.ask(lambda: tiers.host.trim(0))

@@ -81,10 +81,10 @@ class CacheWriter:
     def __init__(self, host: Host, engine: Engine) -> None:
         self._host, self._engine = host, engine
         cache = engine.scheduler.cache
-        self.cache = cache if isinstance(cache, PrefixCache) else None
+        self.cache: PrefixCache | None = cache if isinstance(cache, PrefixCache) else None
         tiers = self.cache.host_tier if self.cache is not None else None
-        self.tiers = tiers if isinstance(tiers, Tiers) else None
-        self.saved_bytes = 0  # in the background
+        self.tiers: Tiers | None = tiers if isinstance(tiers, Tiers) else None
+        self.saved_bytes: int = 0  # in the background
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()

@@ -1,21 +1,25 @@
-"""Calls: what session methods return to be awaited, without the warning when they are not."""
+"""Calls: what session methods return to be awaited."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator
-from typing import Any, Generic, TypeVar
+import sys
+import warnings
+from collections.abc import Callable, Coroutine, Generator
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from rekindle._src.core import html
 from rekindle._src.dispatch.wakeups import run_sync
 
 T = TypeVar("T")
+_PROTOCOL = frozenset({"send", "throw", "close"})  # what event loops call
 
 
 class Call(Coroutine[Any, Any, T], Generic[T]):
-    """A coroutine object in every respect but one: nothing complains when it is never awaited.
+    """A coroutine object that may be awaited again for the same result.
 
     `await`, asyncio.create_task, asyncio.gather, nursery.start_soon and TaskGroup.start_soon take it. Nothing happens
-    before that. It may be awaited again for the same result.
+    before that. Dropping a generation that was never awaited is silent; dropping a call that would have changed the
+    session warns, as Python does for coroutines.
     """
 
     _running: Coroutine[Any, Any, T] | None = None
@@ -31,18 +35,34 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
         return run_sync(self._result())
 
     def send(self, value: Any) -> Any:
+        """Advance it by one step; event loops do this."""
         if self._running is None:
             self._running = self._result()
         return self._running.send(value)
 
     def throw(self, *error: Any) -> Any:
+        """Raise an exception where it waits; event loops do this."""
         if self._running is None:
             self._running = self._result()
         return self._running.throw(*error)
 
     def close(self) -> None:
+        """End it where it waits, if it was started."""
         if self._running is not None:
             self._running.close()
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _PROTOCOL]
+
+    if not TYPE_CHECKING:  # for a type checker these don't exist, so that it marks their use
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError(f"{self!r} has no items yet: await it, and iterate over the result")
+
+        def __enter__(self) -> NoReturn:
+            raise TypeError(f"{self!r} is no context manager: await it")
+
+        def __exit__(self, *details: object) -> None: ...
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: await it>"
@@ -52,15 +72,37 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
 
 
 class Once(Call[T]):
-    """A call whose result is what a coroutine function returns."""
+    """A call of a coroutine function that changes the session; a RuntimeWarning tells if it was never awaited."""
 
-    def __init__(self, function: Any, *arguments: Any, name: str = "") -> None:
+    _started = False
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, name: str = "") -> None:
         self._function, self._arguments = function, arguments
         self._name = name or function.__name__
 
     async def _result(self) -> T:
-        result: T = await self._function(*self._arguments)
-        return result
+        self._started = True
+        return await self._function(*self._arguments)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an exception where it waits; event loops do this."""
+        self._started = True
+        return super().throw(*error)
+
+    def close(self) -> None:
+        """End it where it waits; if it was not started, it never will be, and nothing warns."""
+        self._started = True
+        super().close()
+
+    def __del__(self) -> None:
+        if not self._started and not sys.is_finalizing():
+            warnings.warn(
+                f"{self._name}(…) was never awaited, so it did nothing: write await ….{self._name}(…), or "
+                f"….{self._name}(…).result_sync() in code without an event loop",
+                RuntimeWarning,
+                stacklevel=2,
+                source=self,
+            )
 
     def __repr__(self) -> str:
         return f"<Call of {self._name}: nothing happens until it is awaited>"

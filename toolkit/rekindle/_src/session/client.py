@@ -25,9 +25,10 @@ class Client:
     """
 
     def __init__(self, host: Host, engine: Engine) -> None:
-        self.host, self.engine = host, engine
-        self.writer = CacheWriter(host, engine)
-        self.pauses = 0  # paused() blocks that have been entered and not left
+        self.host: Host = host
+        self.engine: Engine = engine
+        self.writer: CacheWriter = CacheWriter(host, engine)
+        self.pauses: int = 0  # paused() blocks that have been entered and not left
 
     def ask(self, function: Callable[[], T]) -> T:
         """What `function` returns, run on the host's loop, where nothing else changes meanwhile. Blocks this thread."""

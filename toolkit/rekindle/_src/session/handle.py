@@ -1,4 +1,4 @@
-"""What a request looks like to its caller: `Handle` for one prompt, `Batch` for several; both can be awaited."""
+"""What a request is to its caller: a `Handle` for one prompt, a `Batch` for several; both can be awaited."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from rekindle._src.core import html
 from rekindle._src.core.config import Sampling
@@ -19,30 +19,32 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.prompts import Prompt
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, SessionClosed
 
+T = TypeVar("T")
 # Unique in the process, so that an id never means two requests, not even of two sessions.
 _ids = itertools.count()
 
 
-class Handle(Call[Any]):
+class Handle(Call[T]):
     """One prompt's request: await it for its completion, iterate over it for its deltas, cancel it from any thread.
 
     `submit` hands it over at once; otherwise that happens when it is first awaited or iterated, and waits while the
-    queue is full. When nobody holds it any more, or an await of it is cancelled, its request is aborted. With `n`
-    above 1 the result is a list, and deltas of all sequences come as they are made, told apart by `index`.
+    queue is full. A request is aborted when an await of it is cancelled, and when its handle is dropped. With `n`
+    above 1 the result is a list, and the deltas of all sequences come as they are made, told apart by `index`.
     """
 
     def __init__(
         self, host: Host, session: object, prompt: Prompt, sampling: Sampling, *, scoped: bool = False
     ) -> None:
-        self.id = f"r{next(_ids)}"
-        self.sampling = sampling
+        self.id: str = f"r{next(_ids)}"
+        self.sampling: Sampling = sampling
         self._host = host
-        self._session = session  # the session, which closes itself once nobody holds it
+        self._session = session  # kept open by its handles: a session closes once nothing refers to it
         self._given = prompt
         self._scoped = scoped  # ends with the loop over it
         self._mailbox = Mailbox(sampling.n)
         self._lock = threading.RLock()
         self._submitted = False
+        self._asked = False  # submitted, or waiting for a place
 
     @property
     def prompt(self) -> str | None:
@@ -53,7 +55,10 @@ class Handle(Call[Any]):
 
     @property
     def text(self) -> str:
-        """The text so far, of the first sequence; it stays when the request is interrupted."""
+        """The text so far, of the first sequence; it stays when the request is interrupted.
+
+        This and the other results raise `InvalidRequest` if the request was neither submitted nor awaited.
+        """
         return "".join(delta.text for delta in self._first)
 
     @property
@@ -69,11 +74,22 @@ class Handle(Call[Any]):
     @property
     def deltas(self) -> tuple[TextDelta, ...]:
         """Every delta so far, of all sequences."""
+        self._must_be_asked()
         return tuple(self._mailbox.deltas)
 
     @property
     def _first(self) -> list[TextDelta]:
+        self._must_be_asked()
         return [delta for delta in self._mailbox.deltas if delta.index == 0]
+
+    def _must_be_asked(self) -> None:
+        if not (self._asked or self._submitted or self._mailbox.ended):
+            raise InvalidRequest(
+                "handle",
+                self.id,
+                "has no results, because it was neither awaited nor submitted",
+                "Write done = await session.generate(…) and done.text, or handle = session.submit(…) for text so far",
+            )
 
     @property
     def done(self) -> bool:
@@ -135,6 +151,7 @@ class Handle(Call[Any]):
             return
         self._host.check()
         self._fits()
+        self._asked = True
         try:
             entered = await self._host.limiter.enter(self.sampling.n, lambda: self._mailbox.ended or self._submitted)
         except BaseException:
@@ -171,7 +188,7 @@ class Handle(Call[Any]):
         )
 
     def cancel(self) -> None:
-        """Abort it, from any thread; who awaits it gets `RequestAborted`. What it produced stays on the handle."""
+        """Abort it, from any thread; awaiting it raises `RequestAborted`. What it produced stays on the handle."""
         if self._mailbox.ended:
             return
         with self._lock:
@@ -186,18 +203,18 @@ class Handle(Call[Any]):
         if getattr(self, "_submitted", False) and not self._mailbox.ended:
             self._host.abort(self._mailbox)
 
-    async def _result(self) -> Any:
+    async def _result(self) -> T:
         await self._following()
         return self.completion()
 
-    def completion(self) -> Any:
-        """The result of a request that has ended; raises its error if it has one."""
+    def completion(self) -> T:
+        """The result of a request that has ended, without waiting; raises its error if it has one."""
         if not self._mailbox.ended:
             raise InvalidRequest("handle", self.id, "has not ended", "Await it")
         if (error := self._mailbox.error) is not None:
             raise fresh(error)
         results = self._mailbox.results
-        return results[0] if self.sampling.n == 1 else list(results)
+        return cast(T, results[0] if self.sampling.n == 1 else list(results))
 
     async def _following(self, seen: int | None = None) -> None:
         """Wait for the end, or for more than `seen` deltas. Any exception that gets in here aborts the request."""
@@ -222,35 +239,45 @@ class Handle(Call[Any]):
     def __aiter__(self) -> Stream:
         return Stream(self)
 
-    def stream_sync(self) -> Iterator[TextDelta]:
+    if not TYPE_CHECKING:
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError(
+                "a stream is asynchronous: write `async for delta in session.stream(…)`, or `for delta in "
+                "session.stream_sync(…)` in code without an event loop; for the whole text, await session.generate(…)"
+            )
+
+    def stream_sync(self) -> SyncStream:
         """The deltas, blocking this thread; for code without an event loop."""
-        stream = Stream(self)
-        while True:
-            try:
-                delta = run_sync(stream.__anext__())
-            except StopAsyncIteration:
-                return
-            yield delta
+        return SyncStream(self)
 
     def __repr__(self) -> str:
-        state = "ended" if self.done else "submitted" if self._submitted else "not submitted"
-        return f"<Handle {self.id}: {state}, {html.count(len(self.token_ids), 'token')}>"
+        state = "ended" if self.done else "submitted" if self._submitted else "not submitted: await it"
+        return f"<Handle {self.id}: {state}, {html.count(self._tokens_so_far, 'token')}>"
+
+    @property
+    def _text_so_far(self) -> str:
+        return "".join(delta.text for delta in self._mailbox.deltas if delta.index == 0)
+
+    @property
+    def _tokens_so_far(self) -> int:
+        return sum(len(delta.token_ids) for delta in self._mailbox.deltas if delta.index == 0)
 
     def _repr_html_(self) -> str:
         if not self._mailbox.ended:
             state = self.status if self._submitted else "not submitted: await it, or iterate over it"
             asked = "" if self.prompt is None else html.text(html.shortened(self.prompt, 200))
-            made = html.count(len(self.token_ids), "token")
-            return html.block(html.line(self.id, state, made), asked, html.text(self.text))
+            made = html.count(self._tokens_so_far, "token")
+            return html.block(html.line(self.id, state, made), asked, html.text(self._text_so_far))
         if (error := self._mailbox.error) is not None:
-            return html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self.text))
+            return html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self._text_so_far))
         return html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion)))
 
 
 class Stream(AsyncIterator[TextDelta]):
     """One reader's place in the deltas of a handle; several may read the same one."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle[Any]) -> None:
         self._handle = handle
         self._seen = 0
         self._ended = False
@@ -262,6 +289,7 @@ class Stream(AsyncIterator[TextDelta]):
         return html.line(repr(self))
 
     async def __anext__(self) -> TextDelta:
+        """The next delta; waits for it."""
         mailbox, seen = self._handle._mailbox, self._seen
         if seen >= len(mailbox.deltas):
             await self._handle._following(seen)
@@ -286,13 +314,42 @@ class Stream(AsyncIterator[TextDelta]):
         self._leave()
 
 
-class Batch(Call[list[Any]]):
+class SyncStream(Iterator[TextDelta]):
+    """A stream for code without an event loop: `for` over it blocks this thread."""
+
+    def __init__(self, handle: Handle[Any]) -> None:
+        self._stream = Stream(handle)
+
+    def __repr__(self) -> str:
+        return f"<Sync{repr(self._stream)[1:]}"
+
+    def _repr_html_(self) -> str:
+        return html.line(repr(self))
+
+    def __next__(self) -> TextDelta:
+        """The next delta; blocks this thread until it is there."""
+        try:
+            return run_sync(self._stream.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """End it, as `break` does."""
+        self._stream._leave()
+
+    if not TYPE_CHECKING:
+
+        def __aiter__(self) -> NoReturn:
+            raise TypeError("stream_sync(…) is for plain `for`; with `async for` use session.stream(…)")
+
+
+class Batch(Call[list[T]]):
     """Several prompts' requests; its result is the list of theirs. If one fails, the others are aborted."""
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self.handles = list(handles)
+    def __init__(self, handles: Sequence[Handle[T]]) -> None:
+        self.handles: list[Handle[T]] = list(handles)
 
-    async def _result(self) -> list[Any]:
+    async def _result(self) -> list[T]:
         failure: OneShot[BaseException] = OneShot()
         for handle in self.handles:
             if not handle.done:
@@ -327,7 +384,7 @@ class Batch(Call[list[Any]]):
 
     def _repr_html_(self) -> str:
         rows = [
-            (handle.id, handle.status, len(handle.token_ids), html.shortened(handle.text, 100))
+            (handle.id, handle.status, handle._tokens_so_far, html.shortened(handle._text_so_far, 100))
             for handle in self.handles
         ]
         return html.table(["request", "status", "tokens", "text"], rows)

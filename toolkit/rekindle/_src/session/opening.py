@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
@@ -16,9 +16,16 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.call import Call
 from rekindle._src.session.session import Session
+from rekindle._src.session.signatures import takes_options
+from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.options import OpenOptions
     from rekindle._src.models.base import LoadedModel
+    from rekindle._src.models.loading.load_progress import LoadProgress
+    from rekindle._src.programs.processors import LogitsProcessor
 
 
 class Opening(Call[Session]):
@@ -37,16 +44,26 @@ class Opening(Call[Session]):
             try:
                 self._session = Session.attached(host, await host.opened.get())
             except BaseException as error:
-                host.close()  # whoever interrupts does not wait for a compilation to end
+                host.close()  # an interrupt does not wait until a compilation ends
                 error.__traceback__ = None if not isinstance(error, Exception) else error.__traceback__
                 raise
         return self._session
 
-    def __getattr__(self, name: str) -> Any:
-        where = f"rekindle.open(…) has no {name!r}"
-        if hasattr(Session, name):
-            where += ": it is not open yet. Write session = await rekindle.open(…), or session = rekindle.open_sync(…)"
-        raise AttributeError(where)
+    if not TYPE_CHECKING:  # for a type checker these don't exist, so that it marks their use
+
+        def __getattr__(self, name: str) -> Any:
+            where = f"rekindle.open(…) has no {name!r}"
+            if hasattr(Session, name):
+                where += (
+                    ": it is not open yet. Write session = await rekindle.open(…), or session = rekindle.open_sync(…)"
+                )
+            raise AttributeError(where)
+
+        def __enter__(self) -> NoReturn:
+            raise TypeError(
+                "rekindle.open(…) opens asynchronously: write `async with rekindle.open(…) as session:`, or "
+                "`with rekindle.open_sync(…) as session:` in code without an event loop"
+            )
 
     def __repr__(self) -> str:
         return "<rekindle.open: ready>" if self._session else "<rekindle.open: write session = await rekindle.open(…)>"
@@ -61,30 +78,43 @@ class Opening(Call[Session]):
             await self._session.aclose()
 
 
+@takes_options(EngineConfig)
 def open(
     model: str | Path | LoadedModel = "tiny",
     *,
-    processors: Any = (),
-    progress: Callable[[Any], None] | None = None,
-    **options: Any,
+    processors: Sequence[LogitsProcessor] | None = None,
+    progress: Callable[[LoadProgress], None] | None = None,
+    **options: Unpack[OpenOptions],
 ) -> Opening:
-    """A session over a local Hugging Face folder, a hub id, or "tiny"; `await` it or use it with `async with`.
+    """Open a model: `session = await rekindle.open(model)`, or `async with rekindle.open(model) as session`.
 
-    Options are the fields of `EngineConfig`. `processors` are `LogitsProcessor`s that requests may name, `progress` is
-    called in another thread with how much of the weights was read.
+    `model` is a local Hugging Face folder, a hub id, a model that `rekindle.models` loaded, or "tiny" for the embedded
+    one. `processors` are `LogitsProcessor`s that requests may name. `progress` is called in another thread with how
+    much of the weights was read.
     """
-    return Opening(functools.partial(_build, model, EngineConfig.of(options), tuple(processors), progress))
+    return Opening(functools.partial(_build, model, EngineConfig.of(options), _listed(processors), progress))
 
 
+@takes_options(EngineConfig)
 def open_sync(
     model: str | Path | LoadedModel = "tiny",
     *,
-    processors: Any = (),
-    progress: Callable[[Any], None] | None = None,
-    **options: Any,
+    processors: Sequence[LogitsProcessor] | None = None,
+    progress: Callable[[LoadProgress], None] | None = None,
+    **options: Unpack[OpenOptions],
 ) -> Session:
-    """`open` for code without an event loop; use it with `with`."""
+    """`open` for code without an event loop: `with rekindle.open_sync(model) as session`."""
     return open(model, processors=processors, progress=progress, **options).result_sync()
+
+
+def _listed(processors: Any) -> tuple[Any, ...]:
+    if processors is None:
+        return ()
+    try:
+        return tuple(processors)
+    except TypeError:
+        fix = "Pass a list of rekindle.LogitsProcessor(function, name='…')"
+        raise ConfigError("processors", processors, "is not a list", fix) from None
 
 
 def _build(model: Any, config: EngineConfig, processors: Any, progress: Any) -> Engine:

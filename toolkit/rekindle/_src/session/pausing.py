@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rekindle._src.core import html
 from rekindle._src.dispatch.mailbox import OneShot
@@ -20,8 +20,10 @@ class Paused(Generic[S]):
     Entering returns the session.
     """
 
-    def __init__(self, client: Client, session: S) -> None:
-        self._client, self._session = client, session
+    # Any: the signature of a public class names no private type.
+    def __init__(self, client: Any, session: S) -> None:
+        self._client: Client = client
+        self._session = session
         self._by: object = None
 
     def __repr__(self) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.options import DType, KVDType
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs.buckets import SMALLEST_ROWS
@@ -59,8 +60,8 @@ def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) 
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
     resolved = dataclasses.replace(
         config,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
+        dtype=cast(DType, dtype),
+        kv_dtype=cast(KVDType, kv_dtype),
         max_model_len=length,
         page_size=page_size,
         prefix_cache=config.prefix_cache and _shareable(model, length),

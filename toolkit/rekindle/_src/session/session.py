@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +11,7 @@ from typing import Any, Self
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig, Sampling
 from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
-from rekindle._src.core.records import Completion, TextDelta
+from rekindle._src.core.records import Completion
 from rekindle._src.dispatch.dispatch import Dispatch
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
@@ -22,16 +21,17 @@ from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
-from rekindle._src.session.handle import Batch, Handle
+from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
-from rekindle._src.session.prompts import Prompt, PromptLike, parse, parse_one
+from rekindle._src.session.prompts import PromptLike
+from rekindle._src.session.requests import Requests
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
-from rekindle._src.session.views import Views
+from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import InvalidRequest
 
 
-class Session:
+class Session(Requests):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -86,6 +86,7 @@ class Session:
 
     @property
     def tokenizer(self) -> Any:
+        """The model's tokenizer: `encode(text)` and `decode(ids)`."""
         return self._engine.tokenizer
 
     @property
@@ -95,115 +96,8 @@ class Session:
 
     @property
     def closed(self) -> bool:
+        """Whether it was closed; it takes no requests then."""
         return self._host.closing
-
-    # Requests.
-
-    def generate(self, prompt: Any, sampling: Sampling | None = None, /, **options: Any) -> Any:
-        """Await it for the completion of a prompt, or for a list of them if `prompt` is a list of prompts.
-
-        A prompt is a string or a list of token ids. With `n` above 1 each completion is a list of n. Waits for a place
-        while the queue is full. Returns a `Handle` (a `Batch` for a list): see there for partial text and `cancel`.
-        """
-        options_ = Sampling.of(sampling, options)
-        self._host.check()
-        given, many = parse(prompt)
-        handles = [Handle(self._host, self, one, options_) for one in given]
-        return Batch(handles) if many else handles[0]
-
-    def stream(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Handle:
-        """`async for` over it gives deltas whose text is final. Leaving the loop early aborts the request."""
-        return self._handle(prompt, sampling, options, scoped=True)
-
-    def submit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Handle:
-        """Queue a request at once, from any thread; raises `QueueFull` rather than wait. Keep the handle: see there."""
-        handle = self._handle(prompt, sampling, options)
-        handle.submit()
-        return handle
-
-    async def admit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Handle:
-        """As `submit`, but waits while the queue is full: backpressure for whoever makes requests."""
-        handle = self._handle(prompt, sampling, options)
-        await handle.admit()
-        return handle
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Handle:
-        """The model's answer to a conversation, through its chat template; await it or iterate over it."""
-        if self._engine.chat is None:
-            raise InvalidRequest(
-                "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
-            )
-        render = self._engine.chat.prepare(
-            messages,
-            tools=tools,
-            template=template,
-            continue_final_message=continue_final_message,
-            **(template_options or {}),
-        )
-        self._host.check()
-        # The template writes special tokens itself.
-        return Handle(
-            self._host,
-            self,
-            Prompt(None, None, add_special_tokens=False, render=render),
-            Sampling.of(sampling, options),
-        )
-
-    def fork(
-        self,
-        source: Completion | Handle,
-        *,
-        at: int,
-        edit: str | Sequence[int] | None = None,
-        sampling: Sampling | None = None,
-        **options: Any,
-    ) -> Handle:
-        """Go on from token `at` of a finished or running completion; the pages of what came before are shared.
-
-        `edit` is put in place of the tokens from `at` on. The source's sampling is kept except for what is given, its
-        seed included: since a token's random numbers depend on seed and position alone, an unchanged fork repeats the
-        source. `max_tokens` becomes what the source had left. Returns a submitted handle.
-        """
-        prompt_ids, made, base = source.prompt_token_ids, source.token_ids, source.sampling
-        if not prompt_ids:
-            raise InvalidRequest("source", source.id, "has not started", "Wait for its first token")
-        if not 0 <= at <= len(made):
-            raise InvalidRequest("at", at, f"is outside of the {len(made)} tokens so far", f"Use 0 to {len(made)}")
-        edited = self.tokenizer.encode(edit, add_special_tokens=False) if isinstance(edit, str) else list(edit or ())
-        if sampling is None:
-            left = max(1, base.max_tokens - at - len(edited))
-            sampling = dataclasses.replace(
-                base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
-            )
-        return self.submit([*prompt_ids, *made[:at], *edited], sampling, **options)
-
-    def _handle(
-        self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
-    ) -> Handle:
-        options_ = Sampling.of(sampling, options)
-        self._host.check()
-        return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped)
-
-    def generate_sync(self, prompt: Any, sampling: Sampling | None = None, /, **options: Any) -> Any:
-        """`generate` for code without an event loop."""
-        return self.generate(prompt, sampling, **options).result_sync()
-
-    def stream_sync(
-        self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any
-    ) -> Iterator[TextDelta]:
-        """`stream` for code without an event loop."""
-        return self.stream(prompt, sampling, **options).stream_sync()
 
     # Looking inside.
 
@@ -212,14 +106,16 @@ class Session:
         limiter, engine = self._host.limiter, self._engine
 
         def snapshot(dispatch: Dispatch) -> SessionStats:
+            scheduler: Any = engine.scheduler.statistics()
+            runner: Any = engine.runner.statistics()
             return SessionStats(
                 model=engine.model,
                 live=limiter.inside,
                 places=limiter.places,
                 waiting_for_a_place=limiter.waiting,
                 paused=self._client.pauses > 0,
-                scheduler=engine.scheduler.statistics(),
-                runner=engine.runner.statistics(),
+                scheduler=scheduler,
+                runner=runner,
                 **dispatch.watchdog.figures()._asdict(),
             )
 
@@ -228,11 +124,11 @@ class Session:
 
     def watch(self) -> Any:
         """A live dashboard: throughput, queue, the batch over time, pages by tier. Show it at the end of a cell."""
-        return self.view.dashboard()
+        return dashboard(self._client, self)
 
     @property
     def view(self) -> Views:
-        """Live views: `session.view.stream(prompt)`, `session.view.chat()`, …"""
+        """Live views for a notebook: `session.view.stream(prompt)`, `session.view.chat()`, `session.view.tree()`."""
         return Views(self._client, self)
 
     def programs(self) -> ProgramReport:
@@ -240,7 +136,7 @@ class Session:
         self._host.check()
         return ProgramReport.of(self._engine.runner)
 
-    def explain(self, request: Handle | Completion | str) -> Any:
+    def explain(self, request: Handle[Any] | Completion | str) -> Any:
         """Why a request waits, was preempted, hit or missed the cache, in words and numbers."""
         request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
         found = self._client.ask(lambda: self._engine.scheduler.explain(request_id))
@@ -283,10 +179,6 @@ class Session:
     def unpin(self, prompt: PromptLike) -> int:
         """Undo one `pin`; how many tokens are no longer kept."""
         return self._client.unpin(prompt)
-
-    def flush_cache(self) -> Call[None]:
-        """Await it to forget every cached page; requests that run keep theirs."""
-        return Once(self._client.flush_cache, name="flush_cache")
 
     def swap_weights(self, weights: Any) -> Call[None]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import html
 from rekindle._src.core.contracts import RunnerLike
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
+from rekindle._src.session.stat_figures import Figures
 from rekindle._src.session.stat_groups import grouped
+
+if TYPE_CHECKING:
+    from rekindle._src.execution.runner import RunnerStatistics
+    from rekindle._src.scheduling.explain import SchedulerStatistics
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -145,28 +150,20 @@ def _ranges(pages: Sequence[int]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SessionStats:
-    """A snapshot of a session. `scheduler` and `runner` are the statistics of those parts."""
+class SessionStats(Figures):
+    """A snapshot of a session. The figures of `scheduler` and `runner` have their names here, too: `stats.running`."""
 
     model: str
     live: int  # requests between submit and their end
     places: int  # how many may live at once
     waiting_for_a_place: int
     paused: bool
-    scheduler: Any
-    runner: Any
+    scheduler: SchedulerStatistics
+    runner: RunnerStatistics
     slow_steps: int = 0  # took longer than step_timeout, including one that still runs
     stalled: str = ""  # what has been running for longer than step_timeout
     idle_seconds: float = 0.0  # the device had nothing to do although requests were there
     idle_share: float = 0.0  # of the time in which requests were there
-
-    def __getattr__(self, name: str) -> Any:
-        """A figure by its own name, wherever it comes from: `stats.running`, `stats.compilations`."""
-        for part in (object.__getattribute__(self, "scheduler"), object.__getattribute__(self, "runner")):
-            figures = as_mapping(part)
-            if name in figures:
-                return figures[name]
-        raise AttributeError(f"no figure is called {name!r}")
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure by its name."""

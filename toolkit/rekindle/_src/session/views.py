@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import html
-from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.client import Client
 from rekindle._src.session.prompts import PromptLike
 
@@ -17,32 +16,27 @@ if TYPE_CHECKING:
     from rekindle._src.notebook.tree import TreeView
 
 
-NAMES = ("dashboard", "stream", "chat", "tree")
+NAMES = ("stream", "chat", "tree")
 
 
 class Views:
     """`session.view`: widgets for a notebook that show what the session does while it does it."""
 
-    def __init__(self, client: Client, session: SessionLike) -> None:
-        self._client, self._session = client, session
+    # Any: the signature of a public class names no private type.
+    def __init__(self, client: Any, session: Any) -> None:
+        self._client: Client = client
+        self._session: SessionLike = session
 
     def __repr__(self) -> str:
-        return f"<Views of {self._session!r}: dashboard(), stream(prompt), chat(), tree()>"
+        return f"<Views of {self._session!r}: stream(prompt), chat(), tree()>"
 
     def _repr_html_(self) -> str:
         rows = [(f"session.view.{name}", getattr(type(self), name).__doc__) for name in NAMES]
         return html.table(["view", "shows"], rows)
 
-    def dashboard(self) -> Dashboard:
-        """Throughput, queue, the batch over time and pages by tier; the same as `session.watch()`."""
-        self._client.host.check()  # a view of a closed session would never change
-        from rekindle._src.notebook.dashboard import Dashboard
-
-        return Dashboard(self._session, self._client.host)
-
     def stream(self, prompt: PromptLike, **options: Any) -> StreamView:
         """A request's text while it is made, with a button that stops it."""
-        self._client.host.check()
+        self._client.host.check()  # a view of a closed session would never change
         from rekindle._src.notebook.streaming import StreamView
 
         return StreamView(self._session, prompt, **options)
@@ -55,5 +49,16 @@ class Views:
         return ChatView(self._session, system=system, **options)
 
     def tree(self, *, limit: int = 200) -> TreeView:
-        """The prefix cache, to fold and to ask what a prompt would hit; the same as `session.cache.view()`."""
-        return CacheView(self._client).view(limit=limit)
+        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit."""
+        self._client.host.check()
+        from rekindle._src.notebook.tree import TreeView
+
+        return TreeView(self._session.cache, self._session.model, limit=limit)
+
+
+def dashboard(client: Client, session: SessionLike) -> Dashboard:
+    """Throughput, queue, the batch over time and pages by tier, as `session.watch()` shows them."""
+    client.host.check()
+    from rekindle._src.notebook.dashboard import Dashboard
+
+    return Dashboard(session, client.host)

@@ -68,9 +68,9 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._folder = folder
-        self.special = dict(special or {})
+        self.special: dict[str, str] = dict(special or {})
         named_bos, named_eos = self._id_of("bos_token"), self._id_of("eos_token")
-        self.bos_id = bos_id if named_bos is None else named_bos
+        self.bos_id: int | None = bos_id if named_bos is None else named_bos
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos_ids, *([] if named_eos is None else [named_eos]))))
 
     @classmethod

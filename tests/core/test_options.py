@@ -1,0 +1,170 @@
+"""The options that editors see are those of the dataclasses, None is every option's default, garbage is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Sequence
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rekindle._src.core import foreign_names
+from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.options import OpenOptions, SamplingOptions
+from rekindle.errors import ConfigError, InvalidRequest
+
+# Where an option takes more than the field holds.
+WIDER = {
+    "stop": str | Sequence[str] | None,
+    "stop_token_ids": Sequence[int] | None,
+    "processors": str | Sequence[str] | None,
+    "cache_dir": str | os.PathLike[str] | None,
+}
+
+
+def fields(record: type) -> dict[str, Any]:
+    return {field.name: get_type_hints(record)[field.name] for field in dataclasses.fields(record)}
+
+
+@pytest.mark.parametrize(
+    ("options", "record", "apart"), [(SamplingOptions, Sampling, {"n"}), (OpenOptions, EngineConfig, set())]
+)
+def test_names_and_types_are_those_of_the_dataclass(options: type, record: type, apart: set[str]) -> None:
+    hints, known = get_type_hints(options), fields(record)
+    assert list(hints) == [name for name in known if name not in apart]
+    for name, hint in hints.items():
+        wanted = WIDER.get(name, known[name] | None)
+        assert set(get_args(hint)) == set(get_args(wanted)), name
+
+
+@pytest.mark.parametrize("record", [Sampling, EngineConfig])
+def test_the_docstring_has_every_option_with_its_default(record: type) -> None:
+    table = (record.__doc__ or "").partition("Options:\n")[2]
+    told = dict(re.findall(r"^        (\w+) \((.*?\)?)\): \S", table, re.MULTILINE))
+    assert list(told) == [field.name for field in dataclasses.fields(record)]
+    plain = record()
+    for name, text in told.items():
+        if name.endswith("_memory") and "GiB" in text:
+            assert getattr(plain, name) == int(text.split()[0]) << 30
+        else:
+            assert eval(text) == getattr(plain, name), name
+
+
+@pytest.mark.parametrize("record", [Sampling, EngineConfig])
+def test_none_is_the_default_of_every_option(record: type) -> None:
+    names = [field.name for field in dataclasses.fields(record)]
+    assert record(**dict.fromkeys(names)) == record()
+    for name in names:
+        assert record(**{name: None}) == record()
+
+
+def test_none_over_a_base_is_the_default() -> None:
+    base = Sampling(temperature=0.7, seed=3, stop="x")
+    assert Sampling.of(base, {"temperature": None, "seed": None}) == Sampling(stop="x")
+
+
+class Hostile:
+    """An object that can be asked for nothing."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    __index__ = __float__ = __iter__ = __len__ = __bool__ = __eq__ = __repr__  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+PLAIN = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(),
+    st.text(max_size=5), st.binary(max_size=3),
+    st.sampled_from(
+        [10**5000, -(10**5000), Hostile(), object(), Hostile, len, np.zeros(2), np.float32(0.5), np.int64(3), np.True_]
+    ),
+)  # fmt: skip
+KEYS = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.floats())
+GARBAGE = st.one_of(
+    PLAIN,
+    st.lists(PLAIN, max_size=3),
+    st.lists(st.integers(0, 9), max_size=20),
+    st.dictionaries(KEYS, PLAIN, max_size=3),
+    st.lists(st.lists(PLAIN, max_size=2), max_size=2),
+    st.tuples(PLAIN, PLAIN),
+)
+
+
+def refusal(make: typing.Callable[[], object], kind: type[Any]) -> Any:
+    """The error that refuses it, if there is one; any error of another kind gets through."""
+    try:
+        make()
+    except kind as error:
+        return error
+    return None
+
+
+@given(st.sampled_from(sorted(fields(Sampling))), GARBAGE)
+def test_any_value_of_a_sampling_option_is_taken_or_refused(name: str, value: Any) -> None:
+    error = refusal(lambda: Sampling.of(None, {name: value}), InvalidRequest)
+    if error is not None:
+        assert error.field == name or {error.field, name} == {"min_tokens", "max_tokens"}
+        assert len(str(error)) < 400
+
+
+@given(st.sampled_from(sorted(fields(EngineConfig))), GARBAGE)
+def test_any_value_of_an_option_of_open_is_taken_or_refused(name: str, value: Any) -> None:
+    error = refusal(lambda: EngineConfig.of({name: value}), ConfigError)
+    if error is not None:
+        assert error.field == name
+        assert len(str(error)) < 400
+
+
+@pytest.mark.parametrize("wrong", [5, "greedy", {"temperature": 1}])
+def test_the_positional_sampling_has_to_be_one(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="is not a Sampling"):
+        Sampling.of(wrong, {})
+
+
+FOREIGN = [
+    *((name, hint, Sampling, InvalidRequest, lambda options: Sampling.of(None, options))
+      for name, hint in foreign_names.SAMPLING.items()),
+    *((name, hint, EngineConfig, ConfigError, EngineConfig.of) for name, hint in foreign_names.OPEN.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "hint", "record", "error", "make"), FOREIGN)
+def test_a_foreign_name_leads_to_ours(
+    name: str, hint: foreign_names.Hint, record: type, error: type[Exception], make: typing.Callable[[Any], Any]
+) -> None:
+    assert name not in fields(record)
+    with pytest.raises(error) as caught:
+        make({name: 4})
+    assert str(caught.value).endswith(hint.fix)
+    if hint.option:
+        assert hint.option in fields(record) or hint.option == "processors"
+        assert re.search(rf"\b{hint.option}\b", hint.fix), "the fix names our option"
+
+
+def test_the_names_that_users_bring_most_are_known() -> None:
+    assert foreign_names.OPEN.keys() >= {
+        "torch_dtype", "device", "n_ctx", "max_batch", "max_batch_size", "load_in_8bit", "load_in_4bit",
+        "tensor_parallel_size", "gpu_memory_utilization", "max_num_seqs", "n_gpu_layers", "quantization",
+    }  # fmt: skip
+    assert foreign_names.SAMPLING.keys() >= {
+        "stop_sequences", "max_new_tokens", "max_completion_tokens", "num_return_sequences", "do_sample",
+        "top_logprobs",
+    }  # fmt: skip
+
+
+def test_an_option_at_the_wrong_door_is_sent_to_the_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"session\.generate\(prompt, temperature=…\)"):
+        EngineConfig.of({"temperature": 0.5})
+    with pytest.raises(InvalidRequest, match=r"open\(…, max_requests=…\)"):
+        Sampling.of(None, {"max_requests": 4})
+
+
+def test_a_path_is_a_cache_folder(tmp_path: os.PathLike[str]) -> None:
+    assert EngineConfig(cache_dir=tmp_path).cache_dir == str(tmp_path)

@@ -1,0 +1,68 @@
+"""Read by pyright and never run: what the public door promises to editors. See test_typed_door.py."""
+
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import rekindle
+from rekindle import Batch, Completion, Handle, Session, SessionStats, StepReport, TextDelta
+
+
+async def door(k: int) -> None:
+    session = await rekindle.open("tiny", max_requests=4, dtype="bfloat16", seed=None)
+    assert_type(session, Session)
+    async with rekindle.open() as other:
+        assert_type(other, Session)
+    with rekindle.open_sync("tiny", quiet=True) as third:
+        assert_type(third, Session)
+
+    assert_type(session.generate("x"), Handle[Completion])
+    assert_type(await session.generate("x"), Completion)
+    assert_type(await session.generate([1, 2, 3]), Completion)
+    assert_type(await session.generate(["x", "y"], temperature=0.8), list[Completion])
+    assert_type(await session.generate([[1, 2], [3]]), list[Completion])
+    assert_type(session.generate(["x", "y"]), Batch[Completion])
+    assert_type(await session.generate("x", n=3), list[Completion])
+    assert_type(await session.generate("x", n=k), list[Completion])
+    assert_type(await session.generate("x", n=1), Completion)
+    assert_type(await session.generate("x", n=None), Completion)
+    assert_type(await session.generate(["x", "y"], n=2), list[list[Completion]])
+    assert_type(session.generate_sync("x", max_tokens=None), Completion)
+    assert_type(session.generate_sync(["x"]), list[Completion])
+    assert_type(await session.generate("x", rekindle.Sampling(stop="y", n=None), top_k=3), Completion)
+
+    async for delta in session.stream("x", stop=["a", "b"], logit_bias={3: 1.0}):
+        assert_type(delta, TextDelta)
+    for delta in session.stream_sync("x"):
+        assert_type(delta, TextDelta)
+    handle = session.submit("x", seed=3)
+    assert_type(handle, Handle[Completion])
+    assert_type(handle.text, str)
+    assert_type(handle.result_sync(), Completion)
+    assert_type(session.fork(handle, at=1), Handle[Completion])
+    assert_type(await session.admit("x"), Handle[Completion])
+    assert_type(await session.chat([{"role": "user", "content": "x"}]), Completion)
+
+    stats = session.stats()
+    assert_type(stats, SessionStats)
+    assert_type(stats.running, int)
+    assert_type(stats.compilations, int)
+    assert_type(stats.hit_rate, float)
+    assert_type(await session.step(), StepReport | None)
+
+
+async def mistakes(session: Session) -> None:
+    """Each line is an error: pyright reports an ignore comment that is not needed."""
+    await rekindle.open("tiny", max_reqests=4)  # pyright: ignore[reportCallIssue]
+    await rekindle.open("tiny", dtype="float8")  # pyright: ignore[reportArgumentType]
+    await session.generate("x", temprature=0.8)  # pyright: ignore
+    await session.generate("x", temperature="hot")  # pyright: ignore
+    rekindle.Sampling(max_token=3)  # pyright: ignore[reportCallIssue]
+    _ = session.stats().runing  # pyright: ignore
+    for _ in session.stream("x"):  # pyright: ignore
+        pass
+    with rekindle.open("tiny"):  # pyright: ignore
+        pass
+    rekindle.open("tiny").generate("x")  # pyright: ignore

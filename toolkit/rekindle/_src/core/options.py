@@ -1,0 +1,68 @@
+"""The keyword options of `open()` and of requests, as type checkers and editors see them.
+
+`tests/core/test_options.py` compares every name and type with the dataclasses `Sampling` and `EngineConfig`. `None` for
+an option means its default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+Quantize = Literal["int8", "int8-weight"]
+Policy = Literal["fcfs", "priority", "lpm", "dfs-weight", "lof", "random"]
+Precompile = Literal["auto", "all", "lazy", "background"]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword options of one request but for `n`, which decides the type of the result; see `Sampling`."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    priority: int | None
+    processors: str | Sequence[str] | None
+
+
+class OpenOptions(TypedDict, total=False):
+    """Keyword options of `open()` and `open_sync()`; see `EngineConfig`."""
+
+    dtype: DType | None
+    kv_dtype: KVDType | None
+    quantize: Quantize | None
+    max_requests: int | None
+    max_tokens_per_step: int | None
+    max_model_len: int | None
+    page_size: int | None
+    device_pages: int | None
+    device_memory: int | None
+    host_memory: int | None
+    disk_memory: int | None
+    cache_dir: str | os.PathLike[str] | None
+    restore: str | None
+    policy: Policy | None
+    precompile: Precompile | None
+    max_queue: int | None
+    prefix_cache: bool | None
+    prompt_lookup: int | None
+    kernels: str | None
+    seed: int | None
+    log_every: int | None
+    step_timeout: float | None
+    quiet: bool | None

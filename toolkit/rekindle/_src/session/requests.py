@@ -1,0 +1,331 @@
+"""The half of a session that makes requests: `generate`, `stream`, `submit`, `admit`, `chat` and `fork`.
+
+The overloads give each call its type: one prompt gives one completion, a list of prompts a list, and with the keyword
+`n` each completion is a list. `n` decides at run time whether there is one: with a value of 1 a completion is no list,
+and a type checker knows this for a literal 1 only. An `n` inside of a `Sampling` is invisible to type checkers.
+"""
+
+# A str is a sequence of strings and 1 is an int: these overlaps are meant, and the overload that is taken stands first.
+# mypy: disable-error-code="overload-overlap"
+# pyright: reportOverlappingOverload=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from rekindle._src.core.config import Sampling
+from rekindle._src.core.records import Completion
+from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.session.handle import Batch, Handle, SyncStream
+from rekindle._src.session.prompts import Prompt, PromptLike, parse, parse_one
+from rekindle._src.session.signatures import takes_options
+from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.options import SamplingOptions
+
+Completions = list[Completion]
+One = Literal[1] | None
+
+
+class Requests:
+    """What can be asked of an open model."""
+
+    _host: Host
+    _engine: Engine
+
+    @overload
+    def generate(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completion]: ...
+    @overload
+    def generate(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+    ) -> Handle[Completions]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Batch[Completion]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: int,
+        **options: Unpack[SamplingOptions],
+    ) -> Batch[Completions]: ...
+    @takes_options(Sampling, returns="Handle[Completion] | Batch[Completion]")
+    def generate(
+        self, prompt: PromptLike | Sequence[PromptLike], sampling: Sampling | None = None, /, **options: Any
+    ) -> Any:
+        """Await it for the completion of a prompt, or for a list of them if `prompt` is a list of prompts.
+
+        A prompt is a string or a list of token ids. With `n` above 1 each completion is a list of n. Waits for a place
+        while the queue is full. Returns a `Handle` (a `Batch` for a list): see there for partial text and `cancel`.
+        """
+        options_ = Sampling.of(sampling, options)
+        self._host.check()
+        given, many = parse(prompt)
+        handles: list[Handle[Any]] = [Handle(self._host, self, one, options_) for one in given]
+        return Batch(handles) if many else handles[0]
+
+    @overload
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completion]: ...
+    @overload
+    def stream(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+    ) -> Handle[Completions]: ...
+    @takes_options(Sampling, returns="Handle[Completion]")
+    def stream(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
+        """`async for` over it gives deltas whose text is final. Leaving the loop early aborts the request."""
+        return self._handle(prompt, sampling, options, scoped=True)
+
+    @overload
+    def submit(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completion]: ...
+    @overload
+    def submit(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+    ) -> Handle[Completions]: ...
+    @takes_options(Sampling, returns="Handle[Completion]")
+    def submit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
+        """Queue a request now, from any thread; raises `QueueFull` rather than wait.
+
+        Keep the handle that it returns: the request is aborted when it is dropped.
+        """
+        handle = self._handle(prompt, sampling, options)
+        handle.submit()
+        return handle
+
+    @overload
+    async def admit(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completion]: ...
+    @overload
+    async def admit(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+    ) -> Handle[Completions]: ...
+    @takes_options(Sampling, returns="Handle[Completion]")
+    async def admit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
+        """Queue a request like `submit`, but wait while the queue is full, which slows down its producer."""
+        handle = self._handle(prompt, sampling, options)
+        await handle.admit()
+        return handle
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completion]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+        n: int,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completions]: ...
+    @takes_options(Sampling, returns="Handle[Completion]")
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """The model's answer to a conversation, through its chat template; await it or iterate over it.
+
+        A message is a dict such as {"role": "user", "content": "Hello"}. `template` replaces the model's own template,
+        `template_options` are variables of the template, and with `continue_final_message` the answer goes on where
+        the last message ends.
+        """
+        if self._engine.chat is None:
+            raise InvalidRequest(
+                "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
+            )
+        render = self._engine.chat.prepare(
+            messages,
+            tools=tools,
+            template=template,
+            continue_final_message=continue_final_message,
+            **(template_options or {}),
+        )
+        self._host.check()
+        # The template writes special tokens itself.
+        prompt = Prompt(None, None, add_special_tokens=False, render=render)
+        return Handle(self._host, self, prompt, Sampling.of(sampling, options))
+
+    @overload
+    def fork(
+        self,
+        source: Completion | Handle[Any],
+        *,
+        at: int,
+        edit: str | Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completion]: ...
+    @overload
+    def fork(
+        self,
+        source: Completion | Handle[Any],
+        *,
+        at: int,
+        edit: str | Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        n: int,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completions]: ...
+    @takes_options(Sampling, returns="Handle[Completion]")
+    def fork(
+        self,
+        source: Completion | Handle[Any],
+        *,
+        at: int,
+        edit: str | Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        **options: Any,
+    ) -> Any:
+        """Go on from token `at` of a finished or running completion; the pages of what came before are shared.
+
+        `edit` replaces the tokens from `at` on. The source's sampling is kept but for what is given, its seed included:
+        since a token's random numbers depend on seed and position alone, an unchanged fork repeats the source.
+        `max_tokens` becomes what the source had left. Returns a submitted handle.
+        """
+        prompt_ids, made, base = source.prompt_token_ids, source.token_ids, source.sampling
+        if not prompt_ids:
+            raise InvalidRequest("source", source.id, "has not started", "Wait for its first token")
+        if not 0 <= at <= len(made):
+            raise InvalidRequest("at", at, f"is outside of the {len(made)} tokens so far", f"Use 0 to {len(made)}")
+        tokenizer = self._engine.tokenizer
+        edited = tokenizer.encode(edit, add_special_tokens=False) if isinstance(edit, str) else list(edit or ())
+        if sampling is None:
+            left = max(1, base.max_tokens - at - len(edited))
+            sampling = dataclasses.replace(
+                base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
+            )
+        return self.submit([*prompt_ids, *made[:at], *edited], sampling, **options)
+
+    def _handle(
+        self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
+    ) -> Handle[Any]:
+        options_ = Sampling.of(sampling, options)
+        self._host.check()
+        return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped)
+
+    @overload
+    def generate_sync(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Completion: ...
+    @overload
+    def generate_sync(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+    ) -> Completions: ...
+    @overload
+    def generate_sync(
+        self,
+        prompt: Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Completions: ...
+    @overload
+    def generate_sync(
+        self,
+        prompt: Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: int,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completions]: ...
+    @takes_options(Sampling, returns="Completion | list[Completion]")
+    def generate_sync(
+        self, prompt: PromptLike | Sequence[PromptLike], sampling: Sampling | None = None, /, **options: Any
+    ) -> Any:
+        """`generate` for code without an event loop: blocks this thread until the result is there."""
+        call: Handle[Any] | Batch[Any] = self.generate(prompt, sampling, **options)  # type: ignore[call-overload]
+        return call.result_sync()
+
+    @takes_options(Sampling)
+    def stream_sync(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        n: int | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> SyncStream:
+        """`stream` for code without an event loop: `for` over it blocks this thread."""
+        given = options if n is None else {**options, "n": n}
+        return self._handle(prompt, sampling, given, scoped=True).stream_sync()

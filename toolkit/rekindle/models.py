@@ -1,0 +1,22 @@
+"""Models without a session: load a checkpoint, look at its weights, and run or compare it in your own JAX code.
+
+    model = rekindle.models.load("path/to/checkpoint", dtype="float32")
+    weights = dict(zip(model.graph.paths, model.leaves))
+    module = rekindle.models.merge(model.graph, model.leaves)
+
+`rekindle.open` takes a `LoadedModel` as well as a folder.
+"""
+
+from __future__ import annotations
+
+from rekindle._src.models.base import Graph, LoadedModel, Model, merge, random_model
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.loading.load_progress import LoadProgress
+from rekindle._src.text.tokenizer import Tokenizer
+
+__all__ = ["Graph", "LoadProgress", "LoadedModel", "Model", "ModelConfig", "Tokenizer", "load", "merge", "random_model"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
