@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rekindle._src.core import html
+from rekindle._src.core.bounds import bounded, bounded_stops, check_n
 from rekindle.errors import ConfigError, InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
+MAX_PROCESSORS = 64  # names in one request; a session has at most 16 of them
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
@@ -54,6 +56,7 @@ class Sampling(html.Record):
 
     def __post_init__(self) -> None:
         put = object.__setattr__
+        self._bound_sizes()
         if isinstance(self.stop, str):
             put(self, "stop", (self.stop,))
         put(self, "stop", tuple(self.stop))
@@ -110,6 +113,18 @@ class Sampling(html.Record):
         for token, bias in self.logit_bias.items():
             if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
                 raise InvalidRequest("logit_bias", {token: bias}, "is not a number", "Use a float, or ±inf")
+
+    def _bound_sizes(self) -> None:
+        """Refuse what is too much before it is copied; what is of a wrong type is left to the checks after this one."""
+        put = object.__setattr__
+        check_n(self.n)
+        if isinstance(self.stop, Iterable):
+            put(self, "stop", bounded_stops(self.stop))
+        for name, most in (
+            ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS), ("processors", MAX_PROCESSORS)
+        ):  # fmt: skip
+            if isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), str):
+                put(self, name, bounded(name, getattr(self, name), most))
 
     def _whole(self, name: str) -> None:
         value = getattr(self, name)

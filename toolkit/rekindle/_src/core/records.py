@@ -134,6 +134,14 @@ class RowResult:
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
+    error: Exception | None = None  # the row could not be prepared: the step ran without it, and its request fails
+
+
+class LostPage(NamedTuple):
+    """A page of `StepPlan.restore` that could not be filled; the step ran without it."""
+
+    move: PageMove
+    error: Exception
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,16 +154,17 @@ class StepResult:
     host_seconds: float = 0.0  # packing and dispatch
     device_seconds: float = 0.0  # from dispatch until its result was there
     idle_seconds: float = 0.0  # the device had nothing to do before it
+    lost: tuple[LostPage, ...] = ()  # every request that holds one of these pages fails
 
     @property
     def right(self) -> tuple[bool, ...]:
-        """Which rows computed what they should have: a draft did if every guess up to its own came true."""
+        """Which rows computed what they should have: not one that failed, nor a draft behind a rejected one."""
         found: list[bool] = []
         for index, row in enumerate(self.plan.rows):
-            right = True
+            right = self.rows[index].error is None
             if row.draft:
                 assert row.token_ids is not None, "a draft has its token"
-                right = found[-1] and self.rows[index - 1].token_id == row.token_ids[0]
+                right = right and found[-1] and self.rows[index - 1].token_id == row.token_ids[0]
             found.append(right)
         return tuple(found)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +40,32 @@ def row_results(plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows
         results.append(_result(row, rows[index], tokens[index], prompts))
         at += row.length
     return tuple(results)
+
+
+def without(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:
+    """The plan without the rows of the requests in `refused`."""
+    if not refused:
+        return plan
+    return dataclasses.replace(
+        plan,
+        decode=tuple(row for row in plan.decode if row.request.id not in refused),
+        prefill=tuple(row for row in plan.prefill if row.request.id not in refused),
+    )
+
+
+def with_refused(
+    plan: StepPlan, rows: tuple[RowResult, ...], refused: Mapping[str, Exception]
+) -> tuple[RowResult, ...]:
+    """The results of `without(plan, refused)` in the order of `plan.rows`, with an error for each row left out."""
+    if not refused:
+        return rows
+    others = iter(rows)
+    return tuple(
+        RowResult(row.request.id, row.epoch, None, error=refused[row.request.id])
+        if row.request.id in refused
+        else next(others)
+        for row in plan.rows
+    )
 
 
 def _result(row: Row, packed: Packed, token: int, prompts: tuple[TokenLogprobs, ...]) -> RowResult:

@@ -56,6 +56,11 @@ class PagedAttention:
         )
 
 
+def payload_layout(kv: KV) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each array of one page's payload, as `gather` gives them for a single page."""
+    return [((1, len(kv), *leaf.shape[1:]), leaf.dtype) for leaf in jax.tree.leaves(kv[0])]
+
+
 def gather(kv: KV, ids: Array) -> Payload:
     """The pages `ids` [n] of every layer, stored as they are."""
     layers = [jax.tree.leaves(gather_pages(layer, ids)) for layer in kv]

@@ -24,6 +24,9 @@ from rekindle._src.programs.flags import Flag, flags_of
 from rekindle._src.programs.logit_shaping import Shaping
 from rekindle._src.programs.sampling import Choice
 
+# Options are Python floats. Beyond float32 a temperature would be infinite, which numpy warns of and which divides
+# -inf to NaN, and a repetition penalty would be 0, which is divided by.
+_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 _VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
 # As plain integers: operations on an enum.IntFlag take a microsecond each.
 _PROMPT, _SAMPLES, _KEPT = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.KEPT)
@@ -87,10 +90,10 @@ class Constants:
         halves = np.array([(seed or 0) >> 32, (seed or 0) & 0xFFFFFFFF], np.uint32).view(np.int32)
         self.ints[row.slot] = (row.request.prompt_length, min(sampling.top_k, 2**31 - 1), *halves)
         self.floats[row.slot] = (
-            sampling.temperature,
+            min(sampling.temperature, _LARGEST),
             sampling.top_p,
             sampling.min_p,
-            sampling.repetition_penalty,
+            min(max(sampling.repetition_penalty, _SMALLEST), _LARGEST),
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )

@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from rekindle._src.core.config import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from rekindle._src.core.records import Row
+from rekindle.errors import InvalidRequest
 
 MAX_END_IDS = MAX_STOP_TOKEN_IDS + 16  # stop token ids, and the eos ids of the checkpoint
 BIAS_LIMIT = 1e9  # stands for an infinite bias: above any logit, and differences of two stay numbers
@@ -57,7 +58,10 @@ def admission_sizes(context: int) -> tuple[int, int]:
 
 
 def pack_admission(row: Row, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """A fresh row's history, bias and ends as `admit` reads them."""
+    """A fresh row's history, bias and ends as `admit` reads them.
+
+    Raises `InvalidRequest` where `min_tokens` would have to mask more than MAX_END_IDS tokens.
+    """
     sampling, prompt = row.request.sampling, row.request.token_ids
     size, bias_size = admission_sizes(context)
     ints, floats = np.full(size, NOWHERE, np.int32), np.zeros(bias_size, np.float32)
@@ -68,7 +72,17 @@ def pack_admission(row: Row, context: int) -> tuple[np.ndarray, np.ndarray]:
     at = 2 + context
     ints[at : at + len(bias)] = list(bias)
     floats[: len(bias)] = np.clip(list(bias.values()), -BIAS_LIMIT, BIAS_LIMIT)
-    ends = sorted(row.request.eos_ids | row.request.stop_ids)
+    # Only ids that a vocabulary can have: a checkpoint may name any number as its end.
+    ends = sorted(token for token in row.request.eos_ids | row.request.stop_ids if 0 <= token < NOWHERE)
+    if not sampling.min_tokens:
+        ends = []
+    elif len(ends) > MAX_END_IDS:
+        raise InvalidRequest(
+            "min_tokens",
+            sampling.min_tokens,
+            f"has to mask the request's {len(ends)} end tokens, and {MAX_END_IDS} are possible",
+            "Use 0, fewer stop_token_ids, or ignore_eos=True",
+        )
     at += MAX_LOGIT_BIAS
     ints[at : at + len(ends)] = ends
     return ints, floats

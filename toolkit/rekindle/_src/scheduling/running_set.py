@@ -27,8 +27,8 @@ class RunningSet:
         return len(self._free)
 
     @property
-    def everybody(self) -> list[Sequence]:
-        """All that own a slot and pages."""
+    def holders(self) -> list[Sequence]:
+        """All sequences that own a slot and pages, running or leaving."""
         return [*self.running, *self.leaving]
 
     def enter(self, sequence: Sequence, start: int) -> None:
@@ -48,7 +48,7 @@ class RunningSet:
             self._ledger.release(sequence)
 
     def check_integrity(self) -> None:
-        slots = sorted([*self._free, *(sequence.slot for sequence in self.everybody)])
+        slots = sorted([*self._free, *(sequence.slot for sequence in self.holders)])
         assert slots == list(range(self._slots)), f"slots drifted: {slots}"
         assert all(sequence.in_flight for sequence in self.leaving), "a sequence never left"
         ranks = [self._seniority(sequence) for sequence in self.running]

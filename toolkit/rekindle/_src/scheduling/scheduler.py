@@ -28,6 +28,7 @@ from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.scheduling.admission import Admission
 from rekindle._src.scheduling.drafts import Drafts
 from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
+from rekindle._src.scheduling.failing import holding, request_error, step_error
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import seniority
@@ -35,7 +36,7 @@ from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.waiting import WaitingQueue
-from rekindle.errors import CompileError, InvalidRequest, OutOfPages, QueueFull, StepFailed
+from rekindle.errors import InvalidRequest, OutOfPages, QueueFull, RekindleError
 
 _REMEMBERED = 1024  # ended requests that can still be asked about
 
@@ -167,11 +168,13 @@ class Scheduler:
             self.cache.offload_done(result.plan.offload)
             if self.cache.host_tier is not None:
                 self.cache.host_tier.observe(result)
-        events: list[TokenEvent] = []
+        events = self._fail_lost(result)
         right = result.right
         for sequence, row, output, counts in zip(flight.sequences, flight.plan.rows, result.rows, right, strict=True):
             sequence.in_flight -= 1
-            if counts and not sequence.ended:
+            if output.error is not None and not sequence.ended:
+                events.append(self._fail(sequence, request_error(sequence, output.error)))
+            elif counts and not sequence.ended:
                 event = self._take_over(sequence, row, output)
                 if event is not None and row.draft:
                     events[-1] = events[-1].then(event)  # the row before is the same request's, and sampled
@@ -195,26 +198,13 @@ class Scheduler:
             self.cache.offload_done(plan.offload)
             if plan.restore:
                 # Later steps may have been planned on pages that were never filled.
-                broken = {move.page for move in plan.restore}
-                affected |= dict.fromkeys(
-                    s for s in self._running_set.everybody if not broken.isdisjoint(s.pages.tolist())
-                )
+                broken = [move.page for move in plan.restore]
+                affected |= dict.fromkeys(sequence for sequence, _ in holding(self._running_set.holders, broken))
                 self.cache.detach(plan.restore)
         events = []
         for sequence in affected:
             if not sequence.ended:
-                fix = "" if isinstance(cause, CompileError) else " Submit it again."  # it would not compile again
-                error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}.{fix}")
-                error.__cause__ = cause
-                self._end(sequence, FinishReason.FAILED, str(error))
-                events.append(
-                    TokenEvent(
-                        sequence.id,
-                        cached_tokens=sequence.cached_tokens,
-                        finish_reason=FinishReason.FAILED,
-                        error=error,
-                    )
-                )
+                events.append(self._fail(sequence, step_error(plan, cause)))
             self._running_set.drain(sequence)
         self._collect_released()
         return tuple(events)
@@ -299,7 +289,7 @@ class Scheduler:
         self._admission.check_integrity()
         if self.cache is not None:
             self.cache.check_integrity()
-        self.pool.check_integrity(self._ledger.references(running_set.everybody))
+        self.pool.check_integrity(self._ledger.references(running_set.holders))
         alive = len(running_set.running) + self._admission.waiting
         assert len(self._alive) == alive, f"{len(self._alive)} requests live, {alive} wait or run"
 
@@ -329,6 +319,32 @@ class Scheduler:
             self._end(sequence, reason)
         logprobs = () if output.logprobs is None else (output.logprobs,)
         return TokenEvent(request.id, (token,), logprobs, scores, sequence.cached_tokens, reason)
+
+    def _fail_lost(self, result: StepResult) -> list[TokenEvent]:
+        """End the requests that hold a page which could not be restored, and forget what is cached on such pages."""
+        if not result.lost:
+            return []
+        assert self.cache is not None, "a page was restored without a cache"
+        causes = {lost.move.page: lost.error for lost in result.lost}
+        events = [
+            self._fail(sequence, request_error(sequence, causes[page]))
+            for sequence, page in holding(self._running_set.holders, causes)
+            if not sequence.ended
+        ]
+        for lost in result.lost:
+            if self.cache.host_tier is not None:
+                self.cache.host_tier.discard(lost.move.digest)
+        self.cache.detach([lost.move for lost in result.lost])
+        return events
+
+    def _fail(self, sequence: Sequence, error: RekindleError) -> TokenEvent:
+        self._end(sequence, FinishReason.FAILED, str(error))
+        return TokenEvent(
+            sequence.id,
+            cached_tokens=sequence.cached_tokens,
+            finish_reason=FinishReason.FAILED,
+            error=error,
+        )
 
     def _end(self, sequence: Sequence, reason: FinishReason, words: str = "") -> None:
         self._admission.remove(sequence)

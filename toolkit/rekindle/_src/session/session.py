@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from rekindle._src.core import html
+from rekindle._src.core.bounds import check_batch
 from rekindle._src.core.config import EngineConfig, Sampling
 from rekindle._src.core.contracts import RunnerLike, SchedulerLike
 from rekindle._src.core.records import Completion, IntArray, TextDelta
@@ -108,6 +109,7 @@ class Session:
         options_ = Sampling.of(sampling, options)
         self._host.check()
         given, many = parse(prompt)
+        check_batch(len(given), options_.n)
         handles = [Handle(self._host, self, one, options_) for one in given]
         return Batch(handles) if many else handles[0]
 
