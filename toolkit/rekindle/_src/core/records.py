@@ -77,7 +77,7 @@ class Row:
     generated: int = 0  # how many tokens the request has generated before this step's
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
     kept: bool = False  # a shared page holds its one token's keys and values already: only the logits are wanted
-    draft: bool = False  # its token is a guess that follows the row before, which belongs to the same request
+    draft: bool = False  # its token was proposed by prompt lookup and follows the row before, of the same request
 
 
 class PageMove(NamedTuple):

@@ -1,4 +1,4 @@
-"""From a step's packed output on the host to `RowResult`s."""
+"""Unpacking of a step's output on the host into `RowResult`s, and steps that ran without some of their rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Packed = NDArray[np.int32]
 
 
 def needs_prompt(plan: StepPlan) -> bool:
-    """Whether the packed prompt log-probabilities are worth a transfer."""
+    """Whether the packed prompt log-probabilities have to be transferred."""
     return any(row.request.sampling.prompt_logprobs is not None for row in plan.prefill)
 
 
 def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
-    """One line of `logprobs.WIDTH` integers."""
+    """The log-probabilities in one line of `logprobs.WIDTH` integers."""
     floats = packed.view(np.float32)
     return TokenLogprobs(
         token,
@@ -31,7 +31,7 @@ def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
 
 
 def row_results(plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows: int) -> tuple[RowResult, ...]:
-    """Results in the order of `plan.rows`; row R + s of the output is the s-th prefill's."""
+    """The results in the order of `plan.rows`; row R + s of the output belongs to the s-th prefill."""
     tokens = rows[:, 0].tolist()
     results = [_result(row, rows[index], tokens[index], ()) for index, row in enumerate(plan.decode)]
     at = 0

@@ -1,7 +1,7 @@
-"""The device side of a session: owns pages and request state, dispatches one program per step, reads results.
+"""The runner, the device side of a session: owns pages and request state, dispatches steps, and reads their results.
 
 `dispatch` and what it calls run in one thread, `fetch` may run in another. The device works on step N while the host
-packs step N + 1: an upload may be read in place on CPU, so a buffer goes back to its pool only when its step is over.
+packs step N + 1. On CPU a program may read a buffer in place, so a buffer is reused only when its step has ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class InFlight:
     """A dispatched step."""
 
     plan: StepPlan
-    bucket: Bucket | None  # None: the step only moved pages
+    bucket: Bucket | None  # None: the step ran no rows, it only moved pages
     output: StepOutput | None
     upload: Upload | None
     leaving: Leaving
@@ -50,7 +50,7 @@ class InFlight:
     refused: dict[str, Exception]  # by request, why its rows could not be prepared
     lost: tuple[LostPage, ...] = ()
     idle_seconds: float = 0.0  # the device had nothing to do before it
-    ended: float | None = None  # about when, if it was over before its result was asked for
+    ended: float | None = None  # estimated, if it was over before its result was asked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -59,9 +59,9 @@ class RunnerStatistics(html.Record):
 
     steps: int
     tokens: int
-    padding: int  # tokens of programs that no step had
+    padding: int  # tokens that programs computed beyond those of their steps
     host_seconds: float  # packing and dispatch
-    device_seconds: float  # in which a step ran, as far as the host can tell
+    device_seconds: float  # during which a step ran, as far as the host can tell
     traces: int
     compilations: int
     programs: dict[str, int]  # steps by program
@@ -70,7 +70,7 @@ class RunnerStatistics(html.Record):
 
 
 class Runner:
-    """Satisfies `RunnerLike`."""
+    """The implementation of `RunnerLike`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Runner:
             programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
         self.programs, self.config, self.host_tier = programs, config, host_tier
         self._transfers = PageTransfers(programs, host_tier)
-        self.prefer_ready = prefer_ready  # a larger program that is ready goes before compiling the one that fits
+        self.prefer_ready = prefer_ready  # a larger program that is ready is used before the one that fits is compiled
         self._leaves: tuple[Any, ...] = tuple(model.leaves)
         self._kv, self._state = self._fresh_memory()
         self._constants = Constants(config.max_requests, tuple(p.name for p in programs.processors))
@@ -97,19 +97,20 @@ class Runner:
         self._buckets: collections.Counter[str] = collections.Counter()
         self._host_seconds = self._device_seconds = self._last_ready = 0.0
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
-        self._seen_running = 0.0  # when it was last seen to run
-        self._copies = jax.default_backend() != "cpu"  # where a result has to be copied to be read
+        self._seen_running = 0.0  # when it was last seen running
+        self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
         self._closed = False
 
     def dispatch(self, plan: StepPlan) -> InFlight:
-        """Pack the plan and start its step. Raises without having started anything, or leaves it to `fetch`.
+        """Pack the plan and start its step.
 
         A row that can't be prepared, or a page that can't be restored, is left out; the result names it with its error.
+        Other errors are raised before the step has started, or by `fetch`.
         """
         if self._closed:
             raise SessionClosed("the runner was closed; open a new session")
         start = time.perf_counter()
-        self._look(start)
+        self._poll(start)
         leaving = self._transfers.read_out(self._kv, plan.offload)
         self._kv, lost = self._transfers.restore(self._kv, plan.restore)
         ran, admissions, refused = self._prepare(plan)
@@ -122,7 +123,7 @@ class Runner:
         upload = self._take_upload(bucket)
         upload.pack(ran, self._constants)
         dispatched = time.perf_counter()
-        # numpy goes in as it is: an explicit device_put of both costs 60 of the 190 µs that a dispatch takes.
+        # The numpy buffers are passed directly: a device_put of both costs 60 of the 190 µs that a dispatch takes.
         self._kv, self._state, output = program(self._leaves, self._kv, self._state, upload.ints, upload.floats)
         if self._copies:
             output.rows.copy_to_host_async()
@@ -145,13 +146,13 @@ class Runner:
             self._uploads[bucket].append(in_flight.upload)
             rows = row_results(plan, packed, prompt, bucket.rows)
         ready = in_flight.ended or time.perf_counter()
-        # The device ran the step before this one first, so this one's time counts from there.
+        # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
         self._last_ready = ready
         if self._latest is in_flight:
             self._latest = None
         else:
-            self._look(ready)
+            self._poll(ready)
         self._transfers.store(in_flight.leaving)
         self._count(in_flight, seconds)
         return StepResult(
@@ -165,15 +166,15 @@ class Runner:
         )
 
     def warm(self) -> None:
-        """Load or compile everything that a step may ask for."""
+        """Load or compile every program that a step may need."""
         warm(self.programs)
 
     def prefault(self, pages: int) -> None:
-        """So many pages are likely to be restored before long: have their memory ready, beside what else is done."""
+        """Start to prefault the memory of so many pages, because they are likely to be restored soon."""
         prefault(jax.tree.leaves(self._kv), min(pages, self.programs.kv[0].num_pages - 1))
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
-        """Use other weights from the next step on; steps in flight end with the old ones. Nothing is compiled."""
+        """Use other weights from the next step on, without compiling; steps in flight end with the old ones."""
         for index, (path, old, new) in enumerate(
             zip(self.programs.graph.paths, self.programs.leaves, leaves, strict=True)
         ):
@@ -187,7 +188,7 @@ class Runner:
         self._leaves = tuple(leaves)
 
     def read_pages(self, pages: Sequence[int]) -> list[paged.Payload]:
-        """Copies of what pages hold, between steps."""
+        """Copies of the content of pages; called between steps."""
         moves = tuple(PageMove(page, b"") for page in pages)
         payloads: list[paged.Payload] = []
         for part, payload in self._transfers.read_out(self._kv, moves):
@@ -196,7 +197,7 @@ class Runner:
         return payloads
 
     def reset(self) -> None:
-        """Fresh pages and state, after a step has failed on the device; whatever the pages held is lost."""
+        """Replace pages and state after a step failed on the device; the content of the pages is lost."""
         self._latest = None
         self._delete(self._kv, self._state)
         self._kv, self._state = self._fresh_memory()
@@ -217,7 +218,7 @@ class Runner:
         )
 
     def close(self) -> None:
-        """Free pages and state at once; the weights belong to whoever loaded them."""
+        """Free pages and state at once. The weights belong to the caller and stay."""
         if self._closed:
             return
         self._closed = True
@@ -241,12 +242,15 @@ class Runner:
         return best
 
     def program(self, plan: StepPlan) -> str:
-        """The name of the program that a plan takes."""
+        """The name of the program that a plan runs in."""
         return self._bucket(plan).name if plan.rows else ""
 
-    def _look(self, now: float) -> None:
-        """Note whether the latest step still runs. Nobody is told when it ends, so the end is taken to be half way
-        between two looks; while steps take longer than the host does, the next one is always there before it."""
+    def _poll(self, now: float) -> None:
+        """Record whether the latest step still runs.
+
+        JAX does not report when a step ends, so its end is estimated half way between two polls. While steps take
+        longer than the host's work, the next one is always dispatched before that.
+        """
         latest = self._latest
         if latest is None or latest.output is None or latest.ended is not None:
             return
@@ -257,8 +261,8 @@ class Runner:
             self._seen_running = now
 
     def _idle(self, now: float) -> float:
-        """How long the device had nothing to do before the step that was dispatched just now."""
-        self._look(now)
+        """How long the device was idle before the step that was dispatched at `now`."""
+        self._poll(now)
         ended = self._last_ready if self._latest is None else self._latest.ended
         return now - ended if ended else 0.0
 

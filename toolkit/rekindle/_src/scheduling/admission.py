@@ -1,4 +1,4 @@
-"""Who gets a slot and pages, who waits for what, and who loses its pages to a more senior request."""
+"""Admission: which waiting request gets a slot and pages, what the others wait for, and which ones are preempted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.waiting import WaitingQueue
 
-_PARKED_PER_PLAN = 32  # bounds a plan's time when thousands of requests share a prefix
+_PARKED_PER_PLAN = 32  # sequences; bounds the time of a plan when thousands of requests share a prefix
 
 
 class Admission:
-    """Moves sequences between the queue, the parked ones, and the residents.
+    """Moves sequences between the waiting queue, the parked sequences and the running set.
 
-    Nothing deadlocks: the most senior running sequence gets any page that a junior holds, what a request may need alone
-    was checked when it was submitted, and a parked one waits for a running one or is woken when that loses its pages.
+    Nothing deadlocks: the most senior running sequence can take any page that a junior holds; that a request fits when
+    it is alone was checked at submission; and a parked sequence waits for a running one, and is woken when that one is
+    preempted.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class Admission:
         self._queue.add(sequence)
 
     def refresh(self) -> None:
-        """A new plan begins."""
+        """Order the queue for a new plan."""
         self._queue.refresh()
 
     def admit(self) -> Sequence | None:
-        """The next sequence, now in a slot and with pages; None if nobody can be admitted now."""
+        """Admit the next sequence: it has a slot and pages then. None if none can be admitted now."""
         running, leaving = self._running_set.running, self._running_set.leaving
         for _ in range(_PARKED_PER_PLAN):
             sequence = self._queue.next() if self._running_set.free_slots else None
@@ -87,7 +88,7 @@ class Admission:
         return None
 
     def ensure_page(self, sequence: Sequence) -> bool:
-        """Its next position has a page, if need be a junior's; False if it has to sit this step out."""
+        """Give the sequence a page for its next position, preempting juniors if need be; False: it skips this step."""
         if sequence.planned < sequence.num_pages * self._limits.page_size or self._ledger.grow(sequence):
             return True
         while not self._running_set.leaving and not self._ledger.retiring:
@@ -111,16 +112,16 @@ class Admission:
         self._queue.put_back(sequence)
 
     def published(self, sequence: Sequence, first: int, last: int) -> None:
-        """Its pages [first, last) are in the tree: who waited for them is tried again."""
+        """The sequence's pages [first, last) are in the tree: sequences that waited for them are tried again."""
         self._wake(self._claims.resolve(sequence, first, last))
 
     def abandon(self, sequence: Sequence) -> None:
-        """It will not publish what it claimed: who waited for it computes that itself."""
+        """The sequence will not publish the pages it claimed: sequences that waited for them compute them."""
         self.published(sequence, sequence.published, sequence.claimed)
         sequence.claimed = 0
 
     def remove(self, sequence: Sequence) -> None:
-        """It ended, wherever it is."""
+        """Remove a sequence that ended from wherever it is."""
         loading = sequence in self._loading
         self._loading.discard(sequence)
         if loading:
@@ -135,14 +136,14 @@ class Admission:
             self._running_set.leave(sequence)
 
     def older(self, sequence: Sequence) -> int:
-        """How many older requests are in the queue."""
+        """Return how many older requests are in the queue."""
         return self._queue.position(sequence)
 
     def check_integrity(self) -> None:
         self._claims.check_integrity(self._running_set.running)
 
     def _park(self, sequence: Sequence) -> bool:
-        """True if it now waits for a prefix that a running sequence is computing."""
+        """Park the sequence if a running one is computing a prefix that is worth waiting for; whether it was parked."""
         keys = self._ledger.keys(sequence)
         shared = self._claims.worth_waiting(keys, self._ledger.cached(sequence), sequence.known)
         if not shared:

@@ -1,10 +1,10 @@
-"""The scheduler: decides which request computes which tokens in each step, and takes the results over.
+"""The scheduler: decides which request computes which tokens in each step, and applies the results.
 
-It is pure host state with one owner. A step N+1 is planned before the result of step N is known: every count that a
-plan needs (tokens sampled, positions computed, slots, pages) is known without token values. Only an end by token value
-(eos, stop) is discovered late; the row that was planned meanwhile is dropped when its step is committed, and slots and
-pages go back then, never while a step in flight may still write to them. The exception is a step with drafts: how far
-its requests are is only known from its result, so nothing is planned until that is there.
+It is pure host state with one owner. Step N+1 is planned before the result of step N is known: every count that a plan
+needs (tokens sampled, positions computed, slots, pages) is known without token values. Only an end by token value (eos,
+stop) is discovered late; the row that was planned meanwhile is dropped when its step is committed, and slot and pages
+are returned then, never while a step in flight may still write to them. The exception is a step with drafts: how far
+its requests got is known from its result alone, so no step is planned before that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.waiting import WaitingQueue
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull, RekindleError
 
-_REMEMBERED = 1024  # ended requests that can still be asked about
+_REMEMBERED = 1024  # ended requests that can still be explained
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Flight:
 
 
 class Scheduler:
-    """Satisfies `SchedulerLike`. Without a `cache` nothing is shared between requests."""
+    """The implementation of `SchedulerLike`. Without a `cache`, requests share no pages."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class Scheduler:
             if len(decode) + kept >= budget:
                 break
             if sequence.status is Status.PREEMPTED:
-                continue  # by a more senior one, just now
+                continue  # a more senior one took its pages, in this plan
             if sequence.decodes:
                 decode.append(sequence)
             elif sequence.prefilling:
-                kept = 1  # juniors that decode must not starve it, however small the budget
+                kept = 1  # keeps a token of the budget, or decoding juniors would starve it
             elif sequence.remaining and self._admission.ensure_page(sequence):
                 decode.append(sequence)
         decode_rows = [sequence.row(1) for sequence in decode]
@@ -134,7 +134,7 @@ class Scheduler:
                 prefill.append(sequence)
                 prefill_rows.append(sequence.row(min(budget, sequence.target - sequence.planned)))
                 budget -= prefill_rows[-1].length
-        # A request that was just preempted would only take the pages back.
+        # A request that was preempted in this plan would take the pages back at once.
         if budget and self._admission.possible and preemptions == self._admission.preemptions:
             self._admission.refresh()
             while budget and len(prefill) < self.limits.max_prefill_rows:
@@ -160,7 +160,7 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
-        """Take a step's tokens over, in the order in which the steps were planned."""
+        """Apply a step's result, in the order in which the steps were planned."""
         flight = self._flights.popleft()
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
         if self.cache is not None:
@@ -187,7 +187,7 @@ class Scheduler:
         return tuple(events)
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
-        """A planned step raised: its requests end with `StepFailed`, everything else goes on."""
+        """End the requests of a planned step that raised with `StepFailed`; all others go on."""
         flight = next(flight for flight in self._flights if flight.plan is plan)
         self._flights.remove(flight)
         affected = dict.fromkeys(flight.sequences)
@@ -212,7 +212,7 @@ class Scheduler:
     # -- the cache, from outside
 
     def pin(self, tokens: IntArray) -> int:
-        """Keep the cached pages of `tokens` until `unpin`; how many tokens that covers.
+        """Keep the cached pages of `tokens` until `unpin`; returns how many tokens that covers.
 
         Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
         """
@@ -232,11 +232,11 @@ class Scheduler:
         return covered
 
     def unpin(self, tokens: IntArray) -> int:
-        """Undo one `pin`; how many tokens are no longer pinned."""
+        """Undo one `pin`; returns how many tokens are no longer pinned."""
         return self.cache.unpin(tokens) if self.cache is not None else 0
 
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
-        """Forget every cached page; under new weights give the new `root_key`, and `recompute` what is running."""
+        """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests."""
         if self.cache is None and not recompute:
             return
         if self.cache is not None:
@@ -244,9 +244,9 @@ class Scheduler:
         for sequence in tuple(self._running_set.running):
             self._admission.abandon(sequence)
             if recompute:
-                self._admission.preempt(sequence, "has to be computed again under new weights")
+                self._admission.preempt(sequence, "has to be computed again with new weights")
 
-    # -- looking at it
+    # -- statistics
 
     def status(self, request_id: str) -> Status | None:
         sequence = self._alive.get(request_id)
@@ -256,7 +256,7 @@ class Scheduler:
         return None if ended is None else ended.status
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why it waits, was preempted, hit or missed the cache; the latest ended requests are remembered."""
+        """Explain why a request waits, was preempted, or hit or missed the cache; the latest ended ones are kept."""
         sequence = self._alive.get(request_id)
         if sequence is None:
             return self._ended.get(request_id)
@@ -368,9 +368,9 @@ class Scheduler:
 
 
 def _reason(sequence: Sequence, token: int | None) -> FinishReason | None:
-    """How the sequence ends with `token`, its latest; None if it goes on."""
+    """The reason why a sequence ends with its latest token; None if it goes on."""
     request = sequence.request
-    # The first min_tokens tokens end nothing; the device masks these ids among them.
+    # No id ends the request within its first min_tokens tokens, where the device masks them.
     if sequence.generated > request.sampling.min_tokens:
         if token in request.eos_ids:
             return FinishReason.EOS

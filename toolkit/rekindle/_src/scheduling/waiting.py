@@ -1,4 +1,4 @@
-"""The queue of requests that wait for a slot: ordered by policy, bounded in how often one may be overtaken."""
+"""The queue of requests that wait for a slot, ordered by policy, with a bound on how often one may be overtaken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rekindle._src.scheduling.sequence import Sequence
 
 
 class _Heap:
-    """Sequences by rank; one that left is skipped when it comes up, and all such are dropped when they are many."""
+    """A heap of sequences by rank. Those that left are skipped when they surface, and purged when there are many."""
 
     def __init__(self, members: set[Sequence]) -> None:
         self._members = members
@@ -48,10 +48,10 @@ class _Heap:
 
 
 class WaitingQueue:
-    """Who is admitted next. Every operation is O(log n) at most; `refresh` looks at `WINDOW` requests.
+    """Chooses which request is admitted next. Operations are O(log n) at most; `refresh` looks at `WINDOW` requests.
 
-    Preempted requests come first, the most senior of them ahead. Then comes the oldest request if `max_overtakes`
-    others were admitted before it while it was the oldest: nobody waits for ever under any policy.
+    Preempted requests come first, by seniority. Then comes the oldest request if `max_overtakes` others were admitted
+    while it was the oldest, so that no request starves under any policy.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WaitingQueue:
         self._by_rank = _Heap(self._members)
         self._returning = _Heap(self._preempted)
         self._window: dict[Sequence, None] = {}  # cache-aware policies: the oldest requests
-        self._order: list[Sequence] = []  # of the window as of the last refresh, next one at the end
+        self._order: list[Sequence] = []  # the window as ordered by the last refresh, the next one at the end
 
     def __len__(self) -> int:
         return len(self._members) + len(self._preempted)
@@ -84,18 +84,18 @@ class WaitingQueue:
         self._by_rank.push(self._rank(sequence), sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """A preempted sequence goes to the head."""
+        """Put a preempted sequence at the head."""
         self._preempted.add(sequence)
         self._returning.push(self._seniority(sequence), sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """It was aborted, or parked."""
+        """Take out a sequence that was aborted, parked or admitted."""
         self._members.discard(sequence)
         self._preempted.discard(sequence)
         self._window.pop(sequence, None)
 
     def refresh(self) -> None:
-        """What is cached may have changed: cache-aware policies order their window anew."""
+        """Reorder the window of a cache-aware policy, since the cache may have changed."""
         if self._policy not in CACHE_AWARE:
             return
         while len(self._window) < WINDOW:
@@ -107,7 +107,7 @@ class WaitingQueue:
         self._order = order(list(self._window), self._path)[::-1]
 
     def next(self) -> Sequence | None:
-        """Who is to be admitted next; stays in the queue until `take`."""
+        """The sequence to admit next; it stays in the queue until `take`."""
         sequence = self._returning.top()
         if sequence is not None:
             return sequence
@@ -123,13 +123,13 @@ class WaitingQueue:
         return None
 
     def take(self, sequence: Sequence) -> None:
-        """It is admitted."""
+        """Take out a sequence that is admitted now."""
         if sequence in self._members:
             oldest = self._by_age.top()
-            assert oldest is not None, "an empty queue gave a sequence out"
+            assert oldest is not None, "a sequence was taken from an empty queue"
             oldest.overtaken += oldest is not sequence
         self.discard(sequence)
 
     def position(self, sequence: Sequence) -> int:
-        """How many requests that wait are older; walks the queue."""
+        """How many waiting requests are older; walks the queue."""
         return sum(other.arrived < sequence.arrived for other in (*self._members, *self._preempted))
