@@ -55,13 +55,13 @@ def test_a_place_that_was_right_is_kept_though_its_tokens_came_again() -> None:
     assert not lookup.ready
 
 
-def test_hope_grows_with_what_was_right_whoever_computed_it() -> None:
+def test_more_drafts_are_expected_the_longer_the_text_repeats() -> None:
     lookup = PromptLookup(array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]))
-    hopes = [lookup.hope]
+    expected = [lookup.expected]
     for token in (4, 5, 6, 9):
         lookup.push(token)
-        hopes.append(lookup.hope)
-    assert hopes == [1.0, 1.5, 2.0, 2.5, 1.0]
+        expected.append(lookup.expected)
+    assert expected == [1.0, 1.5, 2.0, 2.5, 1.0]
 
 
 def test_it_waits_longer_and_longer_while_it_is_wrong() -> None:
