@@ -168,8 +168,8 @@ _FLOATS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 
-Policy = Literal["fcfs", "priority", "lpm", "dfs-weight", "lof", "random"]
-POLICIES: tuple[str, ...] = ("fcfs", "priority", "lpm", "dfs-weight", "lof", "random")
+Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
+POLICIES: tuple[str, ...] = ("fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 QUANTIZE: tuple[str | None, ...] = (None, "int8", "int8-weight")
 PRECOMPILE: tuple[str, ...] = ("auto", "all", "lazy", "background")
@@ -192,7 +192,7 @@ class EngineConfig(html.Record):
     disk_memory: int = 4 << 30  # bytes of disk for pages and snapshots; 0 turns the tier off
     cache_dir: str | None = None  # None: $REKINDLE_CACHE, else the user's cache folder
     restore: str | None = None  # a snapshot's name, or "auto"
-    policy: Policy = "fcfs"
+    policy: Policy = "fcfs"  # order of admission; "sjf" keeps short prompts fast during floods of long ones
     precompile: str = "auto"  # "background" in notebooks, else "lazy"
     max_queue: int = 1024  # requests that wait; submit() waits beyond, or raises QueueFull
     prefix_cache: bool = True

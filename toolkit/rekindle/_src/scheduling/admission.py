@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 from rekindle._src.core.records import Status
 from rekindle._src.kvcache.pool import pages_for
@@ -13,6 +14,7 @@ from rekindle._src.scheduling.prefix_claims import PrefixClaims
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.shortest_first import ShortestFirst
 from rekindle._src.scheduling.waiting import WaitingQueue
 
 _PARKED_PER_PLAN = 32  # sequences; bounds the time of a plan when thousands of requests share a prefix
@@ -27,11 +29,18 @@ class Admission:
     """
 
     def __init__(
-        self, limits: Limits, ledger: PageLedger, running_set: RunningSet, queue: WaitingQueue, reserve: Reserve
+        self,
+        limits: Limits,
+        ledger: PageLedger,
+        running_set: RunningSet,
+        queue: WaitingQueue,
+        reserve: Reserve,
+        shortest: ShortestFirst | None = None,
     ) -> None:
         self._limits, self._ledger, self._running_set, self._queue = limits, ledger, running_set, queue
         self._claims = PrefixClaims(limits.page_size)
         self._loading = DiskReads(ledger)
+        self._shortest = shortest  # the ranks of the policy sjf
         self.reserve = reserve
         self.preemptions = 0
 
@@ -52,9 +61,28 @@ class Admission:
     def submit(self, sequence: Sequence) -> None:
         self._queue.add(sequence)
 
-    def refresh(self) -> None:
-        """Order the queue for a new plan."""
-        self._queue.refresh()
+    def prefills(self, *, admitting: bool) -> Iterator[Sequence]:
+        """Sequences in the order in which they get the prefill budget of a step; the caller stops when it is spent.
+
+        The running ones come first, by seniority, then those that are admitted now, if `admitting`. Under sjf both are
+        merged by rank, so that a short prompt goes before the rest of a long one.
+        """
+        pending = deque(sequence for sequence in self._running_set.running if sequence.prefilling)
+        if self._shortest is None:
+            yield from pending
+            pending.clear()
+        else:
+            pending = deque(sorted(pending, key=self._shortest.rank))
+        if admitting and self.possible:
+            self._queue.refresh()
+            while True:
+                while pending and not self._overtakes(pending[0]):
+                    yield pending.popleft()
+                admitted = self.admit()
+                if admitted is None:
+                    break
+                yield admitted
+        yield from pending
 
     def admit(self) -> Sequence | None:
         """Admit the next sequence: it has a slot and pages then. None if none can be admitted now."""
@@ -141,6 +169,15 @@ class Admission:
 
     def check_integrity(self) -> None:
         self._claims.check_integrity(self._running_set.running)
+
+    def _overtakes(self, running: Sequence) -> bool:
+        """Whether the next waiting request goes before one that is prefilling; only under sjf."""
+        waiting = self._queue.next() if self._running_set.free_slots else None
+        return (
+            waiting is not None
+            and self._shortest is not None
+            and self._shortest.rank(waiting) < self._shortest.rank(running)
+        )
 
     def _park(self, sequence: Sequence) -> bool:
         """Park the sequence if a running one is computing a prefix that is worth waiting for; whether it was parked."""

@@ -61,7 +61,12 @@ class PageLedger:
         return keys[: self.cache.probe(keys)] if self.cache is not None else keys
 
     def cached(self, sequence: Sequence) -> int:
+        """How many of the sequence's leading pages are on the device; approximate, since tokens are not compared."""
         return self.cache.probe(self.keys(sequence)) if self.cache is not None else 0
+
+    def uncached(self, sequence: Sequence) -> int:
+        """Tokens that the sequence would have to compute if it were admitted now, at least 1."""
+        return max(1, sequence.known - self.cached(sequence) * self._page_size)
 
     @property
     def may_fetch(self) -> bool:

@@ -5,9 +5,11 @@
     lof          longest output first: the largest max_tokens starts first
     random       shuffled, reproducible by seed
     lpm          longest cached prefix first
+    sjf          fewest uncached tokens first, with ageing (shortest_first.py)
     dfs-weight   depth first through the cached prefixes, the branch with most waiting requests first
 
-The last two look at what is cached now, for the oldest `WINDOW` requests only, so that a long queue costs nothing.
+The last three look at what is cached now, for `WINDOW` requests only, so that a long queue costs nothing: lpm and
+dfs-weight for the oldest ones, sjf for those with the fewest uncached tokens when they were last looked at.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Sequence as Items
 from rekindle._src.scheduling.sequence import Sequence
 
 WINDOW = 64
-CACHE_AWARE = frozenset({"lpm", "dfs-weight"})
+CACHE_AWARE = frozenset({"lpm", "dfs-weight", "sjf"})
 Path = Items[int]  # keys of a prompt's cached pages
 Rank = tuple[float, ...]
 

@@ -35,6 +35,7 @@ from rekindle._src.scheduling.policies import seniority
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.shortest_first import ShortestFirst
 from rekindle._src.scheduling.waiting import WaitingQueue
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull, RekindleError
 
@@ -64,8 +65,10 @@ class Scheduler:
         self.limits, self.pool, self.cache = limits, pool, cache
         self._ledger = PageLedger(pool, cache, limits.page_size)
         self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy))
-        queue = WaitingQueue(policy, path=self._ledger.cached_path, seed=seed, max_overtakes=max_overtakes)
-        self._admission = Admission(limits, self._ledger, self._running_set, queue, reserve or Reserve())
+        shortest = ShortestFirst(self._ledger.uncached) if policy == "sjf" else None
+        path = self._ledger.cached_path
+        queue = WaitingQueue(policy, path=path, shortest=shortest, seed=seed, max_overtakes=max_overtakes)
+        self._admission = Admission(limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest)
         self._drafts = Drafts(limits, self._ledger) if limits.prompt_lookup else None
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
@@ -129,27 +132,22 @@ class Scheduler:
             budget = min(budget, self.limits.max_beside_decode)
         prefill: list[Sequence] = []
         prefill_rows: list[Row] = []
-        for sequence in self._running_set.running:
-            if budget and len(prefill) < self.limits.max_prefill_rows and sequence.prefilling:
-                prefill.append(sequence)
-                prefill_rows.append(sequence.row(min(budget, sequence.target - sequence.planned)))
-                budget -= prefill_rows[-1].length
         # A request that was preempted in this plan would take the pages back at once.
-        if budget and self._admission.possible and preemptions == self._admission.preemptions:
-            self._admission.refresh()
-            while budget and len(prefill) < self.limits.max_prefill_rows:
-                admitted = self._admission.admit()
-                if admitted is None:
-                    break
-                self._count_admission(admitted)
-                if admitted.decodes:
-                    decode.append(admitted)
-                    decode_rows.append(admitted.row(1))
-                    budget -= 1
-                    continue
-                prefill.append(admitted)
-                prefill_rows.append(admitted.row(min(budget, admitted.target - admitted.planned)))
-                budget -= prefill_rows[-1].length
+        prefills = self._admission.prefills(admitting=preemptions == self._admission.preemptions)
+        while budget and len(prefill) < self.limits.max_prefill_rows:
+            following = next(prefills, None)
+            if following is None:
+                break
+            if following.fresh:
+                self._count_admission(following)
+            if following.decodes:
+                decode.append(following)
+                decode_rows.append(following.row(1))
+                budget -= 1
+                continue
+            prefill.append(following)
+            prefill_rows.append(following.row(min(budget, following.target - following.planned)))
+            budget -= prefill_rows[-1].length
         if not decode and not prefill:
             return None
         if self._drafts is not None and decode:

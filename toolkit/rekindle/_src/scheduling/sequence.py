@@ -24,8 +24,8 @@ class Sequence:
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "epoch", "fresh",
         "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup", "node", "num_pages",
-        "overtaken", "page_size", "planned", "preemptions", "published", "reason", "request", "sampled", "scored",
-        "slot", "status", "target", "waits_for",
+        "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "sampled",
+        "scored", "slot", "status", "target", "waits_for",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason, page_size: int) -> None:
@@ -39,6 +39,7 @@ class Sequence:
         self.waits_for: Sequence | None = None  # the one that computes the prefix which this one needs
         self.overtaken = 0  # requests admitted before it while it was the oldest
         self.preemptions = 0
+        self.queued_at: int | None = None  # tokens admitted before it was queued; kept under the policy sjf
         # State of this epoch, which begins with an admission:
         self.epoch = 0
         self.slot = -1

@@ -16,6 +16,7 @@ from rekindle._src.scheduling.policies import (
     static_rank,
 )
 from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.shortest_first import ShortestFirst
 
 
 class _Heap:
@@ -59,17 +60,20 @@ class WaitingQueue:
         policy: str,
         *,
         path: Callable[[Sequence], Path],
+        shortest: ShortestFirst | None = None,
         seed: int | None = None,
         max_overtakes: int = 64,
     ) -> None:
         self._policy, self._path, self._max_overtakes = policy, path, max_overtakes
-        self._rank, self._seniority = static_rank(policy, seed), seniority(policy)
+        self._shortest = shortest  # the ranks of the policy sjf
+        self._rank = static_rank(policy, seed) if shortest is None else shortest.rank
+        self._seniority = seniority(policy)
         self._members: set[Sequence] = set()
         self._preempted: set[Sequence] = set()
         self._by_age = _Heap(self._members)
         self._by_rank = _Heap(self._members)
         self._returning = _Heap(self._preempted)
-        self._window: dict[Sequence, None] = {}  # cache-aware policies: the oldest requests
+        self._window: dict[Sequence, None] = {}  # cache-aware policies: the requests that are ordered
         self._order: list[Sequence] = []  # the window as ordered by the last refresh, the next one at the end
 
     def __len__(self) -> int:
@@ -79,6 +83,8 @@ class WaitingQueue:
         return sequence in self._members or sequence in self._preempted
 
     def add(self, sequence: Sequence) -> None:
+        if self._shortest is not None:
+            self._shortest.queued(sequence)
         self._members.add(sequence)
         self._by_age.push((sequence.arrived,), sequence)
         self._by_rank.push(self._rank(sequence), sequence)
@@ -98,11 +104,19 @@ class WaitingQueue:
         """Reorder the window of a cache-aware policy, since the cache may have changed."""
         if self._policy not in CACHE_AWARE:
             return
+        if self._shortest is not None:
+            # Shorter ones may have come, so the window is chosen anew, with ranks as of now.
+            for member in self._window:
+                self._by_rank.push(self._rank(member), member)
+            self._window.clear()
         while len(self._window) < WINDOW:
             sequence = self._by_rank.pop()
             if sequence is None:
                 break
             self._window[sequence] = None
+        if self._shortest is not None:
+            self._order = sorted(self._window, key=self._rank, reverse=True)
+            return
         order = longest_prefix_first if self._policy == "lpm" else depth_first
         self._order = order(list(self._window), self._path)[::-1]
 
@@ -124,6 +138,8 @@ class WaitingQueue:
 
     def take(self, sequence: Sequence) -> None:
         """Take out a sequence that is admitted now."""
+        if self._shortest is not None:
+            self._shortest.admitted(sequence)
         if sequence in self._members:
             oldest = self._by_age.top()
             assert oldest is not None, "a sequence was taken from an empty queue"
