@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,10 @@ from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel
+from rekindle._src.programs.kv_layout import payload_layout
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
-from rekindle.errors import ConfigError, SessionClosed, StoreError
+from rekindle.errors import ConfigError, InvalidRequest, SessionClosed, StoreError
 
 MODEL = tiny_model()
 SEVENS = LogitsProcessor(lambda logits, context: logits.at[:, 7].add(1e6), "sevens")
@@ -251,11 +254,89 @@ def test_offload_reads_before_the_same_step_restores_and_writes(driver: Driver) 
     assert not np.array_equal(tier.get(b"1")[0], tier.get(b"2")[0])
 
 
-def test_a_page_that_left_the_tier_fails_its_step_alone(driver: Driver) -> None:
+def test_a_page_that_left_the_tier_is_reported_and_the_step_goes_on_without_it(driver: Driver) -> None:
+    gone = PageMove(3, b"gone")
+    result = driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), restore=(gone,))))
+    assert [lost.move for lost in result.lost] == [gone]
     with pytest.raises(StoreError, match="left the host tier"):
-        driver.runner.dispatch(StepPlan(0, (), (), restore=(PageMove(3, b"gone"),)))
+        raise result.lost[0].error
     prompt = prompt_of(69, 5)
     assert driver.solo(prompt, Sampling(max_tokens=3)).outputs == expected(prompt, 3)
+
+
+def test_a_page_of_another_layout_is_lost_and_those_beside_it_are_restored(driver: Driver) -> None:
+    runner, tier = driver.runner, driver.runner.host_tier
+    assert tier is not None
+    live = driver.add(prompt_of(77, 20), Sampling(max_tokens=4))
+    driver.finish([live])
+    pages = [int(page) for page in live.pages[:2]]
+    runner.fetch(runner.dispatch(StepPlan(0, (), (), offload=(PageMove(pages[0], b"good"),))))
+    good = tier.get(b"good")
+    assert [(leaf.shape, leaf.dtype) for leaf in good] == payload_layout(runner.programs.kv)
+    for wrong in (
+        tuple(leaf[..., :2] for leaf in good),
+        tuple(leaf.astype(np.float16) for leaf in good),
+        (*good, good[0]),
+    ):
+        tier.put(b"wrong", wrong)
+        moves = PageMove(pages[0], b"wrong"), PageMove(pages[1], b"good")
+        result = runner.fetch(runner.dispatch(StepPlan(0, (), (), restore=moves)))
+        assert [lost.move for lost in result.lost] == [moves[0]]
+        assert "where this session's pages have" in str(result.lost[0].error)
+        runner.fetch(runner.dispatch(StepPlan(0, (), (), offload=(PageMove(pages[1], b"back"),))))
+        assert np.array_equal(tier.get(b"back")[0], good[0])
+
+
+def test_a_request_that_can_not_be_prepared_is_left_out_and_its_neighbours_are_exact(driver: Driver) -> None:
+    """Forty end tokens with min_tokens: decode rows and prefills around the offender go on, its slot is used again."""
+    prompts = [prompt_of(90, 9), prompt_of(91, 12), prompt_of(92, 14)]
+    lives = [driver.add(prompts[0], Sampling(max_tokens=6))]
+    driver.step([(lives[0], 9)])
+    offender = driver.add(prompts[1], Sampling(max_tokens=6, min_tokens=2), ends=range(3, 43))
+    lives.append(driver.add(prompts[2], Sampling(max_tokens=6)))
+    result = driver.step([(lives[0], None), (offender, 12), (lives[1], 9)])
+    failed = result.rows[1]
+    assert failed.request_id == offender.request.id
+    assert isinstance(failed.error, InvalidRequest) and "40 end tokens" in str(failed.error)
+    assert [row.error for row in result.rows if row is not failed] == [None, None]
+    assert result.right == (True, False, True)
+    again = driver.runner.fetch(driver.runner.dispatch(driver.plan([(offender, None)])))  # planned before it was known
+    assert isinstance(again.rows[0].error, InvalidRequest)
+    driver.remove(offender)
+    lives.append(driver.add(prompts[1], Sampling(max_tokens=6)))
+    driver.finish(lives)
+    assert [live.outputs for live in lives] == [expected(prompts[index], 6) for index in (0, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1e300},
+        {"temperature": 1e-300},
+        {"temperature": 1e300, "top_p": 0.5, "top_k": 5},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-300},
+        {"temperature": 1.0, "top_k": 2**70, "min_p": 1e-300},
+    ],
+)
+def test_options_beyond_float32_hurt_no_neighbour_where_warnings_are_errors(
+    driver: Driver, options: dict[str, Any]
+) -> None:
+    prompt = prompt_of(95, 9)
+    extreme = driver.add(prompt_of(96, 8), Sampling(max_tokens=4, seed=1, **options))
+    live = driver.add(prompt, Sampling(max_tokens=4))
+    with warnings.catch_warnings(), np.errstate(all="warn", under="ignore"):
+        warnings.simplefilter("error")
+        driver.finish([extreme, live])
+    assert live.outputs == expected(prompt, 4)
+    assert len(extreme.outputs) == 4 and max(extreme.outputs) < MODEL.config.vocab_size
+
+
+def test_end_ids_that_no_vocabulary_has_are_ignored(driver: Driver) -> None:
+    prompt = prompt_of(97, 9)
+    live = driver.add(prompt, Sampling(max_tokens=4, min_tokens=2), ends=(2**70, -1, 2**31))
+    driver.finish([live])
+    assert live.outputs == expected(prompt, 4)
 
 
 def test_swapped_weights_are_used_without_compiling(driver: Driver, programs: Programs) -> None:

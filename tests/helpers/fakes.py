@@ -19,7 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.config import Sampling
-from rekindle._src.core.records import IntArray, Request, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from rekindle._src.core.records import (
+    IntArray,
+    LostPage,
+    PageMove,
+    Request,
+    Row,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 EOS = 256
 KV = NDArray[np.uint64]
@@ -126,6 +136,9 @@ class DictTier:
     def clear(self) -> None:
         """Keeps everything: what a digest names never changes."""
 
+    def discard(self, digest: bytes) -> None:
+        self.payloads.pop(digest, None)
+
     def trim(self) -> None: ...
 
     def touch(self, digest: bytes) -> None: ...
@@ -144,6 +157,7 @@ class FakeInFlight:
     plan: StepPlan
     rows: tuple[RowResult, ...]
     leaving: tuple[tuple[bytes, KV], ...]
+    lost: tuple[LostPage, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +184,8 @@ class FakeRunner:
         step_seconds: float = 0.0,
         fail: Callable[[StepPlan], BaseException | None] | None = None,
         fail_fetch: Callable[[StepPlan], BaseException | None] | None = None,
+        refuse: Callable[[Row], Exception | None] = lambda row: None,
+        lose: Callable[[PageMove], Exception | None] = lambda move: None,
         gate: threading.Event | None = None,
     ) -> None:
         self.programs = None  # nothing is compiled
@@ -178,6 +194,7 @@ class FakeRunner:
         self.max_tokens_per_step, self.max_prefill_rows = max_tokens_per_step, max_prefill_rows
         self.host_tier, self.step_seconds = host_tier, step_seconds
         self.fail, self.fail_fetch, self.gate = fail, fail_fetch, gate
+        self.refuse, self.lose = refuse, lose  # rows that can't be prepared, pages that can't be restored
         self.memory: KV = np.full((num_pages, page_size), 0xDEAD, np.uint64)
         self.slots: dict[int, tuple[str, int, int | None]] = {}  # request, epoch, last sampled token
         self.plans: list[StepPlan] = []  # every dispatched plan, in order
@@ -192,10 +209,18 @@ class FakeRunner:
         if self.fail is not None and (error := self.fail(plan)) is not None:
             raise error
         leaving = tuple((move.digest, self.memory[move.page].copy()) for move in plan.offload)
+        lost = []
         for move in plan.restore:
             assert self.host_tier is not None
+            if (reason := self.lose(move)) is not None:
+                lost.append(LostPage(move, reason))
+                continue
             self.memory[move.page] = self.host_tier.get(move.digest)[0][0]
-        return FakeInFlight(plan, tuple(self.run(row) for row in plan.rows), leaving)
+        rows = []
+        for row in plan.rows:
+            refused = self.refuse(row)
+            rows.append(RowResult(row.request.id, row.epoch, None, error=refused) if refused else self.run(row))
+        return FakeInFlight(plan, tuple(rows), leaving, tuple(lost))
 
     def fetch(self, in_flight: FakeInFlight) -> StepResult:
         if self.gate is not None:
@@ -208,7 +233,9 @@ class FakeRunner:
             assert self.host_tier is not None
             self.host_tier.put(digest, (values[None],))
         self.fetched += 1
-        return StepResult(in_flight.plan, in_flight.rows, program="fake", device_seconds=self.step_seconds)
+        return StepResult(
+            in_flight.plan, in_flight.rows, program="fake", device_seconds=self.step_seconds, lost=in_flight.lost
+        )
 
     def program(self, plan: StepPlan) -> str:
         return "fake"

@@ -40,11 +40,11 @@ def test_text_that_repeats_takes_fewer_steps_and_stays_the_same(overlap: bool, t
     assert len(loop.runner.plans) < 0.75 * len(plain.runner.plans)
     statistics = loop.scheduler.statistics()
     assert statistics.drafted_tokens == sum(drafts(loop))
-    assert 0 < statistics.accepted_tokens < statistics.drafted_tokens, "no guess was wrong"
+    assert 0 < statistics.accepted_tokens < statistics.drafted_tokens, "no draft was rejected"
     assert statistics.generated_tokens == 100
     assert plain.scheduler.statistics().drafted_tokens == 0
     accepted, drafted = statistics.accepted_tokens, statistics.drafted_tokens
-    assert f"{accepted} of {drafted} tokens guessed" in str(loop.scheduler.explain(request.id))
+    assert f"{accepted} of {drafted} draft tokens were accepted" in str(loop.scheduler.explain(request.id))
 
 
 def test_text_that_does_not_repeat_is_planned_as_without() -> None:
@@ -71,7 +71,7 @@ def test_nothing_is_planned_while_drafts_are_in_flight() -> None:
 
 
 def test_the_first_drafts_follow_a_token_that_the_host_does_not_know() -> None:
-    """Going over to drafts costs no wait: the token in flight is guessed as well."""
+    """Going over to drafts costs no wait: the token in flight is drafted as well."""
     loop = run(make_request("again and again and ", max_tokens=30), model=PARROT)
     first = next(plan for plan in loop.runner.plans if plan.drafted)
     assert first.decode[0].token_ids is None
@@ -118,7 +118,7 @@ def test_what_depends_on_tokens_sampled_before_is_not_drafted(options: dict[str,
 
 
 def test_the_end_may_come_amid_the_drafts() -> None:
-    """Ends by count, by token and by both masks: whatever was guessed past it never was."""
+    """Ends by count, by token and by both masks: drafts past it leave no trace."""
     reasons = set()
     for seed in range(60):
         model = EchoModel(alphabet=tuple(range(40, 60)), eos_rate=0.15, surprises=0.3, salt=seed)
@@ -141,7 +141,7 @@ def test_the_context_ends_exactly_at_its_limit() -> None:
     assert all(row.start < 50 for plan in loop.runner.plans for row in plan.decode)
 
 
-def test_wrong_guesses_never_reach_the_prefix_cache() -> None:
+def test_rejected_drafts_never_reach_the_prefix_cache() -> None:
     """Pages that are published hold what was accepted: a request that goes on from there is exact."""
     model = EchoModel(surprises=0.4, alphabet=tuple(range(40, 44)))
     first = make_request("again and again and ", max_tokens=60, eos_ids=())

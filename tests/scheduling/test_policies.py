@@ -85,7 +85,7 @@ def test_dfs_weight_serves_the_branch_with_most_waiting_requests_together() -> N
 
 
 @pytest.mark.parametrize("policy", ["priority", "lof", "lpm", "dfs-weight"])
-def test_nobody_is_overtaken_for_ever(policy: str) -> None:
+def test_no_request_is_overtaken_for_ever(policy: str) -> None:
     loop = one_at_a_time(policy, max_overtakes=5)
     loop.submit(make_request(text(1, 2), max_tokens=2, priority=9))
     loop.run()

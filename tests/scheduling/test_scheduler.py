@@ -340,5 +340,5 @@ def test_ten_thousand_waiting_requests_cost_a_plan_nothing() -> None:
             loop.scheduler.commit(StepResult(plan, rows))
         return sorted(spent)[30]
 
-    for policy in ("fcfs", "lpm"):
+    for policy in ("fcfs", "lpm", "sjf"):
         assert plan_time(10_000, policy) < 3 * plan_time(100, policy) + 0.0002

@@ -37,7 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos_rate=st.sampled_from([0.0, 0.05, 0.3]),
         overtakes=st.integers(0, 3),
         greedy=st.booleans(),
-        guessed=st.sampled_from([0, 1, 4]),
+        drafts=st.sampled_from([0, 1, 4]),
     )
     def start(
         self,
@@ -54,12 +54,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos_rate: float,
         overtakes: int,
         greedy: bool,
-        guessed: int,
+        drafts: int,
     ) -> None:
         self.depth = depth
         self.turns = 0
         self.pinned: list[IntArray] = []
-        model = functools.partial(EchoModel, period=3, surprises=0.3) if guessed else FakeModel
+        model = functools.partial(EchoModel, period=3, surprises=0.3) if drafts else FakeModel
         self.loop = Loop(
             pages=pages,
             page_size=page_size,
@@ -69,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             max_queue=6,
             model=model(eos_rate=eos_rate, alphabet=tuple(range(4))),
-            prompt_lookup=guessed,
+            prompt_lookup=drafts,
             prefix_cache=cached,
             host_tier=None if tier is None else DictTier(tier),
             policy=policy,

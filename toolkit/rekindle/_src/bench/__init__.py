@@ -1,1 +1,1 @@
-"""The benchmark: model shapes with random weights, workloads that users recognise, and this machine's own limits."""
+"""The benchmark: typical workloads, model shapes with random weights, and the limits of this machine."""

@@ -1,9 +1,9 @@
-"""What the time of a step is made of, by the profiler.
+"""The breakdown of a step's time into parts, by the profiler.
 
 W1 a step that decodes one row    W2 a step full of prefill tokens    W3 one of decode rows and prefill tokens together
 
-A step's parts add up to its wall time, which begins when the step before it has ended. Recording costs time itself;
-`untraced_ms` is what such a step takes without it.
+A step's parts add up to its wall time, which begins when the step before it ends. Recording takes time too;
+`untraced_ms` is the time of such a step without it.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.session.session import Session
 
-TURNS = 2  # of a workload, each once as it is and once recorded
+TURNS = 2  # runs of a workload without the profiler, and as many with it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Breakdown:
-    """The mean of the middle half of a workload's steps, by their time."""
+    """Means over the middle half of a workload's steps, ordered by time."""
 
     program: str
-    rows: float  # decode rows and prefill tokens of such a step, padding not counted
-    tokens: float
+    rows: float  # decode rows, without padding
+    tokens: float  # prefill tokens, without padding
     steps: int
-    step_ms: float  # from the end of the step before to its own end
-    untraced_ms: float
-    parts_ms: dict[str, float]  # by PARTS; their sum is step_ms
+    step_ms: float  # from the end of the step before to the end of this one
+    untraced_ms: float  # the same without the profiler
+    parts_ms: dict[str, float]  # by the names in PARTS; their sum is step_ms
 
 
 class Step(NamedTuple):
-    """A step that ran, and when the host had its result."""
+    """A step that ran; `ended` is when the host had its result, in seconds of time.perf_counter()."""
 
     program: str
     rows: int
@@ -65,7 +65,7 @@ class Step(NamedTuple):
 def traced_times(
     steps: Sequence[Step], trace: Path, parts: Mapping[str, str], chosen: Callable[[Step], bool]
 ) -> list[dict[str, float]]:
-    """Milliseconds by part of each of `steps` that is chosen and had one before it."""
+    """Milliseconds by part, for each chosen step but the first of `steps`."""
     runs = executions(trace)
     assert len(runs) == len(steps), f"{len(steps)} steps ran, and the profiler saw {len(runs)} programs"
     found = []
@@ -78,7 +78,7 @@ def traced_times(
 
 
 def middle(times: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The mean of those between the quartiles of the sum: undisturbed, and means add up where medians do not."""
+    """The mean of the entries whose sum is between the quartiles: robust like a median, but the parts add up."""
     ordered = sorted(times, key=lambda parts: sum(parts.values()))
     chosen = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return {name: statistics.fmean(parts[name] for parts in chosen) for name in chosen[0]}
@@ -87,8 +87,8 @@ def middle(times: Iterable[dict[str, float]]) -> dict[str, float]:
 # -- the steps
 
 
-class Noting:
-    """A runner that notes which steps ran."""
+class RecordingRunner:
+    """A runner that records which steps ran."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -110,7 +110,7 @@ class Noting:
 
 
 async def full_prefills(session: Session, prompts: workloads.Prompts) -> None:
-    """W2 with prompts that wait for each other, so that one step follows the next."""
+    """W2 with several prompts at once, so that one step follows the next."""
     await session.cache.clear(tier="memory")
     await session.generate([prompts(1024) for _ in range(8)], max_tokens=1, ignore_eos=True)
 
@@ -119,23 +119,23 @@ Round = Callable[["Session", workloads.Prompts], Awaitable[object]]
 ROUNDS: dict[str, Round] = {"W1": workloads.single_stream, "W2": full_prefills, "W3": workloads.batch}
 
 
-def about(name: str, step: Step) -> bool:
-    """Whether a workload is about such steps."""
+def measures(name: str, step: Step) -> bool:
+    """Whether a workload measures steps of this kind."""
     return (step.rows > 0, step.tokens > 0) == (name != "W2", name != "W1")
 
 
 async def measure(
     model: LoadedModel | str, name: str, vocab_size: int, options: Mapping[str, Any], round_: Round | None = None
 ) -> Breakdown | None:
-    """Of W1, W2 or W3, in a session of its own; None if `options` are such that no such step ever runs."""
+    """The breakdown of W1, W2 or W3 in a session of its own; None if no such step runs with these `options`."""
     if jax.default_backend() != "cpu":
-        raise ConfigError("--breakdown", jax.default_backend(), "is not read yet, only CPU is", "Leave it out")
+        raise ConfigError("--breakdown", jax.default_backend(), "has no breakdown yet, only CPU has", "Leave it out")
     with tempfile.TemporaryDirectory() as folder, separate_calls():
         own = {"precompile": "lazy", "quiet": True, "host_memory": 0, "disk_memory": 0, "cache_dir": f"{folder}/cache"}
         opening = Opening(functools.partial(_build, model, EngineConfig.of({**options, **own})))
         async with opening as session:
             runner = session._engine.runner
-            assert isinstance(runner, Noting), "made by _build"
+            assert isinstance(runner, RecordingRunner), "made by _build"
             prompts, one = workloads.Prompts(vocab_size), round_ or ROUNDS[name]
 
             async def ran() -> list[Step]:
@@ -144,18 +144,18 @@ async def measure(
                 async with session.paused():  # no step is in flight now
                     return runner.steps
 
-            found = Counter(step.program for step in await ran() if about(name, step))  # compiles as well
+            found = Counter(step.program for step in await ran() if measures(name, step))  # compiles as well
             if not found:
                 return None
             program = max(found, key=found.__getitem__)
 
             def chosen(step: Step) -> bool:
-                return step.program == program and about(name, step)
+                return step.program == program and measures(name, step)
 
             (key,) = (bucket for bucket in runner.programs.lattice if bucket.name == program)
             parts = parts_of(runner.programs.get(key).as_text())
             kept, plain, traced = [], [], []
-            for turn in range(TURNS):  # in turn, so that what else the machine does meets both
+            for turn in range(TURNS):  # alternating, so that other load on the machine affects both
                 plain += [
                     {"": 1e3 * (step.ended - last.ended)}
                     for last, step in itertools.pairwise(await ran())
@@ -174,12 +174,12 @@ async def measure(
 
 def _build(model: LoadedModel | str, config: EngineConfig) -> Engine:
     engine = build(OpenRequest(model, config, contexts=capture_contexts()))
-    return engine._replace(runner=Noting(engine.runner))
+    return engine._replace(runner=RecordingRunner(engine.runner))
 
 
 @contextlib.contextmanager
 def separate_calls() -> Iterator[None]:
-    """Programs that are compiled meanwhile call each native kernel by itself, so that each is seen."""
+    """Programs compiled in this block call each native kernel separately, so that the profiler sees each."""
     before = os.environ.get("REKINDLE_CHAIN")
     os.environ["REKINDLE_CHAIN"] = "0"
     try:
@@ -192,7 +192,7 @@ def separate_calls() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(folder: Path) -> Iterator[None]:
-    """The profiler's trace of the block, without Python's own calls, which would slow the host down."""
+    """Record the profiler's trace of the block, without Python calls, which would slow the host down."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with jax.profiler.trace(str(folder), profiler_options=options):

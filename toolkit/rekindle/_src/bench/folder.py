@@ -1,4 +1,4 @@
-"""A shape as a checkpoint folder on disk, so that whatever reads Hugging Face folders can open the same weights."""
+"""A shape as a checkpoint folder on disk, so that other engines can open the same weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf, manifest
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1 and 2
-DONE = "generation_config.json"  # is written last: a folder that has it is complete
+DONE = "generation_config.json"  # written last: a folder that has it is complete
 
 
 def write_checkpoint(shape: str, folder: Path, *, seed: int = 0) -> Path:
-    """Random bfloat16 weights of a shape with a tokenizer; a complete folder is left as it is."""
+    """Write random bfloat16 weights of a shape and a tokenizer; a complete folder is left as it is."""
     if (folder / DONE).exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,14 +48,14 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, NDArray[Any]]:
             if "norm" in path:
                 values = np.ones(part.shape, np.float32)
             else:
-                # Wide enough that greedy decoding wanders, narrow enough that it does not repeat its input.
+                # This width makes greedy decoding vary without repeating its input.
                 values = rng.standard_normal(part.shape, np.float32) * np.float32(1.6 * config.hidden_size**-0.5)
             state[part.name] = values.astype(ml_dtypes.bfloat16)
     return state
 
 
 def _tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """One token per byte; the rest of the vocabulary are words that are never merged, only generated."""
+    """A tokenizer with one token per byte; the other tokens can be generated but not encoded."""
     names = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     names += [f"Ġw{number}" for number in range(len(names), vocab_size)]
     made = tokenizers.Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))

@@ -1,4 +1,4 @@
-"""What only a new process can show: the time to its first token (W5), and a restart that restores its caches (W8)."""
+"""Workloads that need a new process: the time to its first token (W5), and a restart that restores the cache (W8)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESTART = {"max_model_len": 2048, "max_requests": 32, "precompile": "all"}
 
 
 def first_token(model: str, options: Mapping[str, Any]) -> Figures:
-    """W5: from the start of a process to its first token, with an empty store and with what that left there."""
+    """W5: seconds from a process's start to its first token, with an empty store and with the one that run filled."""
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as cache:
         for store in ("cold", "warm"):
@@ -33,10 +33,10 @@ def first_token(model: str, options: Mapping[str, Any]) -> Figures:
 
 
 def restart(model: str, options: Mapping[str, Any], *, seed: int = 0, programs: Path | None = None) -> Figures:
-    """W8: W4 on a cold cache, then the same in a new process that restores the first one's pages.
+    """W8: W4 with a cold cache, then the same in a new process that restores the first one's pages.
 
-    Prefill ends with the last request's first token. `programs` is a cache directory with compiled programs, to spare
-    the first process compiling its own; neither process compiles while it is measured.
+    Prefill ends with the last request's first token. `programs` is a cache directory with compiled programs, so that
+    the first process need not compile them; neither process compiles while it is measured.
     """
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -50,9 +50,9 @@ def restart(model: str, options: Mapping[str, Any], *, seed: int = 0, programs: 
 
 
 def _child(order: dict[str, Any], start: float) -> dict[str, Any]:
-    """Runs `main` in another process; the first line that it prints ends the measurement."""
+    """Run `main` in another process; the first line that it prints ends the measurement."""
     command = [sys.executable, "-m", "rekindle._src.bench.fresh", json.dumps(order)]
-    # An installed package is compiled to bytecode; a source tree has to be able to write its own.
+    # An installed package comes with bytecode; a source tree has to be allowed to write it.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None
@@ -76,7 +76,7 @@ def _first(order: dict[str, Any]) -> dict[str, Any]:
 
     with open_sync(order["model"], quiet=True, **order["options"]) as session:
         session.generate_sync(list(range(3, 3 + FIRST_PROMPT)), max_tokens=1, ignore_eos=True)
-        # Now, and not when the session has closed.
+        # Printed here, so that closing the session is not measured.
         print(json.dumps({"peak_bytes": peak_bytes()}), flush=True)
     return {}
 
@@ -86,12 +86,12 @@ def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
 
     from rekindle._src.session.opening import open_sync
 
-    prompts = Prompts(500, order["seed"])  # ids that every vocabulary has
+    prompts = Prompts(500, order["seed"])  # ids below 500 are in every vocabulary
     prefix, other = prompts(SHARED), prompts(SHARED)
     mine, warm_up = ([start + prompts(32) for _ in range(16)] for start in (prefix, other))
     restored = order["do"] == "restored"
     with open_sync(order["model"], quiet=True, restore=SNAPSHOT if restored else None, **order["options"]) as session:
-        if not restored:  # what a first run costs is not what restoring saves
+        if not restored:  # restoring does not save the cost of a first run
             anyio.run(together, session, warm_up, [32] * 16)
         found = anyio.run(together, session, mine, [32] * 16)
         if not restored:
@@ -101,7 +101,7 @@ def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """The largest resident size since the process was executed; ru_maxrss would begin with its parent's."""
+    """The largest resident size of this process in bytes; ru_maxrss would include its parent's before exec."""
     status = Path("/proc/self/status")
     if not status.exists():
         import resource

@@ -1,7 +1,7 @@
-"""How a decoding step's time grows with rows, context, cached pages and queued requests.
+"""The growth of a decoding step's time with rows, context, cached pages and queued requests.
 
-Rows and context are work, and are measured with the model asked for. Cached pages and queued requests are bookkeeping:
-they are measured with a model so small that nothing else would show, and should not matter at all.
+Rows and context are work for the model and are measured with the one asked for. Cached pages and queued requests are
+bookkeeping and should cost nothing: they are measured with a model so small that any cost would show.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8000)
 PAGES = (100, 1_000, 10_000, 100_000)
 QUEUED = (1, 10, 100, 1_000, 10_000)
-PAGE_SIZE = 8  # tokens; the smallest, so that many pages are filled soon
+PAGE_SIZE = 8  # tokens; the smallest possible, so that many pages are filled quickly
 NEW = 48  # tokens per measured request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """One step time: the median wait for the next token of a request that decodes."""
+    """One step time: the median time between two tokens of a decoding request, in milliseconds."""
 
     sweep: str  # "rows", "context", "cached pages" or "queued requests"
     x: int
@@ -48,7 +48,7 @@ Progress = Callable[[str], None]
 async def measure(
     model: LoadedModel | str, vocab_size: int, options: dict[str, Any], *, scale: float = 1.0, say: Progress = print
 ) -> list[Point]:
-    """Every sweep, up to `scale` times its largest x."""
+    """Measure every sweep, up to `scale` times its largest x."""
     points: list[Point] = []
 
     def reach(xs: Sequence[int]) -> list[int]:
@@ -79,14 +79,14 @@ async def measure(
 
 
 async def step_ms(session: Session, prompts: Sequence[list[int]], new: int = NEW) -> float:
-    """Of all prompts decoding together: the median gap between tokens while none is missing."""
+    """The median time between tokens, in milliseconds, while all prompts decode together."""
     times: list[list[float]] = [[] for _ in prompts]
 
     async def one(index: int) -> None:
         async for delta in session.stream(prompts[index], max_tokens=new, ignore_eos=True):
             times[index] += [time.perf_counter()] * len(delta.token_ids)
 
-    for _ in range(2):  # the first one finds every program and buffer for the second
+    for _ in range(2):  # the first turn compiles programs and makes buffers for the second
         await session.cache.clear(tier="memory")
         for entry in times:
             entry.clear()
@@ -98,7 +98,7 @@ async def step_ms(session: Session, prompts: Sequence[list[int]], new: int = NEW
 
 
 def rate_ms(times: Sequence[float]) -> float:
-    """Per token over eighths of the time, the median of these: deltas may carry several tokens at once."""
+    """Milliseconds per token: the median over eighths of the run, because a delta may carry several tokens."""
     count = max(2, len(times) // 8)
     parts = [times[i : i + count + 1] for i in range(0, len(times) - 1, count)]
     return 1e3 * statistics.median((part[-1] - part[0]) / (len(part) - 1) for part in parts if len(part) > 1)
@@ -113,7 +113,7 @@ async def _micro(own: dict[str, Any], **options: Any) -> AsyncIterator[Session]:
 
 
 async def _beside_pages(pages: int, own: dict[str, Any]) -> float:
-    """A request that decodes while the tree holds so many pages."""
+    """The step time of a request that decodes while the tree holds `pages` pages."""
     length = min(4000, pages * PAGE_SIZE)
     async with _micro(own, device_pages=pages + 4096, max_requests=4) as session:
         prompts = Prompts(500)
@@ -125,7 +125,7 @@ async def _beside_pages(pages: int, own: dict[str, Any]) -> float:
 
 
 async def _beside_queue(queued: int, own: dict[str, Any]) -> float:
-    """Requests that decode in every slot while so many others wait."""
+    """The step time of requests that decode in every slot while `queued` others wait."""
     async with _micro(own, device_pages=8192, max_requests=4, max_queue=queued + 16) as session:
         prompts = Prompts(500)
         await _decoding(session, [prompts(64) for _ in range(4)])
@@ -134,7 +134,7 @@ async def _beside_queue(queued: int, own: dict[str, Any]) -> float:
 
 
 async def _decoding(session: Session, prompts: list[list[int]], waiting: Sequence[list[int]] = ()) -> float:
-    """As `step_ms`, with nothing flushed and no second turn."""
+    """Like `step_ms`, without flushing the cache and in one turn."""
     times: list[float] = []
     async with session.paused():
         handles = [session.submit(prompt, max_tokens=8 * NEW, ignore_eos=True) for prompt in prompts]
@@ -149,7 +149,7 @@ async def _decoding(session: Session, prompts: list[list[int]], waiting: Sequenc
 
 
 def plot(points: Sequence[Point], folder: Path) -> list[Path]:
-    """One picture per sweep; needs matplotlib."""
+    """Write one picture per sweep and return their paths; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What this machine can do at best: how fast it reads memory and multiplies, measured the way XLA does it."""
+"""The limits of this machine: how fast XLA reads memory and multiplies on it, measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-READ_BYTES = 384 << 20  # far more than the caches hold
+READ_BYTES = 384 << 20  # far more than the CPU's caches hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class MachineLimits:
     """Measured rates of the default device."""
 
     read_gb_per_s: float
-    bf16_gflop_per_s: float  # of a square product
+    bf16_gflop_per_s: float  # of a square matrix product, as the next two
     f32_gflop_per_s: float
     int8_gflop_per_s: float  # int8 · int8 → int32
 
     def product(self, dtype: str, quantize: str | None) -> float:
-        """The product's rate that a model's prefill is held against."""
+        """The rate in GFLOP/s that a model's prefill is compared with."""
         if quantize == "int8":
-            # Large chunks may run in either; whichever is faster here is the limit.
+            # Large chunks may run in either; the faster one is the limit.
             return max(self.int8_gflop_per_s, self.bf16_gflop_per_s)
         return self.f32_gflop_per_s if dtype == "float32" else self.bf16_gflop_per_s
 
@@ -45,7 +45,7 @@ def _product(a: jax.Array, b: jax.Array, wide: Any) -> jax.Array:
 
 
 def read_rate(nbytes: int, repeat: int) -> float:
-    """GB/s of reading an array once: the fastest of several reductions, since no single one reaches it everywhere.
+    """GB/s of reading an array once: the fastest of several reductions, since none is the fastest everywhere.
 
     On CPU, folding a middle axis is a vector operation per element and cache line: 35 GB/s on two cores where a plain
     sum read 19.
@@ -67,7 +67,7 @@ def _fold(words: jax.Array) -> jax.Array:
 
 
 def best(function: Callable[..., Any], *arguments: Any, repeat: int) -> float:
-    """Seconds of the fastest call: a limit is what the machine reaches undisturbed."""
+    """Seconds of the fastest call, which is the least disturbed one."""
     jax.block_until_ready(function(*arguments))
     seconds = []
     for _ in range(repeat):
@@ -79,14 +79,14 @@ def best(function: Callable[..., Any], *arguments: Any, repeat: int) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What a model's weights cost per token."""
+    """The cost of a model's weights per token."""
 
-    decode_bytes: int  # read for every step of decoding, whatever its rows
-    prefill_flop: int  # per prompt token, in the layers' products; attention and the head come on top
+    decode_bytes: int  # read by every decoding step, independent of its rows
+    prefill_flop: int  # per prompt token, in the layers' products; without attention and the head
 
     @classmethod
     def of(cls, paths: Sequence[str], leaves: Sequence[Any]) -> Work:
-        """`leaves` may be shapes. An embedding that is not the head as well is looked up, not read."""
+        """The cost of weights or their shapes. An embedding that is not also the head is looked up, not read whole."""
         named = dict(zip(paths, leaves, strict=True))
         tied = not any(path.startswith("head.") for path in named)
         read = [leaf for path, leaf in named.items() if tied or not path.startswith(("embed.", "position_embed."))]
@@ -94,8 +94,9 @@ class Work:
         return cls(sum(leaf.size * leaf.dtype.itemsize for leaf in read), 2 * sum(products))
 
     def decode_share(self, limits: MachineLimits, tokens_per_s: float) -> float:
-        """Of the memory's speed that one stream's weights take up."""
+        """The share of the memory bandwidth that one stream uses to read the weights."""
         return self.decode_bytes * tokens_per_s / (limits.read_gb_per_s * 1e9)
 
     def prefill_share(self, rate_gflop_per_s: float, tokens_per_s: float) -> float:
+        """The share of the product rate that prefill at `tokens_per_s` uses."""
         return self.prefill_flop * tokens_per_s / (rate_gflop_per_s * 1e9)

@@ -1,9 +1,9 @@
 """The profiler's events of a program on XLA:CPU, each attributed to the part of a step that it computes.
 
-XLA records an operation under its instruction's name; the program's text says what that is: the native kernel it calls,
-and the `jax.named_scope`s it was written in. A moment belongs to the operation that began last of those that run then:
-a loop and its body, or operations side by side in several threads, count once. Native products norm their rows and gate
-their results themselves; without native kernels norms and gates are ordinary XLA operations and show among "small".
+XLA records an operation by the name of its instruction. The program's text says what that instruction is: the native
+kernel that it calls, and the `jax.named_scope`s around it. When several operations run at once (a loop and its body, or
+operations in parallel threads), the time counts once, for the one that began last. Native products include norms and
+gates; without native kernels these are ordinary XLA operations and count as "small".
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import jax
 
 PARTS = {
-    "products": "of the layers' matrices, native ones with norms and gates",
+    "products": "the layers' matrices; native ones with norms and gates",
     "attention": "",
     "pages": "writing keys and values",
-    "norms": "that are no product's",
+    "norms": "those that are not part of a product",
     "rope": "",
-    "logits": "the head's product",
-    "sampling": "log-probabilities included",
-    "small": "every other operation",
-    "between": "from one operation to the next: XLA's dispatch",
-    "idle": "before the step: the host, and starting the program",
+    "logits": "the product with the head",
+    "sampling": "with log-probabilities",
+    "small": "all other operations",
+    "between": "XLA's dispatch, from one operation to the next",
+    "idle": "the host's work and the program's start, before the step",
 }
 KERNELS = {
     "matvec": "products", "panels": "products", "decode": "attention", "prefill": "attention", "write": "pages",
@@ -42,18 +42,18 @@ SCOPES = {
 
 
 class Interval(NamedTuple):
-    """An operation, in the profiler's nanoseconds."""
+    """An operation with its start and end in the profiler's nanoseconds."""
 
     start: float
     end: float
     name: str
 
 
-# -- which part an operation belongs to
+# -- the parts of a program
 
 
 def parts_of(program: str) -> dict[str, str]:
-    """The part of each instruction of a compiled program's text; control flow stands under what its body is."""
+    """The part of each instruction in a compiled program's text; control flow belongs to the part of its body."""
     bodies: dict[str, list[str]] = defaultdict(list)
     body = ""
     for line in program.splitlines():
@@ -73,7 +73,7 @@ def _part(line: str, body: Sequence[str]) -> str:
     kernel = re.search(r'custom_call_target="rekindle_([a-z]+)', line)
     scopes = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', "\n".join(reversed(body)))
     inside = [SCOPES[scope] for scope in (scopes[1].split("/") if scopes else ()) if scope in SCOPES]
-    assert kernel is None or kernel[1] in KERNELS, f"KERNELS does not say what rekindle_{kernel and kernel[1]} computes"
+    assert kernel is None or kernel[1] in KERNELS, f"KERNELS has no entry for rekindle_{kernel and kernel[1]}"
     if kernel and (KERNELS[kernel[1]] != "products" or "logits" not in inside):
         return KERNELS[kernel[1]]
     if inside:
@@ -85,10 +85,10 @@ def _part(line: str, body: Sequence[str]) -> str:
 
 
 def executions(trace: Path) -> list[list[Interval]]:
-    """The operations of each program that ran, in the order in which they ran."""
+    """The operations of each program run, in the order of the runs."""
     with warnings.catch_warnings():
-        # Said at the first event, of types of jaxlib's own. Where warnings are errors it would end the process: jaxlib
-        # takes a type that it can't make for fatal.
+        # jaxlib's own types raise this warning at the first event. Where warnings are errors it would end the process,
+        # because jaxlib aborts when it can't make a type.
         warnings.filterwarnings("ignore", r"builtin type \w+ has no __module__ attribute", DeprecationWarning)
         return _executions(trace)
 
@@ -114,7 +114,7 @@ def _executions(trace: Path) -> list[list[Interval]]:
 
 
 def own_times(run: Sequence[Interval], parts: Mapping[str, str]) -> dict[str, float]:
-    """Nanoseconds from the first operation's start to the last one's end, each moment in one part."""
+    """Nanoseconds by part, from the first operation's start to the last one's end; each moment counts once."""
     times: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     waiting = sorted(run, key=lambda interval: interval.start, reverse=True)
     running: list[tuple[float, float, str]] = []  # the one that began last comes first

@@ -1,4 +1,4 @@
-"""Generation without an engine: one request, a dense cache, a plain loop. What the engine must agree with."""
+"""Reference generation without the engine, which has to agree with it: one request, a dense cache, a plain loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cache = tuple[tuple[jax.Array, jax.Array], ...]  # per layer keys and values [le
 
 
 def empty_cache(model: LoadedModel, length: int) -> Cache:
-    """Room for `length` tokens."""
+    """A cache of zeros for `length` tokens."""
     config = model.config
     shape = (length, config.num_kv_heads, config.head_dim)
     dtype = model.graph.precision.stream
@@ -61,7 +61,7 @@ def forward(
 def prefill(
     model: LoadedModel, prompt: Sequence[int], cache: Cache, chunk: int | None = None
 ) -> tuple[jax.Array, Cache]:
-    """Logits [len(prompt), V], computed `chunk` tokens at a time."""
+    """Logits [len(prompt), V] and the cache, computed `chunk` tokens at a time."""
     chunk = chunk or len(prompt)
     parts = []
     for start in range(0, len(prompt), chunk):
@@ -72,7 +72,7 @@ def prefill(
 
 
 def choose(logits: jax.Array, temperature: float, seed: int, position: int) -> int:
-    """The token at `position`, which depends on seed and position and on nothing else around it."""
+    """The token at `position`; a draw depends on logits, seed and position only."""
     if temperature == 0.0:
         return int(jnp.argmax(logits))
     key = jax.random.fold_in(jax.random.key(seed), position)

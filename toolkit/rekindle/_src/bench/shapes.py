@@ -1,4 +1,4 @@
-"""Models by their shape: what speed depends on, without weights that would have to be downloaded."""
+"""Model shapes: speed depends on them and not on the weights, so that none have to be downloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rekindle.errors import ConfigError
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 1e5}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
 SHAPES: dict[str, dict[str, Any]] = {
-    "micro": {  # so small that what shows is everything but the model
+    "micro": {  # so small that the cost of everything but the model shows
         **_LLAMA, **_IDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
         "max_position_embeddings": 16384,

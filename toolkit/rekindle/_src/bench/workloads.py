@@ -1,11 +1,11 @@
-"""The workloads, each a coroutine over an open session that returns its figures. Greedy, end of sequence ignored.
+"""The workloads: coroutines that run over an open session and return figures. Greedy; the end of sequence is ignored.
 
 W1 one stream, 128 prompt and 128 new tokens        W4 16 requests that share a prefix of 1,024 tokens
 W2 a prompt of 1,024 tokens                         W6 decoding at a context of 8k
-W3 32 requests at once, prompts 32–256              W7 Poisson arrivals at a share of capacity, a prefill flood amid
-W5 and W8, which take processes of their own, are in `fresh`.
-Prompts are random token ids of a fixed seed, and the prefix cache is emptied before each run that should be cold.
-`idle_share` is the part of the whole time, from submit to end, in which no step was on the device.
+W3 32 requests at once, prompts 32–256              W7 Poisson arrivals at a share of capacity, with a prefill flood
+W5 and W8, which need processes of their own, are in `fresh`.
+Prompts are random token ids with a fixed seed, and the prefix cache is emptied before each run that should be cold.
+`idle_share` is the share of the time, from submission to end, during which no step was on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONG = 8064
 
 
 class Prompts:
-    """Random prompts; two calls never give the same one."""
+    """Random prompts; every call gives another one."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
@@ -45,20 +45,20 @@ class Prompts:
 
 
 class Idleness:
-    """What the device did since this was made."""
+    """Measures the share of time, since it was made, during which the device was idle."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._start, self._busy = session, time.perf_counter(), session.stats().device_seconds
 
     @property
     def share(self) -> float:
-        """Of the time, in which it had nothing to do."""
+        """The idle share of the time until now."""
         seconds = time.perf_counter() - self._start
         return max(0.0, 1 - (self._session.stats().device_seconds - self._busy) / seconds)
 
 
 async def single_stream(session: Session, prompts: Prompts) -> Figures:
-    """W1."""
+    """W1: one stream."""
     await session.cache.clear(tier="memory")
     device = Idleness(session)
     done = await session.generate(prompts(128), max_tokens=128, ignore_eos=True)
@@ -71,7 +71,7 @@ async def single_stream(session: Session, prompts: Prompts) -> Figures:
 
 
 async def prefill(session: Session, prompts: Prompts) -> Figures:
-    """W2."""
+    """W2: one long prompt."""
     await session.cache.clear(tier="memory")
     length = _beside(session, 1, SHARED)
     done = await session.generate(prompts(length), max_tokens=1, ignore_eos=True)
@@ -79,7 +79,7 @@ async def prefill(session: Session, prompts: Prompts) -> Figures:
 
 
 async def batch(session: Session, prompts: Prompts) -> Figures:
-    """W3."""
+    """W3: 32 requests at once."""
     await session.cache.clear(tier="memory")
     inputs = [prompts(length) for length in prompts.lengths(32, 256, 32)]
     device = Idleness(session)
@@ -87,7 +87,7 @@ async def batch(session: Session, prompts: Prompts) -> Figures:
 
 
 async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
-    """W4: all at once on a cold cache, then again with the prefix sent first, which is counted."""
+    """W4: all requests at once with a cold cache, then with the prefix sent first; the time includes that."""
     prefix = prompts(_beside(session, 32 + 32, SHARED))
     await session.cache.clear(tier="memory")
     cold = await together(session, [prefix + prompts(32) for _ in range(16)], [32] * 16)
@@ -104,19 +104,19 @@ async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
 
 
 def _beside(session: Session, others: int, wanted: int) -> int:
-    """How many of the wanted tokens fit into a context beside others: the tiny model's is no longer than a prompt."""
+    """How many of the wanted tokens fit into the context beside others; the tiny model's context is that short."""
     return min(wanted, (session.config.max_model_len or wanted + others) - others)
 
 
 async def long_context(session: Session, prompts: Prompts) -> Figures:
-    """W6."""
+    """W6: decoding with a long context."""
     await session.cache.clear(tier="memory")
     done = await session.generate(prompts(LONG), max_tokens=64, ignore_eos=True)
     return {"prefill_tok_s": LONG / done.timings.first_token, "decode_tok_s": done.timings.decode_rate(64)}
 
 
 async def arrivals(session: Session, prompts: Prompts) -> Figures:
-    """W7: requests of 128 + 64 tokens at 50, 80 and 95 % of the capacity that a closed batch of them shows."""
+    """W7: requests of 128 + 64 tokens at 50, 80 and 95 % of the capacity that a closed batch reaches."""
     await session.cache.clear(tier="memory")
     count = 48
     closed = await together(session, [prompts(128) for _ in range(count)], [64] * count)

@@ -1,4 +1,4 @@
-"""`rekindle bench`: the workloads on this machine, as medians, beside what its memory and arithmetic allow."""
+"""`rekindle bench`: medians of the workloads on this machine, compared with its memory and arithmetic limits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rekindle._src.bench.limits import MachineLimits, Work
     from rekindle._src.models.base import LoadedModel
 
-FRESH = ("W5", "W8")  # in processes of their own
-BROKEN_DOWN = ("W1", "W2", "W3")
+FRESH = ("W5", "W8")  # workloads that run in processes of their own
+BROKEN_DOWN = ("W1", "W2", "W3")  # workloads that have a breakdown
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
             known = ", ".join(sorted((*workloads.WORKLOADS, *FRESH)))
             raise ConfigError("--workloads", name, "is not known", f"Use some of {known}")
     if arguments.breakdown and (arguments.growth or not set(names) & set(BROKEN_DOWN)):
-        raise ConfigError("--breakdown", True, f"is of {', '.join(BROKEN_DOWN)} alone", "Name one in --workloads")
+        raise ConfigError(
+            "--breakdown", True, f"needs one of {', '.join(BROKEN_DOWN)}, without --growth", "Name one in --workloads"
+        )
     if arguments.growth:
         report = grow(arguments.model, engine_options(arguments), arguments.scale, arguments.plots)
         print(json.dumps(report, indent=1)) if arguments.json else show_growth(report)
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Medians of `repeat` runs of each workload, every one in a warm session or, W5 and W8, in processes of its own."""
+    """Medians of `repeat` runs of each workload, in a warm session, or for W5 and W8 in new processes."""
     from rekindle._src.bench import limits
 
     options = {"dtype": "bfloat16", **options} if _is_shape(model) else options
@@ -72,7 +74,7 @@ def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) 
 def shares(
     name: str, figures: dict[str, float], work: Work, limits: MachineLimits, options: dict[str, Any]
 ) -> dict[str, float]:
-    """How much of the limit a workload reaches: one stream is bound by memory, a long prompt by products."""
+    """The share of the machine's limit that a workload reaches: W1 is bound by memory reads, W2 by products."""
     if name == "W1":
         return {"share_of_read": work.decode_share(limits, figures["decode_tok_s"])}
     if name == "W2":
@@ -94,12 +96,12 @@ async def _workload(model: LoadedModel | str, name: str, repeat: int, options: d
 
 
 def needed(model: LoadedModel | str, name: str, options: dict[str, Any]) -> dict[str, int]:
-    """The sizes that a workload wants."""
+    """The session sizes that a workload needs."""
     length = max(workloads.LENGTHS.get(name, 0), workloads.MODEL_LEN)
     requests = workloads.REQUESTS.get(name, 2)
     return {
         "max_model_len": min(length, 1024) if model == "tiny" else length,
-        "max_requests": max(requests, options.get("prompt_lookup", 0) + 1),  # guesses are rows of their own
+        "max_requests": max(requests, options.get("prompt_lookup", 0) + 1),  # each draft takes a row
     }
 
 
@@ -118,11 +120,11 @@ def _fresh(model: str, name: str, repeat: int, options: dict[str, Any]) -> dict[
         try:
             return _medians([one(source, options) for _ in range(repeat)])
         except RuntimeError as error:
-            raise RekindleError(f"{name} failed: {error}. What it printed says why") from error
+            raise RekindleError(f"{name} failed: {error}. Its output above says why") from error
 
 
 def grow(model: str, options: dict[str, Any], scale: float, plots: Path | None) -> dict[str, Any]:
-    """The step time against rows, context, cached pages and queued requests."""
+    """Measure how the step time grows with rows, context, cached pages and queued requests."""
     from rekindle._src.bench import growth
 
     loaded = _loaded(model, options)
@@ -135,7 +137,7 @@ def grow(model: str, options: dict[str, Any], scale: float, plots: Path | None) 
 
 
 def break_down(model: str, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """What a step of each workload is made of; None where `options` are such that there is none."""
+    """The breakdown of each workload's steps; None where no such step runs with these `options`."""
     from rekindle._src.bench import breakdown
 
     loaded, found = _loaded(model, options), {}
@@ -156,7 +158,7 @@ def _loaded(model: str, options: dict[str, Any]) -> LoadedModel | str:
 
 
 def _work(model: str, options: dict[str, Any]) -> Work:
-    """From the shapes alone."""
+    """The cost of the model's weights, from their shapes alone."""
     from rekindle import tiny
     from rekindle._src.bench.limits import Work
     from rekindle._src.models.base import abstract_model
@@ -177,7 +179,7 @@ def _is_shape(model: str) -> bool:
 
 
 def vocab_size(model: LoadedModel | str) -> int:
-    """Of a model in memory; a folder's prompts are drawn from the ids that every vocabulary has."""
+    """The vocabulary that prompts are drawn from; for a folder, the ids that every vocabulary has."""
     return 1000 if isinstance(model, str) else model.config.vocab_size
 
 
@@ -201,13 +203,13 @@ def show(report: dict[str, Any]) -> None:
 
 
 def show_breakdown(found: dict[str, dict[str, Any] | None]) -> None:
-    """A column per workload, a line per part: milliseconds and the share of the step."""
+    """Print a column per workload and a line per part: milliseconds, and the share of the step."""
     from rekindle._src.bench.operations import PARTS
 
     columns = {name: one for name, one in found.items() if one is not None}
     for name, one in found.items():
         if one is None:
-            print(f"{name}: with these options no such step runs")
+            print(f"{name}: no such step runs with these options")
     if not columns:
         return
 
@@ -231,7 +233,7 @@ def _number(figure: str, value: float) -> str:
 
 
 def show_growth(report: dict[str, Any]) -> None:
-    """One line per point, with how its step compares with the sweep's first."""
+    """Print one line per point, with its step time relative to the sweep's first."""
     first: dict[str, float] = {}
     for point in report["points"]:
         beside = point["step_ms"] / first.setdefault(point["sweep"], point["step_ms"])

@@ -1,4 +1,4 @@
-"""`rekindle chat`: an interactive conversation whose prefix stays in the cache from turn to turn."""
+"""`rekindle chat`: an interactive conversation, whose prefix stays cached from turn to turn."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _read() -> str | None:
 
 
 def _answer(session: Session, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
-    """Stream one answer; Ctrl-C ends it and keeps what was said so far."""
+    """Stream one answer; Ctrl-C ends it and keeps the text so far."""
     handle = session.chat(messages, **options)
     said = ""
     try:

@@ -1,4 +1,4 @@
-"""`rekindle doctor`: what works on this machine, what does not, and the fix for each."""
+"""`rekindle doctor`: checks what works on this machine, and gives a fix for what does not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Check(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every check as it ends; 1 if any failed."""
+    """Print every check as it ends; the exit status is 1 if any failed."""
     failed = False
     checks = []
     for check in examine(cache_folder(arguments.cache_dir)):
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(folder: Path) -> Iterator[Check]:
-    """Every check in order; one that raises is a failed check."""
+    """Run every check in order; one that raises counts as failed."""
     for look in (_python, _packages, _notebook, _shadowing, _devices, _native, _memory):
         yield from _guarded(look)
     yield from _guarded(lambda: _cache(folder))
@@ -117,7 +117,7 @@ def _devices() -> Iterator[Check]:
 
 
 def _native() -> Iterator[Check]:
-    """Kernels for what XLA:CPU is slow at; on another platform nobody misses them."""
+    """Whether the native kernels, which replace slow operations of XLA:CPU, are available; CPU only."""
     import jax
 
     from rekindle_kernels import native
@@ -147,7 +147,7 @@ def _memory() -> Iterator[Check]:
 
 
 def _cache(folder: Path) -> Iterator[Check]:
-    """Writable, with room, and what is in it."""
+    """Whether the cache directory can be written and has free space; lists its contents."""
     fix = "Point $REKINDLE_CACHE or cache_dir= to a folder you can write to"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`rekindle generate`: print a continuation as its tokens come."""
+"""`rekindle generate`: print the continuation of a prompt while it is generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parser of every subcommand; each one's work is in the module of its name, imported when it is called."""
+"""The parsers of all subcommands. Each subcommand is in the module of its name, which is imported when it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rekindle.errors import RekindleError
 
 
 def program() -> int:
-    """`main` in a process of its own: what it imports stays, and looking through that for garbage took 0.1 s."""
+    """Run `main` as a process, without garbage collection while it imports, which took 0.1 s."""
     gc.disable()
 
     def imported() -> None:
@@ -27,7 +27,7 @@ def program() -> int:
 
 
 def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = lambda: None) -> int:
-    """Run one subcommand and return the exit status: 0 fine, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run one subcommand and return the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
         command = importlib.import_module(f"rekindle._src.cli.{arguments.command}")
@@ -50,27 +50,29 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="command")
 
     generate = commands.add_parser("generate", help="continue a prompt, token by token")
-    generate.add_argument("prompt", nargs="?", help="the prompt; read from standard input when absent or '-'")
+    generate.add_argument("prompt", nargs="?", help="the prompt; read from standard input if it is absent or '-'")
     _model_options(generate)
     _sampling_options(generate)
-    generate.add_argument("--json", action="store_true", help="print one JSON object when it is done")
+    generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
-    chat = commands.add_parser("chat", help="talk to a model; the conversation's cache stays warm")
+    chat = commands.add_parser("chat", help="chat with a model; the conversation stays cached")
     _model_options(chat)
     _sampling_options(chat)
     chat.add_argument("--system", help="a system message that opens the conversation")
 
-    doctor = commands.add_parser("doctor", help="check this installation, with the fix for what is wrong")
+    doctor = commands.add_parser("doctor", help="check this installation, and show a fix for each problem")
     doctor.add_argument("--cache-dir", help="the cache directory to check")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
 
-    warm = commands.add_parser("warm", help="compile a model's programs into the store ahead of time")
+    warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
     warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a hub id, or 'tiny'")
     _engine_options(warm)
     warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
     warm.add_argument("--json", action="store_true", help="print the programs as JSON")
 
-    cache = commands.add_parser("cache", help="what persists on disk: programs, pages, snapshots, weights")
+    cache = commands.add_parser(
+        "cache", help="list, prune or clear what is kept on disk: programs, pages, snapshots, weights"
+    )
     cache.add_argument("action", choices=("ls", "prune", "clear"))
     cache.add_argument("--cache-dir", help="the cache directory")
     cache.add_argument("--to", default="4GiB", help="prune: keep at most this much, newest first (default 4GiB)")
@@ -82,9 +84,13 @@ def parser() -> argparse.ArgumentParser:
     _model_options(bench)
     bench.add_argument("--workloads", default="W1,W2,W3,W4", help="comma-separated names (default W1,W2,W3,W4)")
     bench.add_argument("--repeat", type=int, default=3, help="runs of each workload; the median is shown")
-    bench.add_argument("--breakdown", action="store_true", help="also: what the steps of W1, W2 and W3 are made of")
-    bench.add_argument("--growth", action="store_true", help="instead: step time against rows, context, pages, queue")
-    bench.add_argument("--scale", type=float, default=1.0, help="with --growth: a share of each sweep's largest value")
+    bench.add_argument("--breakdown", action="store_true", help="also break the steps of W1, W2 and W3 down into parts")
+    bench.add_argument(
+        "--growth", action="store_true", help="instead measure step time against rows, context, pages and queue"
+    )
+    bench.add_argument(
+        "--scale", type=float, default=1.0, help="with --growth: the share of each sweep's range to measure"
+    )
     bench.add_argument("--plots", type=Path, help="with --growth: a folder for pictures; needs matplotlib")
     bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     return root
@@ -102,7 +108,10 @@ def _engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-requests", type=int)
     command.add_argument("--policy", choices=POLICIES)
     command.add_argument(
-        "--prompt-lookup", type=int, metavar="N", help="guess up to N tokens from text that repeats, a step (default 0)"
+        "--prompt-lookup",
+        type=int,
+        metavar="N",
+        help="speculative decoding by prompt lookup: up to N draft tokens in a step (default 0)",
     )
     command.add_argument("--cache-dir", help="where programs, pages and snapshots persist")
 
@@ -119,12 +128,12 @@ def _sampling_options(command: argparse.ArgumentParser) -> None:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of `open()` that were given."""
+    """The options of `open()` that were given on the command line."""
     names = ("dtype", "quantize", "max_model_len", "max_requests", "policy", "prompt_lookup", "cache_dir")
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of a request."""
+    """The sampling options of a request."""
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
     return {name: getattr(arguments, name) for name in names}

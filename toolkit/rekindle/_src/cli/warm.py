@@ -1,6 +1,6 @@
 """`rekindle warm MODEL`: compile a model's programs into the store, so that the first session only loads them.
 
-Reads no weights: programs depend on shapes alone.
+No weights are read, since programs depend on their shapes only.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_kind(asked: str) -> None:
-    """Programs are compiled for the device at hand: there is no compiling for another kind without one."""
+    """Raise ConfigError unless this machine's device is of the kind asked for: programs can't be cross-compiled."""
     kind = jax.local_devices()[0].device_kind
     if asked.casefold() != kind.casefold():
         raise ConfigError(
             "--device-kind",
             asked,
-            f"can't be compiled for here, where the device is {kind!r}",
+            f"needs a device of that kind, and this machine has {kind!r}",
             "Run this on such a machine and copy its cache directory's `programs` folder",
         )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rekindle._src.core import foreign_names, html
+from rekindle._src.core.bounds import bounded, bounded_stops, check_n
 from rekindle._src.core.options import DType, KVDType, Policy, Precompile, Quantize
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
+MAX_PROCESSORS = 64  # names in one request; a session has at most 16 of them
 
 
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
@@ -104,6 +106,7 @@ class Sampling(html.Record):
         for name, default in _SAMPLING_DEFAULTS:
             if getattr(self, name) is None:
                 put(self, name, default)
+        self._bound_sizes()
         for name, wanted in _LISTS:
             put(self, name, self._several(name, wanted))
         put(self, "logit_bias", self._biases())
@@ -163,6 +166,18 @@ class Sampling(html.Record):
                 if isinstance(bias, float) and math.isinf(bias):
                     continue
                 raise InvalidRequest("logit_bias", {token: bias}, "is not a number", "Use a float, or ±inf")
+
+    def _bound_sizes(self) -> None:
+        """Refuse what is too much before it is copied; what is of a wrong type is left to the checks after this one."""
+        put = object.__setattr__
+        check_n(self.n)
+        if isinstance(self.stop, Iterable):
+            put(self, "stop", bounded_stops(self.stop))
+        for name, most in (
+            ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS), ("processors", MAX_PROCESSORS)
+        ):  # fmt: skip
+            if isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), str):
+                put(self, name, bounded(name, getattr(self, name), most))
 
     # Any object may arrive here, so that conversions may raise anything.
 
@@ -271,7 +286,7 @@ class EngineConfig(html.Record):
         disk_memory (4 GiB): bytes of disk for pages and snapshots; 0 turns the tier off.
         cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache.
         restore (None): name of a snapshot to restore, or "auto" for what the last session left.
-        policy ("fcfs"): who runs next: "fcfs", "priority", "lpm", "dfs-weight", "lof" or "random".
+        policy ("fcfs"): order of admission: "fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof" or "random".
         precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
         max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
         prefix_cache (True): share the pages of equal beginnings of prompts.

@@ -13,7 +13,7 @@ from typing import Literal, TypedDict
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Quantize = Literal["int8", "int8-weight"]
-Policy = Literal["fcfs", "priority", "lpm", "dfs-weight", "lof", "random"]
+Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
 Precompile = Literal["auto", "all", "lazy", "background"]
 
 

@@ -77,7 +77,7 @@ class Row:
     generated: int = 0  # how many tokens the request has generated before this step's
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
     kept: bool = False  # a shared page holds its one token's keys and values already: only the logits are wanted
-    draft: bool = False  # its token is a guess that follows the row before, which belongs to the same request
+    draft: bool = False  # its token was proposed by prompt lookup and follows the row before, of the same request
 
 
 class PageMove(NamedTuple):
@@ -134,6 +134,14 @@ class RowResult:
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
+    error: Exception | None = None  # the row could not be prepared: the step ran without it, and its request fails
+
+
+class LostPage(NamedTuple):
+    """A page of `StepPlan.restore` that could not be filled; the step ran without it."""
+
+    move: PageMove
+    error: Exception
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,17 +153,18 @@ class StepResult:
     program: str = ""  # the bucket's name
     host_seconds: float = 0.0  # packing and dispatch
     device_seconds: float = 0.0  # from dispatch until its result was there
-    idle_seconds: float = 0.0  # before it, in which the device had nothing to do
+    idle_seconds: float = 0.0  # the device had nothing to do before it
+    lost: tuple[LostPage, ...] = ()  # every request that holds one of these pages fails
 
     @property
     def right(self) -> tuple[bool, ...]:
-        """Which rows have a valid result. A draft has one if its token, and every draft before it, was sampled."""
+        """Which rows have a valid result: not a row that failed, nor a draft behind a rejected one."""
         found: list[bool] = []
         for index, row in enumerate(self.plan.rows):
-            right = True
+            right = self.rows[index].error is None
             if row.draft:
                 assert row.token_ids is not None, "a draft has its token"
-                right = found[-1] and self.rows[index - 1].token_id == row.token_ids[0]
+                right = right and found[-1] and self.rows[index - 1].token_id == row.token_ids[0]
             found.append(right)
         return tuple(found)
 

@@ -1,7 +1,7 @@
-"""Device memory touched ahead of its first use: on CPU, the system maps and zeroes it only when it is written.
+"""Prefaulting of device memory: on CPU, the system maps and zeroes memory only when it is first written.
 
-That is as it should be for pages that may never be used. Those that a restored prefix will lie on are written all at
-once, by its first request, which waited 80 of 230 ms for the system then (48 pages, 63 MB, on huge pages).
+That is right for pages that may never be used. The pages of a restored prefix are written all at once by its first
+request, which waited 80 of 230 ms for the system then (48 pages, 63 MB, on huge pages).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 import jax
 
-MOST_BYTES = 256 << 20  # memory that is resident from then on, and half a second of one core at the slowest seen
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: as a write would, changing nothing
+MAX_BYTES = 256 << 20  # resident from then on; half a second of one core at the slowest measured
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: maps as a write would, without changing the content
 
 
 def prefault(leaves: Sequence[Any], pages: int) -> threading.Thread | None:
-    """Begin to touch the first `pages` of each leaf, which the pool hands out first.
+    """Start to prefault the first `pages` of each leaf, which the pool hands out first; returns the thread.
 
-    Only addresses are kept. Memory that is freed meanwhile is left alone by the system, or touched in vain.
+    The thread keeps addresses only. If the memory is freed meanwhile, the system refuses the call or maps it in vain.
     """
     if jax.default_backend() != "cpu" or sys.platform != "linux" or not pages:
         return None
     page_bytes = sum(leaf.nbytes // leaf.shape[0] for leaf in leaves)
-    count = min(pages, MOST_BYTES // page_bytes)
+    count = min(pages, MAX_BYTES // page_bytes)
     ranges = [(leaf.unsafe_buffer_pointer(), leaf.nbytes // leaf.shape[0] * (count + 1)) for leaf in leaves]
 
     def work() -> None:
@@ -36,8 +36,8 @@ def prefault(leaves: Sequence[Any], pages: int) -> threading.Thread | None:
             first, last = start // mmap.PAGESIZE * mmap.PAGESIZE, start + size
             length = -(-(last - first) // mmap.PAGESIZE) * mmap.PAGESIZE
             if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _POPULATE_WRITE):
-                return  # an older kernel
+                return  # the kernel is too old, or the memory was freed
 
-    thread = threading.Thread(target=work, name="rekindle touch", daemon=True)
+    thread = threading.Thread(target=work, name="rekindle prefault", daemon=True)
     thread.start()
     return thread

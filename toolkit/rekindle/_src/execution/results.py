@@ -1,6 +1,9 @@
-"""From a step's packed output on the host to `RowResult`s."""
+"""Unpacking of a step's output on the host into `RowResult`s, and steps that ran without some of their rows."""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +15,12 @@ Packed = NDArray[np.int32]
 
 
 def needs_prompt(plan: StepPlan) -> bool:
-    """Whether the packed prompt log-probabilities are worth a transfer."""
+    """Whether the packed prompt log-probabilities have to be transferred."""
     return any(row.request.sampling.prompt_logprobs is not None for row in plan.prefill)
 
 
 def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
-    """One line of `logprobs.WIDTH` integers."""
+    """The log-probabilities in one line of `logprobs.WIDTH` integers."""
     floats = packed.view(np.float32)
     return TokenLogprobs(
         token,
@@ -28,7 +31,7 @@ def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
 
 
 def row_results(plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows: int) -> tuple[RowResult, ...]:
-    """Results in the order of `plan.rows`; row R + s of the output is the s-th prefill's."""
+    """The results in the order of `plan.rows`; row R + s of the output belongs to the s-th prefill."""
     tokens = rows[:, 0].tolist()
     results = [_result(row, rows[index], tokens[index], ()) for index, row in enumerate(plan.decode)]
     at = 0
@@ -37,6 +40,32 @@ def row_results(plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows
         results.append(_result(row, rows[index], tokens[index], prompts))
         at += row.length
     return tuple(results)
+
+
+def without(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:
+    """The plan without the rows of the requests in `refused`."""
+    if not refused:
+        return plan
+    return dataclasses.replace(
+        plan,
+        decode=tuple(row for row in plan.decode if row.request.id not in refused),
+        prefill=tuple(row for row in plan.prefill if row.request.id not in refused),
+    )
+
+
+def with_refused(
+    plan: StepPlan, rows: tuple[RowResult, ...], refused: Mapping[str, Exception]
+) -> tuple[RowResult, ...]:
+    """The results of `without(plan, refused)` in the order of `plan.rows`, with an error for each row left out."""
+    if not refused:
+        return rows
+    others = iter(rows)
+    return tuple(
+        RowResult(row.request.id, row.epoch, None, error=refused[row.request.id])
+        if row.request.id in refused
+        else next(others)
+        for row in plan.rows
+    )
 
 
 def _result(row: Row, packed: Packed, token: int, prompts: tuple[TokenLogprobs, ...]) -> RowResult:

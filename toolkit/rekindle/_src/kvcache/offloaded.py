@@ -31,6 +31,9 @@ class TierLike(Protocol):
 
     def release(self, digest: bytes, /) -> None: ...
 
+    def discard(self, digest: bytes, /) -> None:
+        """Its payload can't be used: it is never offered again, so that the page is computed."""
+
     def trim(self) -> None:
         """Drop what is beyond the budget."""
 

@@ -1,8 +1,8 @@
-"""The lattice: which step programs exist, how large each is, and which one a step runs in.
+"""Buckets: the sizes of the step programs that exist, and which of them a step runs in.
 
 A step of `rows` decode rows and `tokens` prefill tokens runs in the smallest program that holds both; the rest is
-padding. Sizes fall by powers: fine where only decode rows run (their step is short and padding shows), coarse where
-prefill tokens dominate. The context length is no dimension, kernels handle it.
+padding. Sizes fall by powers: by 2 for steps of decode rows alone, which are short so that padding shows, and by more
+where prefill tokens dominate. Programs do not differ by context length, which the kernels handle.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from rekindle._src.core.config import EngineConfig
 from rekindle.errors import ConfigError
 
-SMALLEST_ROWS = 2  # a product with a single row is up to 20 times slower in XLA on CPU
+SMALLEST_ROWS = 2  # in XLA on CPU, a product with a single row is up to 20 times slower
 SMALLEST_TOKENS = 32
 TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
 MIXED_ROWS_STEP = 8  # decode rows beside prefill tokens: 16, 2
-MOST_PREFILL_ROWS = 64
+MAX_PREFILL_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -26,7 +26,7 @@ class Bucket:
 
     rows: int  # decode rows, padding included
     tokens: int  # prefill tokens, padding included
-    processed: bool = False  # the variant that holds the user's logits processors
+    processed: bool = False  # the variant that contains the user's logits processors
 
     @property
     def name(self) -> str:
@@ -39,8 +39,8 @@ class Bucket:
 
 
 def prefill_rows(tokens: int, max_requests: int) -> int:
-    """How many sequences may prefill in a step of `tokens` prefill tokens: static, each costs one row of logits."""
-    return min(max_requests, max(1, tokens // 8), MOST_PREFILL_ROWS) if tokens else 0
+    """How many sequences may prefill in a step of `tokens` prefill tokens; each costs a row of logits."""
+    return min(max_requests, max(1, tokens // 8), MAX_PREFILL_ROWS) if tokens else 0
 
 
 def _powers(largest: int, smallest: int, step: int) -> tuple[int, ...]:
@@ -53,18 +53,20 @@ def _powers(largest: int, smallest: int, step: int) -> tuple[int, ...]:
 
 
 def row_sizes(max_requests: int, *, mixed: bool) -> tuple[int, ...]:
-    """Numbers of decode rows that there are programs for, with prefill tokens (`mixed`) or without; ascending."""
+    """The numbers of decode rows that programs have, with prefill tokens (`mixed`) or without; ascending."""
     return _powers(max(max_requests, SMALLEST_ROWS), SMALLEST_ROWS, MIXED_ROWS_STEP if mixed else 2)
 
 
 def padded_rows(rows: int, max_requests: int, *, mixed: bool) -> int:
-    """Rows of the program for so many decode rows, padding included."""
+    """Rows of the program that runs `rows` decode rows, padding included."""
     return next(size for size in row_sizes(max_requests, mixed=mixed) if size >= rows)
 
 
 def lattice(config: EngineConfig, *, processed: bool = False, single: bool = False) -> tuple[Bucket, ...]:
-    """Every step program of a session; with `processed`, the variants with logits processors beside the plain ones.
-    `single`: one row is worth a program of its own (135M on CPU, native products: 7.3 ms, 9.1 with one of padding)."""
+    """Every step program of a session; with `processed`, also the variants with logits processors.
+
+    With `single`, one row has a program of its own (135M on CPU, native products: 7.3 ms, 9.1 with one row of padding).
+    """
     most = config.max_requests
     variants = (False, True) if processed else (False,)
     sizes = (*((1,) if single else ()), *row_sizes(most, mixed=False))
@@ -81,7 +83,7 @@ def lattice(config: EngineConfig, *, processed: bool = False, single: bool = Fal
 def bucket_for(
     buckets: Iterable[Bucket], max_requests: int, *, rows: int, tokens: int, prefills: int, processed: bool = False
 ) -> Bucket:
-    """The cheapest bucket that holds the step; raises ConfigError when there is none."""
+    """The bucket with the fewest tokens that holds the step; raises ConfigError when there is none."""
     fitting = [
         bucket
         for bucket in buckets

@@ -1,6 +1,7 @@
-"""What rows want of a step, as bits: the host knows it from the options, so programs need no reductions to find out.
+"""Flags: the features that rows need of a step, as bits.
 
-A row carries its own bits and a step the union of its rows': `lax.cond`s of the step program look at the union.
+The host knows them from the options, so that programs need no reductions to find out. A row carries its own bits and a
+step the union of its rows', which the `lax.cond`s of the step program read.
 """
 
 from __future__ import annotations
@@ -12,31 +13,31 @@ from rekindle._src.core.config import Sampling
 
 
 class Flag(enum.IntFlag):
-    """Bits from FIRST_PROCESSOR up are the logits processors, in the order of the session's."""
+    """The features of a row. Bits from FIRST_PROCESSOR up are the session's logits processors, in their order."""
 
     SAMPLES = 1  # the last position's logits choose a token
     DRAWS = 2  # temperature is above 0
     TOP_K = 4
-    LARGE_K = 8  # beyond SMALL_TOP_K
+    LARGE_K = 8  # top_k is above SMALL_TOP_K
     TOP_P = 16
     BIASED = 32
     PENALISED = 64
-    BARRED = 128  # min_tokens is not reached
+    BARRED = 128  # min_tokens is not reached: end tokens are masked
     LOGPROBS = 256
     PROMPT_LOGPROBS = 512
-    KEPT = 1024  # its keys and values are in a shared page already and are not written again
-    CHOOSES = 2048  # SAMPLES, or a draft's: its logits are needed
+    KEPT = 1024  # the row's keys and values are in a shared page already and are not written again
+    CHOOSES = 2048  # the row's logits are needed: it samples, or it is a draft
 
 
 SHAPES = Flag.BIASED | Flag.PENALISED | Flag.BARRED
 FIRST_PROCESSOR = 12  # bit
-MOST_PROCESSORS = 16
-PROCESSORS = ((1 << MOST_PROCESSORS) - 1) << FIRST_PROCESSOR
-SMALL_TOP_K = 64  # lax.top_k of 64 costs 1.3 ms for [16, 49152] on CPU; a larger k is found by bisection
+MAX_PROCESSORS = 16
+PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
+SMALL_TOP_K = 64  # the largest k of lax.top_k: 64 costs 1.3 ms for [16, 49152] on CPU; a larger k is found by bisection
 
 
 def flags_of(sampling: Sampling, processors: Mapping[str, int]) -> int:
-    """The bits that stay the same for a request; `processors` maps names to their places in the session."""
+    """The bits that do not change during a request; `processors` maps names to their index in the session."""
     flags = Flag(0)
     if not sampling.greedy:
         flags |= Flag.DRAWS

@@ -1,4 +1,4 @@
-"""A digest of what a user's function does: its code and the values that it uses, as far as Python can see them."""
+"""A hash of a user's function: its code and the values that it uses, as far as Python can see them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 
 import numpy as np
 
-DEEPEST = 8  # functions that use functions that use …
-MOST = 20_000  # values; a function that uses a whole session as a global is not followed for ever
+MAX_DEPTH = 8  # of functions that use other functions
+MAX_VALUES = 20_000  # bounds the time for a function that uses a large object, such as a session, as a global
 
 
 def function_hash(function: Any) -> str:
-    """The same in every process for the same code and the same captured values; others give another one.
+    """A hash that is the same in every process for the same code and captured values, and differs for others.
 
-    Names that a function takes from a module are values too, if they are the user's own: numbers, strings, arrays and
-    functions. What belongs to an imported package counts by its name alone.
+    Globals that the function uses are values too: numbers, strings, arrays and functions of the user's own. Modules,
+    classes and the functions of jax and numpy count by their names alone.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for part in itertools.islice(_parts(function, 0), MOST):
+    for part in itertools.islice(_parts(function, 0), MAX_VALUES):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
 
 
 def _parts(value: Any, depth: int) -> Iterator[bytes]:
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         return
     yield type(value).__qualname__.encode()
     if isinstance(value, functools.partial):
@@ -59,7 +59,7 @@ def _parts(value: Any, depth: int) -> Iterator[bytes]:
         yield np.ascontiguousarray(array).tobytes()
     elif hasattr(value, "__wrapped__"):  # jax.jit, functools.wraps
         yield from _parts(value.__wrapped__, depth + 1)
-    elif hasattr(value, "__dict__"):  # an object of the user's
+    elif hasattr(value, "__dict__"):  # an object of a user's class
         yield from _parts(type(value).__dict__.get("__call__"), depth + 1)
         yield from _parts(vars(value), depth + 1)
 
@@ -90,7 +90,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _code(code: types.CodeType, depth: int) -> Iterator[bytes]:
-    """Without line numbers and file names, which move when a notebook is edited."""
+    """The parts of a code object, without line numbers and file names, which change when a notebook is edited."""
     yield code.co_code
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode()
     yield from _parts(code.co_consts, depth + 1)

@@ -1,4 +1,4 @@
-"""The engine's only view of how keys and values lie in memory: an opaque pytree with one entry per layer.
+"""The layout of keys and values in device memory, which the engine sees as an opaque pytree, one entry per layer.
 
 Axes: P pages, n pages of a transfer, S tokens per page.
 """
@@ -21,18 +21,18 @@ Payload = tuple[Any, ...]  # [n, layers, …] for each leaf of a layer
 
 
 def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str) -> KV:
-    """The shapes of every layer's pages, without memory."""
+    """Shapes and dtypes of every layer's pages; nothing is allocated."""
     layer = abstract_pages(pages, model.num_kv_heads, page_size, model.head_dim, dtype)
     return (layer,) * model.num_layers
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: str) -> int:
-    """Memory of one page over all layers."""
+    """Bytes of one page over all layers."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract(model, 1, page_size, dtype)))
 
 
 class PagedAttention:
-    """The model's `attend` over pages: stores the step's keys and values, then reads every sequence's."""
+    """The model's `attend` over pages: writes the step's keys and values, then attends over each sequence's pages."""
 
     def __init__(self, model: ModelConfig, kv: KV, inputs: StepInputs, rows: int, implementation: str | None) -> None:
         self.kv = list(kv)
@@ -56,14 +56,19 @@ class PagedAttention:
         )
 
 
+def payload_layout(kv: KV) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each array of one page's payload, as `gather` gives them for a single page."""
+    return [((1, len(kv), *leaf.shape[1:]), leaf.dtype) for leaf in jax.tree.leaves(kv[0])]
+
+
 def gather(kv: KV, ids: Array) -> Payload:
-    """The pages `ids` [n] of every layer, stored as they are."""
+    """The pages `ids` [n] of every layer, in their stored dtype."""
     layers = [jax.tree.leaves(gather_pages(layer, ids)) for layer in kv]
     return tuple(jnp.stack(leaves, axis=1) for leaves in zip(*layers, strict=True))
 
 
 def scatter(kv: KV, ids: Array, pages: Sequence[Payload]) -> KV:
-    """Put what `gather` took, one payload per page, at `ids`; an id that pads the transfer is 0."""
+    """Write payloads of `gather`, one for each page, to the pages `ids`; ids that pad the transfer are 0."""
 
     def one(index: int, layer: LayerKV) -> LayerKV:
         tree = jax.tree.structure(layer)

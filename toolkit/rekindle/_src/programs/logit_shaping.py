@@ -1,11 +1,11 @@
-"""What changes a row's logits before it chooses: logit bias, penalties over its history, the `min_tokens` mask.
+"""Logit shaping, before a token is chosen: logit bias, penalties over the history, the `min_tokens` mask.
 
 Axes: N rows, V vocabulary, L slots.
 
-Order and meaning are vLLM's and transformers': the bias is added; a token of prompt or output has its logit divided by
-the repetition penalty where positive, multiplied where not; each output token loses frequency × its count and once the
-presence penalty; below `min_tokens` every token that would end the request is out. All of it is exact where unused
-(divide by 1, add 0), so rows that use nothing may share the call with rows that do.
+Order and meaning are those of vLLM and transformers. The bias is added. The logit of a token in prompt or output is
+divided by the repetition penalty where it is positive, and multiplied where it is not. An output token loses the
+frequency penalty times its count, and the presence penalty once. Below `min_tokens`, tokens that would end the request
+are masked. Each part is exact where it is unused (divide by 1, add 0), so that rows with and without share one call.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rekindle._src.programs.request_state import RequestState
 
 
 class Shaping(NamedTuple):
-    """What is applied to each row; every field has N entries."""
+    """The options of each row; every field has N entries."""
 
     repetition: Array  # float32; 1 is off
     presence: Array  # float32; 0 is off
     frequency: Array  # float32; 0 is off
-    biased: Array  # bool: the slot's bias belongs to this request
-    barred: Array  # bool: may not end yet
+    biased: Array  # bool: the request has a logit_bias, which is in its slot
+    barred: Array  # bool: below min_tokens, so that end tokens are masked
 
 
 def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array) -> Array:
-    """Shaped logits [N, V]; `slots` [N] says whose history, bias and ends a row reads."""
+    """Shaped logits [N, V]; row i reads history, bias and end ids of slot `slots[i]`."""
     rows = jnp.arange(logits.shape[0])[:, None]
     bias = jnp.where(shaping.biased[:, None], state.bias_values[slots], 0.0)
     logits = logits.at[rows, state.bias_ids[slots]].add(bias, mode="drop")

@@ -2,7 +2,7 @@
 
 Axes: N rows or positions, V vocabulary, T prefill tokens.
 
-Reported as in vLLM's default mode: what the model thought, not what was sampled from.
+This is vLLM's default mode: the distribution of the model, not the one that was sampled from.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jax import Array, lax
 from rekindle._src.core.config import MAX_LOGPROBS
 from rekindle._src.programs.flags import Flag
 
-WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own, the most likely ids, their log-probabilities
-CHUNK = 32  # positions whose logits exist at once: [32, V] where a whole chunk's would be 100 MB at 512 x 49152
+WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own log-probability, the most likely ids, and theirs
+CHUNK = 32  # positions whose logits exist at once, [32, V]; those of a whole chunk, 512 x 49152, would be 100 MB
 
 
 def logprobs_of(logits: Array, tokens: Array) -> Array:
-    """Packed int32 [N, WIDTH]: floats are stored by their bits, so that one transfer carries everything."""
+    """Packed int32 [N, WIDTH]; floats are stored as their bits, so that one transfer carries everything."""
     largest = logits.max(axis=-1, keepdims=True)
     normaliser = jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True)) + largest
     own = jnp.take_along_axis(logits, tokens[:, None], axis=1) - normaliser
@@ -34,7 +34,7 @@ def logprobs_of(logits: Array, tokens: Array) -> Array:
 
 
 def row_logprobs(wanted: Array, logits: Array, tokens: Array) -> Array:
-    """`logprobs_of`, or zeros when no row of the step asked."""
+    """`logprobs_of`, or zeros when no row of the step asked for log-probabilities."""
     with jax.named_scope("logprobs"):
         return lax.cond(
             wanted & Flag.LOGPROBS != 0,
@@ -44,11 +44,11 @@ def row_logprobs(wanted: Array, logits: Array, tokens: Array) -> Array:
 
 
 def prompt_logprobs(wanted: Array, hidden: Array, targets: Array, to_logits: Callable[[Array], Array]) -> Array:
-    """Packed [T, WIDTH]: how likely each target was after its position; a target below 0 was not asked for. The hidden
-    states of the T tokens are the last ones: taken out of all beforehand, they would be copied in every step.
+    """Packed [T, WIDTH]: the log-probability of each target after its position; targets below 0 were not asked for.
 
-    The token at position p is predicted by the hidden state at p - 1, so the first token of a chunk is the target of
-    the chunk before: the host passes targets that look one token past the chunk.
+    `hidden` holds the states of all rows, the T prefill tokens last: slicing them out beforehand would copy them in
+    every step. The token at position p is predicted by the hidden state at p - 1, so the first token of a chunk is the
+    target of the chunk before: the host passes targets that reach one token past the chunk.
     """
     T = targets.shape[0]
     if not T:

@@ -1,10 +1,10 @@
-"""One step's plan as one integer and one float upload, and the same read back on the device.
+"""A step's plan packed into one integer and one float buffer, and unpacked on the device.
 
-Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W page-table width. A step program knows them as
-its `Layout`; the host writes through numpy views of the two flat buffers, the device slices them apart.
+Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W page-table width. They are fixed by a
+program's `Layout`; the host writes through numpy views of the two flat buffers, the device slices them.
 
-Row i < R is a decode row, row R + s the s-th prefill. Empty rows have length 0 and the scratch slot, so whatever they
-compute goes to the scratch page and the scratch slot.
+Row i < R is a decode row, row R + s the s-th prefill. Empty rows have length 0 and the scratch slot, so that their
+results go to the scratch page and the scratch slot.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from rekindle._src.programs.flags import Flag, flags_of
 from rekindle._src.programs.logit_shaping import Shaping
 from rekindle._src.programs.sampling import Choice
 
+# Options are Python floats. Beyond float32 a temperature would be infinite, which numpy warns of and which divides
+# -inf to NaN, and a repetition penalty would be 0, which is divided by.
+_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 _VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
-# As plain integers: operations on an enum.IntFlag take a microsecond each.
+# Plain integers, since each operation on an enum.IntFlag takes a microsecond.
 _PROMPT, _SAMPLES, _KEPT = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.KEPT)
 _CHOOSES = int(Flag.SAMPLES | Flag.CHOOSES)
 _CHOOSES_BARRED = int(Flag.SAMPLES | Flag.CHOOSES | Flag.BARRED)
@@ -33,13 +36,13 @@ _CHOOSES_BARRED = int(Flag.SAMPLES | Flag.CHOOSES | Flag.BARRED)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything sits in the uploads."""
+    """The sizes of a program, which fix the offsets in its upload buffers."""
 
     rows: int
     prefills: int
     tokens: int
     width: int  # pages per sequence
-    slots: int  # of requests; the scratch slot comes after them
+    slots: int  # of requests; the scratch slot follows them
 
     @classmethod
     def of(cls, bucket: Bucket, *, max_requests: int, width: int) -> Layout:
@@ -51,7 +54,7 @@ class Layout:
 
     @property
     def sections(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the integer upload's parts: wanted, columns, page table, prefill offsets, tokens, targets."""
+        """Shapes in the integer buffer: wanted, varying, constant, page table, prefill offsets, tokens, targets."""
         N = self.sequences
         return (
             (1,),
@@ -73,7 +76,7 @@ class Layout:
 
 
 class Constants:
-    """What stays the same for a request while it has its slot, kept in arrays so that a step gathers it at once."""
+    """Values that are constant while a request has its slot, in arrays by slot, so that a step gathers them at once."""
 
     def __init__(self, slots: int, processors: tuple[str, ...]) -> None:
         self.ints = np.zeros((slots + 1, _CONSTANT), np.int32)
@@ -87,10 +90,10 @@ class Constants:
         halves = np.array([(seed or 0) >> 32, (seed or 0) & 0xFFFFFFFF], np.uint32).view(np.int32)
         self.ints[row.slot] = (row.request.prompt_length, min(sampling.top_k, 2**31 - 1), *halves)
         self.floats[row.slot] = (
-            sampling.temperature,
+            min(sampling.temperature, _LARGEST),
             sampling.top_p,
             sampling.min_p,
-            sampling.repetition_penalty,
+            min(max(sampling.repetition_penalty, _SMALLEST), _LARGEST),
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
@@ -98,7 +101,7 @@ class Constants:
 
 
 class Upload:
-    """Two host buffers of one layout; written again only after the step that read them has ended."""
+    """The two host buffers of one layout; they are written again only after the step that read them has ended."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -112,7 +115,7 @@ class Upload:
         self._floats = self.floats.reshape(layout.sequences, _FLOATS)
 
     def pack(self, plan: StepPlan, constants: Constants) -> None:
-        """Write the plan."""
+        """Write a plan into the buffers."""
         layout = self.layout
         empty = (layout.slots, 0, 0, 0)
         decode = [self._columns(row, constants) for row in plan.decode]
@@ -146,7 +149,7 @@ class Upload:
     def _columns(self, row: Row, constants: Constants) -> tuple[int, int, int, int]:
         flags = constants.flags[row.slot]
         if not row.samples:
-            flags &= _PROMPT  # nothing is chosen, so no option needs to be computed
+            flags &= _PROMPT  # no token is chosen, so that no option has to be computed
         elif row.generated < row.request.sampling.min_tokens:
             flags |= _CHOOSES_BARRED
         else:
@@ -154,7 +157,7 @@ class Upload:
         if row.kept:
             flags |= _KEPT
         if row.draft:
-            flags &= ~_SAMPLES  # what it chooses is read by the host alone: a slot's state has one writer
+            flags &= ~_SAMPLES  # the host alone reads its choice: one row at most writes a slot's state
         token = -1 if row.token_ids is None else int(row.token_ids[0])
         return row.slot, row.start + row.length, token, flags
 
@@ -164,14 +167,14 @@ class Upload:
 
 
 class StepInputs(NamedTuple):
-    """The uploads, on the device."""
+    """The unpacked inputs of a step, on the device."""
 
     slots: Array  # [N]
-    lengths: Array  # [N]: tokens of the sequence, this step's included; 0 is an empty row
+    lengths: Array  # [N]: tokens of the sequence, this step's included; 0 in an empty row
     tokens: Array  # [R + T]
     positions: Array  # [R + T]
-    page_ids: Array  # [R + T]: where each token's keys and values go
-    offsets: Array  # [R + T]: where in that page
+    page_ids: Array  # [R + T]: the page that each token's keys and values are written to
+    offsets: Array  # [R + T]: their place in that page
     prompt_lengths: Array  # [R + T]: of the token's sequence
     page_table: Array  # [N, W]
     cu_lengths: Array  # [S + 1]: half-open offsets of the prefills within the prefill tokens
@@ -179,7 +182,7 @@ class StepInputs(NamedTuple):
     last: Array  # [N]: index of each sequence's last token
     targets: Array  # [T]: the prompt's next token where prompt_logprobs wants it, else -1
     flags: Array  # [N]: flags.Flag of each row
-    wanted: Array  # []: their union
+    wanted: Array  # []: the union of `flags`
     choice: Choice
     shaping: Shaping
 
@@ -188,7 +191,7 @@ class StepInputs(NamedTuple):
 
 
 def unpack(layout: Layout, page_size: int, ints: Array, floats: Array, last_token: Array) -> StepInputs:
-    """What the step reads; `last_token` per slot continues the decode rows that brought no token."""
+    """Unpack the buffers. A decode row without a token takes its slot's `last_token`, which an earlier step sampled."""
     R, S, T = layout.rows, layout.prefills, layout.tokens
     parts, at = [], 0
     for shape in layout.sections:

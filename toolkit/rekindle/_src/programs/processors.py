@@ -1,9 +1,9 @@
-"""Logits processors that a user writes: pure JAX functions that step programs compile in.
+"""Logits processors: pure JAX functions of the user that are compiled into step programs.
 
-A processor sees the model's raw logits before every other option. A request names the processors it wants in
-`Sampling.processors`; a step that carries such a row runs in the variant of its program that holds them all, each
-applied to the rows that asked for it. Name, version and what can be seen of the function's code and values are part of
-the key of stored programs.
+A processor sees the model's raw logits, before every other option. A request names its processors in
+`Sampling.processors`; a step with such a row runs in the variant of its program that contains all of the session's
+processors, each applied to the rows that name it. Name, version and a hash of the function's code and values are part
+of the key of stored programs.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import jax.numpy as jnp
 from jax import Array
 
 from rekindle._src.core import html
-from rekindle._src.programs.flags import FIRST_PROCESSOR, MOST_PROCESSORS
+from rekindle._src.programs.flags import FIRST_PROCESSOR, MAX_PROCESSORS
 from rekindle._src.programs.function_hash import function_hash
 from rekindle.errors import ConfigError
 
 
 class LogitsContext(NamedTuple):
-    """What a processor may look at beside the logits; N rows, V vocabulary."""
+    """What a processor may read beside the logits; N rows, V vocabulary."""
 
-    position: Array  # int32 [N]: index in the sequence of the token to choose
+    position: Array  # int32 [N]: index, in the sequence, of the token to choose
     prompt_length: Array  # int32 [N]
-    last_token: Array  # int32 [N]: the token before
+    last_token: Array  # int32 [N]: the token before that one
     in_prompt: Array  # bool [N, V]
-    generated: Array  # int32 [N, V]: how often each token was generated
+    generated: Array  # int32 [N, V]: how often each token was generated so far
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class LogitsProcessor(html.Record):
-    """`function(logits float32 [N, V], context) -> float32 [N, V]`, each row on its own; traced once per program.
+    """A `function(logits float32 [N, V], context) -> float32 [N, V]` of independent rows; traced once per program.
 
-    Rows that choose no token in a step may hold anything. Give it another `version` when something changes that its own
-    code does not show, such as code that it imports.
+    Rows that choose no token in a step may hold any values. Change `version` when something changes that is not visible
+    in the function's own code, such as code that it imports.
     """
 
     function: Callable[[Array, LogitsContext], Array]
@@ -58,21 +58,21 @@ class LogitsProcessor(html.Record):
 
 
 def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
-    """The session's processors; names must differ."""
+    """The session's processors, checked. Raises ConfigError for a wrong type, equal names, or too many."""
     for processor in processors:
         if not isinstance(processor, LogitsProcessor):
             fix = "Pass rekindle.LogitsProcessor(function, name='…')"
-            raise ConfigError("processors", processor, "is no LogitsProcessor", fix)
+            raise ConfigError("processors", processor, "is not a LogitsProcessor", fix)
     names = [processor.name for processor in processors]
     if len(set(names)) < len(names):
-        raise ConfigError("processors", names, "has a name twice", "Name every processor differently")
-    if len(names) > MOST_PROCESSORS:
-        raise ConfigError("processors", names, f"has more than {MOST_PROCESSORS}", "Join some into one")
+        raise ConfigError("processors", names, "contains a name twice", "Name every processor differently")
+    if len(names) > MAX_PROCESSORS:
+        raise ConfigError("processors", names, f"has more than {MAX_PROCESSORS}", "Combine some into one")
     return tuple(processors)
 
 
 def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, context: LogitsContext) -> Array:
-    """Logits [N, V] after each row's processors."""
+    """Apply to each row of the logits [N, V] the processors that its flags name."""
     for index, processor in enumerate(processors):
         changed = processor.function(logits, context)
         if changed.shape != logits.shape:

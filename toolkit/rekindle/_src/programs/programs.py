@@ -1,8 +1,8 @@
-"""Every compiled program of a session: built ahead of time from shapes alone, counted, handed out by bucket.
+"""The compiled programs of a session: built ahead of time from shapes alone, counted, and looked up by bucket.
 
-`build` traces and lowers, `compile` turns that into an executable, `get` does either only when neither memory nor the
-store has the program. All of it may be called from several threads; two threads that want the same program share one
-compilation, different programs compile side by side.
+`build` traces and lowers a program, `compile` makes the executable, and `get` does so only when neither memory nor the
+store has it. All of it may be called from several threads: two threads that want the same program share one
+compilation, and different programs compile in parallel.
 """
 
 from __future__ import annotations
@@ -32,43 +32,45 @@ from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import deprecated, native, zeros
 from rekindle_kernels.native.zeros import NAME as ZEROS
 
-MOVED_PAGES = 4  # per gather or scatter between tiers; of each page and layer a scatter compiles one operation
+MOVED_PAGES = 4  # pages of one gather or scatter; a scatter compiles one operation for each page and layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Helper:
-    """A program beside the steps: make the "memory" of pages and state, "admit" a request's history to its slot,
-    "gather" or "scatter" pages."""
+    """A program that is not a step.
+
+    "memory" makes pages and state, "admit" writes a request's history into its slot, "gather" and "scatter" move pages.
+    """
 
     name: str
 
 
 MEMORY, ADMIT, GATHER, SCATTER = Helper("memory"), Helper("admit"), Helper("gather"), Helper("scatter")
 Key = Bucket | Helper
-Compiled = Any  # jax.stages.Compiled, or what a store gives back for one
+Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
 
 
 class Store(Protocol):
-    """Where executables outlive the process."""
+    """Executables on disk, which outlive the process."""
 
     def load(self, name: str) -> Compiled:
-        """Raises `StoreError` with the reason why there is none."""
+        """Load an executable. Raises `StoreError` with the reason if there is none."""
 
     def save(self, name: str, compiled: Compiled, compile_seconds: float) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ProgramRecord(html.Record):
-    """Where a program that is ready came from."""
+    """Where a ready program came from, and how long that took."""
 
     name: str
     origin: Literal["loaded", "compiled"]
-    seconds: float  # to load, or to trace, lower and compile
-    why: str = ""  # it was compiled rather than loaded
+    seconds: float  # to load it, or to trace, lower and compile it
+    why: str = ""  # the reason why it was compiled and not loaded
 
 
 class Programs:
-    """The programs of one model under one resolved config. They need no weights, only their shapes."""
+    """The programs of one model with one resolved config. They need the shapes of the weights only."""
 
     def __init__(
         self,
@@ -97,11 +99,11 @@ class Programs:
         self._building: dict[Key, threading.Lock] = {}
         self._ready: dict[Key, Compiled] = {}
         self._records: dict[Key, ProgramRecord] = {}
-        self._why: dict[Key, str] = {}  # there is none in the store
+        self._why: dict[Key, str] = {}  # why the store could not give it
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """All programs; `gather` and `scatter` only where pages can leave the device."""
+        """All programs; `gather` and `scatter` only where there is a tier below the device."""
         moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
         return (*self.lattice, MEMORY, ADMIT, *moves)
 
@@ -117,11 +119,11 @@ class Programs:
         return tuple(self._records[key] for key in self.keys if key in self._records)
 
     def record(self, key: Key) -> ProgramRecord:
-        """Of a program that is ready."""
+        """The record of a program that is ready."""
         return self._records[key]
 
     def get(self, key: Key) -> Compiled:
-        """The executable, compiled now unless it is there. Raises `CompileError`, and KeyError beyond the lattice."""
+        """The executable, compiled now if need be. Raises `CompileError`, and KeyError for a program not in `keys`."""
         found = self._ready.get(key)
         if found is not None:
             return found
@@ -131,14 +133,14 @@ class Programs:
             return self._ready[key]
 
     def load(self, key: Key) -> bool:
-        """Get it if that needs no compiling; whether it is ready now."""
+        """Load a program from the store, without compiling; whether it is ready now."""
         if key in self._ready:
             return True
         with self._alone(key):
             return key in self._ready or self._load(key)
 
     def memory(self) -> Any:
-        """Fresh pages and state. Where XLA won't run the kernel of untouched zeros, a program without it makes them."""
+        """New pages and state. Where XLA rejects the kernel that makes zeros without writing them, it is not used."""
         try:
             return jax.block_until_ready(self.get(MEMORY)())
         except jax.errors.JaxRuntimeError as error:
@@ -175,8 +177,11 @@ class Programs:
         return compiled
 
     def close(self) -> None:
-        """Give the executables back now: the garbage collector would at any moment, in any thread, also while another
-        session loads its own, which XLA did not always survive."""
+        """Release the executables now.
+
+        The garbage collector would do so at any time and in any thread, also while another session loads its
+        executables, which crashed XLA at times.
+        """
         self._ready.clear()
 
     def _alone(self, key: Key) -> threading.Lock:
@@ -186,7 +191,7 @@ class Programs:
             return self._building.setdefault(key, threading.Lock())
 
     def _load(self, key: Key) -> bool:
-        """From the store, which is asked once."""
+        """Load a program from the store, which is asked once for each."""
         if self._store is None or key in self._why:
             return False
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""The random words of a draw: jax.random's `fold_in(fold_in(key(seed), position), round)`, written out.
+"""The random numbers of a draw: jax.random's `fold_in(fold_in(key(seed), position), round)`, written out.
 
-Called through jax.random the two hashes are 15 kernels to compile and run on CPU, written out they are one.
+Through jax.random the two hashes are 15 kernels to compile and run on CPU; written out they are one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 
 
 def uniforms(seed: Array, position: Array, round_: Array) -> tuple[Array, Array]:
-    """Two float32 [N] in [0, 1): of seeds [N, 2] (high and low word), positions [N] and the round."""
+    """Two float32 [N] in [0, 1) for seeds [N, 2] (high and low word), positions [N] and a round of rejection."""
     zero = jnp.zeros_like(seed[:, 0])
     key = threefry((seed[:, 0], seed[:, 1]), (zero, position.astype(jnp.uint32)))
     words = threefry(key, (zero, zero + round_.astype(jnp.uint32)))

@@ -1,11 +1,11 @@
-"""Device-resident state of the running requests, one slot each, and the only two functions that change it.
+"""The running requests' state on the device, one slot each, and the only two functions that change it.
 
 Axes: L slots (the last is scratch: padding rows read and write it), V vocabulary, C context length, N rows.
 
-A step reads a slot's last token and counts the token it samples; nothing of that needs the host. What a request brings
-along from before (its prompt and, after a preemption, its earlier output, which cached prefix pages or chunks may never
-show to a step as tokens) is written by `admit`, dispatched ahead of the first step of an epoch, and only for
-requests that read it: penalties, a logit bias, or a `min_tokens` mask. Everybody else ignores what the slot holds.
+A step reads a slot's last token and counts the token that it samples, without the host. The request's earlier tokens
+(its prompt and, after a preemption, its earlier output) may never pass through a step, because their pages were cached.
+`admit` writes them, ahead of the first step of an epoch, and only for requests that read them: those with penalties, a
+logit bias, a `min_tokens` mask or processors. Other requests ignore what the slot holds.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from jax import Array, lax
 
 from rekindle._src.core.config import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from rekindle._src.core.records import Row
+from rekindle.errors import InvalidRequest
 
-MAX_END_IDS = MAX_STOP_TOKEN_IDS + 16  # stop token ids, and the eos ids of the checkpoint
-BIAS_LIMIT = 1e9  # stands for an infinite bias: above any logit, and differences of two stay numbers
-NOWHERE = 2**31 - 1  # an index that every scatter drops
+MAX_END_IDS = MAX_STOP_TOKEN_IDS + 16  # stop token ids and the checkpoint's eos ids
+BIAS_LIMIT = 1e9  # replaces an infinite bias: above any logit, and the difference of two is still a number
+NOWHERE = 2**31 - 1  # an index that scatters with mode="drop" ignore
 
 
 class RequestState(NamedTuple):
-    """One entry per slot."""
+    """State arrays with one entry per slot."""
 
     last_token: Array  # int32 [L]
     history: Array  # int32 [L, V]: twice how often the token was generated, plus 1 if the prompt has it
@@ -45,19 +46,22 @@ def abstract_state(slots: int, vocab: int) -> RequestState:
 
 
 def record(state: RequestState, slots: Array, tokens: Array) -> RequestState:
-    """The rows in `slots` [N] sampled `tokens` [N]; a row that did not names the scratch slot."""
+    """Record the sampled `tokens` [N] in `slots` [N]; a row that sampled none names the scratch slot."""
     return state._replace(
         last_token=state.last_token.at[slots].set(tokens), history=state.history.at[slots, tokens].add(2)
     )
 
 
 def admission_sizes(context: int) -> tuple[int, int]:
-    """Lengths of `admit`'s two uploads."""
+    """Lengths of `admit`'s integer and float buffers."""
     return 2 + context + MAX_LOGIT_BIAS + MAX_END_IDS, MAX_LOGIT_BIAS
 
 
 def pack_admission(row: Row, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """A fresh row's history, bias and ends as `admit` reads them."""
+    """Pack a fresh row's history, bias and end ids for `admit`.
+
+    Raises `InvalidRequest` where `min_tokens` would have to mask more than MAX_END_IDS tokens.
+    """
     sampling, prompt = row.request.sampling, row.request.token_ids
     size, bias_size = admission_sizes(context)
     ints, floats = np.full(size, NOWHERE, np.int32), np.zeros(bias_size, np.float32)
@@ -68,14 +72,24 @@ def pack_admission(row: Row, context: int) -> tuple[np.ndarray, np.ndarray]:
     at = 2 + context
     ints[at : at + len(bias)] = list(bias)
     floats[: len(bias)] = np.clip(list(bias.values()), -BIAS_LIMIT, BIAS_LIMIT)
-    ends = sorted(row.request.eos_ids | row.request.stop_ids)
+    # Only ids that a vocabulary can have: a checkpoint may name any number as its end.
+    ends = sorted(token for token in row.request.eos_ids | row.request.stop_ids if 0 <= token < NOWHERE)
+    if not sampling.min_tokens:
+        ends = []
+    elif len(ends) > MAX_END_IDS:
+        raise InvalidRequest(
+            "min_tokens",
+            sampling.min_tokens,
+            f"has to mask the request's {len(ends)} end tokens, and {MAX_END_IDS} are possible",
+            "Use 0, fewer stop_token_ids, or ignore_eos=True",
+        )
     at += MAX_LOGIT_BIAS
     ints[at : at + len(ends)] = ends
     return ints, floats
 
 
 def admit(state: RequestState, ints: Array, floats: Array) -> RequestState:
-    """Replace a slot's history, bias and ends by those of its new request."""
+    """Replace a slot's history, bias and end ids by those of its new request."""
     context = ints.shape[0] - admission_sizes(0)[0]
     slot, prompt_length = ints[0], ints[1]
     tokens, bias_ids, end_ids = jnp.split(ints[2:], (context, context + MAX_LOGIT_BIAS))

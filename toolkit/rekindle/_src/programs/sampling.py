@@ -1,13 +1,12 @@
-"""Choosing the next token of each row, on the device: greedy, or a draw through temperature, top-k, top-p and min-p.
+"""Sampling on the device: greedy, or a draw with temperature, top-k, top-p and min-p.
 
 Axes: N rows, V vocabulary, B blocks of the vocabulary.
 
-Nothing here sorts the vocabulary (XLA:CPU sorts [16, 49152] in 232 ms). A draw is an inverse-CDF look-up in two
-levels, block then token, which needs two uniforms per row where Gumbel noise needs V. top-p is applied by rejection:
-draw, accept if the token is in the nucleus, else draw again among the tokens that are likelier still. A rejected token
-is outside the nucleus and everything in the nucleus is above it, so the accepted token has exactly the nucleus'
-distribution; the first draw is accepted with probability top_p. top-k needs its threshold, because top-p counts the
-mass within it.
+The vocabulary is never sorted (XLA:CPU sorts [16, 49152] in 232 ms). A draw is an inverse-CDF look-up in two levels,
+block then token, which needs two uniforms per row where Gumbel noise needs V. top-p is applied by rejection: draw,
+accept the token if it is in the nucleus, else draw again among the more likely tokens. A rejected token is outside the
+nucleus and all of the nucleus is above it, so the accepted token has exactly the distribution of the nucleus; the first
+draw is accepted with probability top_p. top-k needs its threshold, because top-p counts the mass within it.
 
 A row's draw depends on its seed, its position and its own logits alone: `fold_in(fold_in(key(seed), position), round)`.
 Tokens with exactly the threshold's logit are kept, as vLLM and transformers do for top-k. Every kernel here is
@@ -32,7 +31,7 @@ MOST_ROUNDS = 64  # each round of rejection halves the candidates at least, on a
 
 
 class Choice(NamedTuple):
-    """How each row chooses; every field has N entries."""
+    """The sampling options of each row; every field has N entries."""
 
     temperature: Array  # float32; 0 is greedy
     top_k: Array  # int32; 0 is off
@@ -43,25 +42,28 @@ class Choice(NamedTuple):
 
 
 def block_size(vocab: int) -> int:
-    """Tokens per block, about the root of the vocabulary; part of what a seed means, as draws depend on it."""
+    """Tokens per block, about the square root of the vocabulary. Draws depend on it: another size, other tokens."""
     return 1 << max(5, round(math.log2(vocab) / 2))
 
 
 def greedy(logits: Array, *, use_native: bool = False) -> Array:
-    """The first index of the largest logit. `jnp.argmax` reduces pairs and is 8 times slower on CPU."""
+    """The first index of the largest logit; `jnp.argmax` reduces pairs and is 8 times slower on CPU."""
     if use_native and native.chooses(logits):
         return native.largest_index(logits)
     return _first_equal(logits, logits.max(axis=-1, keepdims=True))
 
 
 def _first_equal(logits: Array, best: Array) -> Array:
-    # A row of NaN equals nothing.
+    # In a row of NaN no logit equals the best one, so the last index is returned.
     return _smallest(logits == best, logits.shape[-1] - 1)
 
 
 def _smallest(hit: Array, otherwise: int) -> Array:
-    """The first index [N] where [N, n] is true. Indices are floats (exact below 2**24): XLA:CPU reduces integers in
-    three more passes, each a kernel to compile and a copy to write."""
+    """The first index [N] where [N, n] is true, or `otherwise`.
+
+    Indices are floats (exact below 2**24): XLA:CPU reduces integers in three more passes, each with a kernel to compile
+    and a copy to write.
+    """
     index = lax.broadcasted_iota(jnp.float32, hit.shape, 1)
     return jnp.where(hit, index, float(otherwise)).min(axis=-1).astype(jnp.int32)
 
@@ -122,12 +124,12 @@ def _inverse_cdf(weights: Array, first: Array, second: Array) -> Array:
 
 
 def _first_above(weights: Array, uniform: Array) -> Array:
-    """The first index with weight whose cumulated weight exceeds that share of the total; the width if none does."""
+    """The first index of positive weight whose cumulative weight exceeds that share of the total; else the width."""
     width = weights.shape[-1]
-    # A product with a triangle: jnp.cumsum is an associative scan on CPU, which takes longer to compile than to run.
+    # A product with a triangular matrix: jnp.cumsum is an associative scan on CPU, which is slow to compile.
     triangle = lax.broadcasted_iota(jnp.int32, (width, width), 0) <= lax.broadcasted_iota(jnp.int32, (width, width), 1)
     total = jnp.dot(weights, triangle.astype(jnp.float32), precision="highest")
-    # By rounding, a total may rise where there is no weight.
+    # A rounded total may rise where the weight is 0.
     return _smallest((total > uniform[:, None] * total[:, -1:]) & (weights > 0.0), width)
 
 

@@ -1,10 +1,10 @@
-"""The fused step: uploads and device-resident state in; new pages, new state and one packed result out.
+"""The fused step program: two buffers and the state on the device in; new pages, new state and one packed result out.
 
 Axes: R decode rows, S prefill sequences, N = R + S rows that may sample, T prefill tokens, V vocabulary.
 
-One call runs the model over [decode rows] + [prefill tokens], takes logits of the N last tokens alone, samples, and
-records each sampled token in its slot, where the next step finds it. What few requests ask for sits behind
-`lax.cond`s whose results are small: a branch that returned logits would copy [N, V] even when it is not taken.
+One call runs the model over [decode rows] + [prefill tokens], computes logits of the N last tokens only, samples, and
+records each sampled token in its slot, where the next step reads it. Features that few requests use are inside
+`lax.cond`s with small results: a branch that returned logits would copy [N, V] even when it is not taken.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Leaves = Sequence[Array]
 
 
 class StepOutput(NamedTuple):
-    """What the host reads."""
+    """The results that the host reads."""
 
     rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token, its packed log-probabilities (zeros unless asked for)
     prompt: Array  # int32 [T, logprobs.WIDTH]: read only when a row asked for prompt_logprobs
@@ -47,7 +47,7 @@ def make_step(
     implementation: str | None = None,
     processors: Sequence[LogitsProcessor] = (),
 ) -> Step:
-    """The step of one layout as a pure function; pages and state are meant to be donated."""
+    """The step of one layout as a pure function; the caller donates pages and state."""
 
     def step(
         leaves: Leaves, kv: paged.KV, state: RequestState, ints: Array, floats: Array
@@ -62,7 +62,7 @@ def make_step(
             lengths=jnp.maximum(inputs.prompt_lengths, inputs.positions + 1),
         )
         numbers = lax.iota(jnp.int32, layout.sequences) + 1
-        needed = jnp.max(numbers, initial=0, where=inputs.flag(Flag.CHOOSES))  # none while a prompt has not ended
+        needed = jnp.max(numbers, initial=0, where=inputs.flag(Flag.CHOOSES))  # 0 where no row samples
         logits = model.logits(hidden[inputs.last], needed)
         with jax.named_scope("sample"):
             tokens = _sample(logits, inputs, state, processors, use_native=graph.precision.native)

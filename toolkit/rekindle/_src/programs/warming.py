@@ -1,4 +1,4 @@
-"""Getting programs ready ahead of their first step: in order of likelihood, side by side, with progress."""
+"""Warming: programs are compiled or loaded before their first step, the likeliest first, in parallel."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import SCATTER, Key, ProgramRecord, Programs
 
-WORKERS = 2  # XLA compiles one program on one core; more workers than cores only slow serving down
+WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Warmed:
-    """One more program is ready."""
+    """Progress: one more program is ready."""
 
     program: ProgramRecord
     done: int
@@ -29,7 +29,7 @@ Progress = Callable[[Warmed], None]
 
 
 def likely_first(keys: Iterable[Key]) -> list[Key]:
-    """Few rows before many: a notebook's first request needs the smallest prefill and the smallest decode program."""
+    """The keys with few rows first: a notebook's first request needs the smallest prefill and decode programs."""
 
     def rank(key: Key) -> tuple[int, int, int]:
         if not isinstance(key, Bucket):
@@ -40,7 +40,7 @@ def likely_first(keys: Iterable[Key]) -> list[Key]:
 
 
 def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
-    """Of a session that has just been opened: restored pages first, then prompts of few requests, then their decode."""
+    """The programs that a new session needs first: for restored pages, then for a short prompt, then for decoding."""
     plain = sorted(bucket for bucket in programs.lattice if not bucket.processed)
     decode = next(bucket for bucket in plain if not bucket.tokens)
     mixed = [bucket for bucket in plain if bucket.tokens]
@@ -57,7 +57,7 @@ def warm(
     contexts: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     workers: int = WORKERS,
 ) -> None:
-    """Get every program, or those of `keys` in turn; returns when all are ready, raises the first `CompileError`."""
+    """Make all programs ready, or those of `keys` in this order. Raises the first `CompileError`."""
     ordered = likely_first(programs.keys) if keys is None else [*keys]
     waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
     for key in ordered:
@@ -84,8 +84,8 @@ def warm(
                     if progress is not None:
                         progress(Warmed(programs.record(key), len(done), len(ordered)))
 
-    # Not daemons: a thread that the interpreter ends inside XLA takes the process down with an abort. So an exit waits
-    # for the program that is being compiled, and for no further one.
+    # Not daemons: a thread that is ended inside XLA aborts the process. So the interpreter's exit waits for the program
+    # that is being compiled, and for no further one.
     threads = [threading.Thread(target=work, name="rekindle compile", daemon=False) for _ in range(workers)]
     for thread in threads:
         thread.start()
@@ -96,11 +96,11 @@ def warm(
 
 
 class Warming:
-    """What `precompile` asks for, begun while the weights are still read.
+    """The work of the option `precompile`, which starts while the weights are being read.
 
-    all         every program is ready when the session is open
-    background  the same, but the session opens meanwhile; a program that fails is tried again when it is needed
-    lazy        nothing is compiled; what is stored of the first request's programs is loaded until the session is open
+    all         every program is ready when the session opens
+    background  every program is made ready while the session serves; one that fails is tried again when it is needed
+    lazy        nothing is compiled; the first request's programs are loaded from the store until the session opens
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Warming:
         self._thread.start()
 
     def opened(self) -> None:
-        """The weights are there. Raises the `CompileError` of a program that had to be ready by now."""
+        """Called when the weights are loaded. Raises the `CompileError` of a program that has to be ready by now."""
         if self._precompile == "lazy":
             self._stopped.set()
         elif self._precompile == "all":
@@ -142,7 +142,7 @@ class Warming:
                 raise self._error
 
     def stop(self, timeout: float = 0.5) -> None:
-        """Begin no further program. One that compiles can't be interrupted and is left to end by itself."""
+        """Start no further program. A compilation can't be interrupted and is left to end by itself."""
         self._stopped.set()
         self._thread.join(timeout)
 

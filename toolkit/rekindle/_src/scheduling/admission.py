@@ -1,8 +1,9 @@
-"""Who gets a slot and pages, who waits for what, and who loses its pages to a more senior request."""
+"""Admission: which waiting request gets a slot and pages, what the others wait for, and which ones are preempted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 from rekindle._src.core.records import Status
 from rekindle._src.kvcache.pool import pages_for
@@ -13,24 +14,33 @@ from rekindle._src.scheduling.prefix_claims import PrefixClaims
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.shortest_first import ShortestFirst
 from rekindle._src.scheduling.waiting import WaitingQueue
 
-_PARKED_PER_PLAN = 32  # bounds a plan's time when thousands of requests share a prefix
+_PARKED_PER_PLAN = 32  # sequences; bounds the time of a plan when thousands of requests share a prefix
 
 
 class Admission:
-    """Moves sequences between the queue, the parked ones, and the residents.
+    """Moves sequences between the waiting queue, the parked sequences and the running set.
 
-    Nothing deadlocks: the most senior running sequence gets any page that a junior holds, what a request may need alone
-    was checked when it was submitted, and a parked one waits for a running one or is woken when that loses its pages.
+    Nothing deadlocks: the most senior running sequence can take any page that a junior holds; that a request fits when
+    it is alone was checked at submission; and a parked sequence waits for a running one, and is woken when that one is
+    preempted.
     """
 
     def __init__(
-        self, limits: Limits, ledger: PageLedger, running_set: RunningSet, queue: WaitingQueue, reserve: Reserve
+        self,
+        limits: Limits,
+        ledger: PageLedger,
+        running_set: RunningSet,
+        queue: WaitingQueue,
+        reserve: Reserve,
+        shortest: ShortestFirst | None = None,
     ) -> None:
         self._limits, self._ledger, self._running_set, self._queue = limits, ledger, running_set, queue
         self._claims = PrefixClaims(limits.page_size)
         self._loading = DiskReads(ledger)
+        self._shortest = shortest  # the ranks of the policy sjf
         self.reserve = reserve
         self.preemptions = 0
 
@@ -51,12 +61,31 @@ class Admission:
     def submit(self, sequence: Sequence) -> None:
         self._queue.add(sequence)
 
-    def refresh(self) -> None:
-        """A new plan begins."""
-        self._queue.refresh()
+    def prefills(self, *, admitting: bool) -> Iterator[Sequence]:
+        """Sequences in the order in which they get the prefill budget of a step; the caller stops when it is spent.
+
+        The running ones come first, by seniority, then those that are admitted now, if `admitting`. Under sjf both are
+        merged by rank, so that a short prompt goes before the rest of a long one.
+        """
+        pending = deque(sequence for sequence in self._running_set.running if sequence.prefilling)
+        if self._shortest is None:
+            yield from pending
+            pending.clear()
+        else:
+            pending = deque(sorted(pending, key=self._shortest.rank))
+        if admitting and self.possible:
+            self._queue.refresh()
+            while True:
+                while pending and not self._overtakes(pending[0]):
+                    yield pending.popleft()
+                admitted = self.admit()
+                if admitted is None:
+                    break
+                yield admitted
+        yield from pending
 
     def admit(self) -> Sequence | None:
-        """The next sequence, now in a slot and with pages; None if nobody can be admitted now."""
+        """Admit the next sequence: it has a slot and pages then. None if none can be admitted now."""
         running, leaving = self._running_set.running, self._running_set.leaving
         for _ in range(_PARKED_PER_PLAN):
             sequence = self._queue.next() if self._running_set.free_slots else None
@@ -87,7 +116,7 @@ class Admission:
         return None
 
     def ensure_page(self, sequence: Sequence) -> bool:
-        """Its next position has a page, if need be a junior's; False if it has to sit this step out."""
+        """Give the sequence a page for its next position, preempting juniors if need be; False: it skips this step."""
         if sequence.planned < sequence.num_pages * self._limits.page_size or self._ledger.grow(sequence):
             return True
         while not self._running_set.leaving and not self._ledger.retiring:
@@ -111,16 +140,16 @@ class Admission:
         self._queue.put_back(sequence)
 
     def published(self, sequence: Sequence, first: int, last: int) -> None:
-        """Its pages [first, last) are in the tree: who waited for them is tried again."""
+        """The sequence's pages [first, last) are in the tree: sequences that waited for them are tried again."""
         self._wake(self._claims.resolve(sequence, first, last))
 
     def abandon(self, sequence: Sequence) -> None:
-        """It will not publish what it claimed: who waited for it computes that itself."""
+        """The sequence will not publish the pages it claimed: sequences that waited for them compute them."""
         self.published(sequence, sequence.published, sequence.claimed)
         sequence.claimed = 0
 
     def remove(self, sequence: Sequence) -> None:
-        """It ended, wherever it is."""
+        """Remove a sequence that ended from wherever it is."""
         loading = sequence in self._loading
         self._loading.discard(sequence)
         if loading:
@@ -135,14 +164,23 @@ class Admission:
             self._running_set.leave(sequence)
 
     def older(self, sequence: Sequence) -> int:
-        """How many older requests are in the queue."""
+        """Return how many older requests are in the queue."""
         return self._queue.position(sequence)
 
     def check_integrity(self) -> None:
         self._claims.check_integrity(self._running_set.running)
 
+    def _overtakes(self, running: Sequence) -> bool:
+        """Whether the next waiting request goes before one that is prefilling; only under sjf."""
+        waiting = self._queue.next() if self._running_set.free_slots else None
+        return (
+            waiting is not None
+            and self._shortest is not None
+            and self._shortest.rank(waiting) < self._shortest.rank(running)
+        )
+
     def _park(self, sequence: Sequence) -> bool:
-        """True if it now waits for a prefix that a running sequence is computing."""
+        """Park the sequence if a running one is computing a prefix that is worth waiting for; whether it was parked."""
         keys = self._ledger.keys(sequence)
         shared = self._claims.worth_waiting(keys, self._ledger.cached(sequence), sequence.known)
         if not shared:

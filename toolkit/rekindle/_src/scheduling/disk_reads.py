@@ -1,4 +1,4 @@
-"""Requests whose cached pages are still on disk: they wait aside while these are read, and nobody waits for them."""
+"""Requests whose cached pages are still on disk: they are set aside while these are read, and hold up no others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rekindle._src.scheduling.sequence import Sequence
 
 
 class DiskReads:
-    """Each sequence loads at most once per admission; what could not be read by then is computed."""
+    """The sequences that wait for pages from disk. Each one loads once per admission; pages that fail are computed."""
 
     def __init__(self, ledger: PageLedger) -> None:
         self._ledger = ledger
         self._waiting: dict[Sequence, tuple[DiskFetch, Status]] = {}
-        self._loaded: dict[Sequence, DiskFetch | None] = {}  # not admitted yet: what it loaded stays in host memory
+        self._loaded: dict[Sequence, DiskFetch | None] = {}  # until admission: the loaded pages are held in host memory
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -23,7 +23,7 @@ class DiskReads:
         return sequence in self._waiting
 
     def start(self, sequence: Sequence) -> bool:
-        """True if it now waits for pages."""
+        """Start to read the sequence's pages from disk, if that pays; whether it waits for them now."""
         if sequence in self._loaded or not self._ledger.may_fetch:
             return False
         fetch = self._ledger.fetch(sequence)
@@ -35,14 +35,14 @@ class DiskReads:
         return True
 
     def ready(self) -> list[Sequence]:
-        """Those whose pages have arrived; they are no longer here."""
-        arrived = [sequence for sequence, (fetch, _) in self._waiting.items() if fetch.done]
-        for sequence in arrived:
+        """Take out the sequences whose pages have been read."""
+        loaded = [sequence for sequence, (fetch, _) in self._waiting.items() if fetch.done]
+        for sequence in loaded:
             self._loaded[sequence], sequence.status = self._waiting.pop(sequence)
-        return arrived
+        return loaded
 
     def discard(self, sequence: Sequence) -> None:
-        """It was admitted, and holds its pages itself, or it ended."""
+        """Forget a sequence that was admitted, and so holds its pages itself, or that ended."""
         fetch = self._loaded.pop(sequence, None)
         if sequence in self._waiting:
             fetch, _ = self._waiting.pop(sequence)

@@ -1,12 +1,12 @@
-"""Drafts: rows of a step that compute a request's guessed tokens beside its next one.
+"""Speculative decoding by prompt lookup: draft rows compute proposed tokens of a request beside its next one.
 
-A draft is a decode row like any other, one position further on, with the guess as its token. All rows write their keys
-and values before attention reads, and a draw depends on seed and position alone, so that a draft row samples what the
-request would have sampled there if its guesses are right. The first wrong one ends the chain; what rows behind it wrote
-lies past the request's length, where the next step writes over it.
+A draft is a decode row like any other, one position further on, with the proposed token as its input. All rows write
+their keys and values before attention reads, and a draw depends on seed and position alone, so a draft row samples what
+the request would have sampled there, provided that all drafts before it are accepted. The first rejected draft ends the
+chain; what the rows behind it wrote lies past the request's length, where the next step overwrites it.
 
-Nobody knows how far a request is until such a step is committed, so no step is planned before: the device waits for the
-host once, which has to be worth it to everybody in the step.
+How far a request got is known when such a step is committed, so no step is planned before that. The device waits for
+the host once, and the drafts have to gain more than that wait costs every row of the step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
 from rekindle._src.scheduling.sequence import Sequence
 
-# Up to here a row costs little. Beyond, drafts only fill up what would be padding: free but for native products, which
-# skip it, so that guesses have to be good.
+# Up to this number of rows one more row costs little. Beyond it drafts only replace padding: that is free except with
+# native products, which skip padding, so drafts have to be likely there.
 FEW_ROWS = 8
-# What the wait costs, as a share of a step: 0.14 with 135M parameters on two cores, all of it with 4M. Guesses have to
-# bring that much for each row of the step. With 4M, four at once still end a tenth later: the last is never guessed.
-WAIT = 1.0
+# Cost of the wait as a share of a step: 0.14 with 135M parameters on two cores, a whole step with 4M. Drafts have to
+# gain that much for each row of the step. With 4M, four requests at once still end a tenth later.
+WAIT_COST = 1.0
 
 
 class Drafts:
@@ -37,19 +37,19 @@ class Drafts:
         self.drafted = 0  # rows whose steps were committed
 
     def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:
-        """Put drafts behind some of a step's decode rows, within `budget` and pages that nobody needs."""
-        guessing = [sequence for sequence in sequences if self._guesses(sequence)]
-        counts = self._counts(guessing, len(rows), budget, mixed=mixed) if guessing else {}
-        for sequence in guessing:
+        """Insert draft rows behind some of a step's decode rows, within `budget` tokens and the pages that are free."""
+        drafting = [sequence for sequence in sequences if self._can_draft(sequence)]
+        counts = self._counts(drafting, len(rows), budget, mixed=mixed) if drafting else {}
+        for sequence in drafting:
             if count := self._within_pages(sequence, counts.get(sequence, 0)):
                 after = sequences.index(sequence) + 1
                 skip = sequence.planned - sequence.known
-                drafts = sequence.drafts(_lookup(sequence).guess(skip, count))
+                drafts = sequence.drafts(_lookup(sequence).propose(skip, count))
                 rows[after:after] = drafts
                 sequences[after:after] = [sequence] * len(drafts)
 
     def learn(self, sequences: Items[Sequence], rows: Items[Row], right: Items[bool]) -> None:
-        """A step with drafts was committed."""
+        """Tell each request's index how many of its drafts a committed step accepted."""
         drafted, accepted = Counter[Sequence](), Counter[Sequence]()
         for sequence, row, was_right in zip(sequences, rows, right, strict=True):
             if row.draft:
@@ -60,48 +60,48 @@ class Drafts:
             sequence.drafts_checked()
             self.drafted += count
 
-    def _guesses(self, sequence: Sequence) -> bool:
+    def _can_draft(self, sequence: Sequence) -> bool:
         if sequence.lookup is None:
             sampling = sequence.request.sampling
             if sampling.penalised or sampling.processors:
-                return False  # reads which tokens were sampled before, and the device counts no guesses
+                return False  # these read which tokens were sampled before, and the device does not count drafts
             sequence.lookup = PromptLookup(sequence.tokens(0, sequence.known))
-        return sequence.lookup.guesses and sequence.remaining > 0
+        return sequence.lookup.ready and sequence.remaining > 0
 
-    def _counts(self, guessing: list[Sequence], rows: int, budget: int, *, mixed: bool) -> dict[Sequence, int]:
-        """How many drafts each gets: one more than may well be right, and what fills the program up."""
+    def _counts(self, drafting: list[Sequence], rows: int, budget: int, *, mixed: bool) -> dict[Sequence, int]:
+        """Drafts of each sequence: one more than are likely to be accepted, then as many as fill up the program."""
         most = self._limits.max_requests
         room = min(budget, max(padded_rows(rows, most, mixed=mixed), min(FEW_ROWS, most)) - rows)
-        bounds = {s: min(self._limits.prompt_lookup, s.remaining) for s in guessing}
-        hopes = {s: _lookup(s).hope for s in guessing}
-        counts = _shared({s: min(bound, 1 + int(hopes[s])) for s, bound in bounds.items()}, room)
-        if sum(min(count, hopes[s]) for s, count in counts.items()) < WAIT * rows:
+        bounds = {s: min(self._limits.prompt_lookup, s.remaining) for s in drafting}
+        expected = {s: _lookup(s).expected for s in drafting}
+        counts = _shared({s: min(bound, 1 + int(expected[s])) for s, bound in bounds.items()}, room)
+        if sum(min(count, expected[s]) for s, count in counts.items()) < WAIT_COST * rows:
             return {}
         wanted = sum(counts.values())
         return _shared(bounds, min(room, padded_rows(rows + wanted, most, mixed=mixed) - rows))
 
     def _within_pages(self, sequence: Sequence, count: int) -> int:
-        """At most `count`, so that their pages are there; takes one only if everybody who runs could have one too."""
-        size, everybody = self._limits.page_size, self._limits.max_requests
+        """As many of `count` drafts as have pages; takes a page only while every other slot could take one as well."""
+        size, slots = self._limits.page_size, self._limits.max_requests
         while sequence.planned + count > sequence.num_pages * size:
-            if self._ledger.available <= everybody or not self._ledger.grow(sequence):
+            if self._ledger.available <= slots or not self._ledger.grow(sequence):
                 return sequence.num_pages * size - sequence.planned
         return count
 
 
 def _lookup(sequence: Sequence) -> PromptLookup:
-    assert sequence.lookup is not None, f"{sequence.id} guesses without a lookup"
+    assert sequence.lookup is not None, f"{sequence.id} drafts without an index"
     return sequence.lookup
 
 
 def _shared(bounds: dict[Sequence, int], room: int) -> dict[Sequence, int]:
-    """`room` dealt out one by one, at most its bound to each."""
+    """Distribute `room` one by one, giving each sequence its bound at most."""
     counts = dict.fromkeys(bounds, 0)
     while room > 0:
-        hungry = [s for s, bound in bounds.items() if counts[s] < bound][:room]
-        if not hungry:
+        wanting = [s for s, bound in bounds.items() if counts[s] < bound][:room]
+        if not wanting:
             break
-        for sequence in hungry:
+        for sequence in wanting:
             counts[sequence] += 1
-        room -= len(hungry)
+        room -= len(wanting)
     return counts

@@ -1,4 +1,4 @@
-"""What the scheduler tells about itself: a snapshot of numbers, and why one request is where it is."""
+"""What the scheduler reports: a snapshot of its numbers, and the reason why one request is where it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SchedulerStatistics(html.Record):
     """Sizes now, and counts since the start."""
 
     waiting: int  # in the queue, parked and preempted ones included
-    parked: int  # of them, those that wait for a prefix that another request computes
+    parked: int  # waiting for a prefix that another request computes; counted in `waiting`
     running: int
     leaving: int  # ended, but a step in flight still contains them
     steps_in_flight: int
@@ -23,7 +23,7 @@ class SchedulerStatistics(html.Record):
     pages_free: int
     pages_held: int
     pages_cached: int  # kept by the prefix cache alone
-    reserve_fraction: float  # of their remaining tokens, for which admission keeps pages back
+    reserve_fraction: float  # share of the running requests' remaining tokens for which admission keeps pages back
     submitted: int
     finished: int
     aborted: int
@@ -31,11 +31,11 @@ class SchedulerStatistics(html.Record):
     preemptions: int
     steps: int
     prompt_tokens: int  # of admitted requests
-    cached_tokens: int  # of them, found in the cache
-    prefill_tokens: int  # computed in prefill rows, after preemptions once more
+    cached_tokens: int  # prompt tokens that were found in the cache
+    prefill_tokens: int  # computed in prefill rows; counted again after a preemption
     generated_tokens: int
-    drafted_tokens: int  # guessed by prompt_lookup and computed
-    accepted_tokens: int  # of them, right
+    drafted_tokens: int  # proposed by prompt_lookup and computed
+    accepted_tokens: int  # drafted tokens that the model sampled as well
     cache: CacheStatistics | None
 
     @property
@@ -74,6 +74,7 @@ class Explanation:
 
 
 def explanation(sequence: Sequence, ahead: int) -> Explanation:
+    """Explain where a request is; `ahead` older requests wait."""
     request, status = sequence.request, sequence.status
     words = [_WORDS[status]]
     if status in (Status.QUEUED, Status.PREEMPTED):
@@ -92,7 +93,7 @@ def explanation(sequence: Sequence, ahead: int) -> Explanation:
     if sequence.generated:
         words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
     if sequence.lookup is not None and sequence.lookup.drafted:
-        words.append(f"{sequence.lookup.accepted} of {sequence.lookup.drafted} tokens guessed from its text were right")
+        words.append(f"{sequence.lookup.accepted} of {sequence.lookup.drafted} draft tokens were accepted")
     if sequence.preemptions:
         words.append(f"it was preempted {sequence.preemptions} times because pages ran out")
     return Explanation(

@@ -12,7 +12,7 @@ from rekindle.errors import OutOfPages, PromptTooLong
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """All of them are fixed while a session lives."""
+    """Bounds that are fixed while a session lives."""
 
     max_requests: int  # slots
     max_tokens_per_step: int  # shared by decode rows and prefill chunks
@@ -20,12 +20,12 @@ class Limits:
     page_size: int
     max_prefill_rows: int = 1 << 30  # sequences that prefill in one step
     max_queue: int = 1024
-    prompt_lookup: int = 0  # guessed tokens of one request in a step
-    max_beside_decode: int = 1 << 30  # prompt tokens of a step with decode rows: they wait as long as these take
+    prompt_lookup: int = 0  # draft tokens of one request in a step, at most
+    max_beside_decode: int = 1 << 30  # prompt tokens of a step that has decode rows, which wait for them
 
     @classmethod
     def of(cls, config: EngineConfig, *, max_prefill_rows: int, padded: bool = True) -> Limits:
-        """From a resolved config; `padded`: a step takes as long as its program has tokens, however few are used."""
+        """The limits of a resolved config; `padded`: a step costs its program's size, however few rows are used."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         return cls(
@@ -40,10 +40,10 @@ class Limits:
         )
 
     def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:
-        """How many tokens `request` may generate if it had `usable_pages` to itself, and what it ends with then.
+        """How many tokens `request` may generate with `usable_pages` to itself, and its finish reason at that bound.
 
-        Raises if not even one fits. The last token is sampled but its keys are never computed, so a sequence may be one
-        token longer than its pages.
+        Raises `PromptTooLong` or `OutOfPages` if not even one fits. The last token is sampled but its keys are never
+        computed, so a sequence may be one token longer than its pages.
         """
         length = request.prompt_length
         if length >= self.max_model_len:

@@ -1,4 +1,4 @@
-"""Which pages each sequence holds: taking them from pool and cache, publishing them, giving them back."""
+"""The ledger of KV pages: sequences take them from the pool and the cache, publish them, and give them back."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _NOTHING = PrefixMatch((), 0)
 
 
 class PageLedger:
-    """The pool and the cache as the scheduler sees them; collects the page moves of the step being planned."""
+    """The page pool and the prefix cache behind one interface; collects the page moves of the step being planned."""
 
     def __init__(self, pool: PagePool, cache: PrefixCache | None, page_size: int) -> None:
         assert cache is None or cache.pool is pool, "the cache keeps pages of another pool"
         self.pool, self.cache, self._page_size = pool, cache, page_size
         self._offload: list[PageMove] = []
         self._restore: list[PageMove] = []
-        self._retired: list[tuple[int, list[int]]] = []  # last step that reads them, duplicates that were merged
+        self._retired: list[tuple[int, list[int]]] = []  # (last step that reads them, merged duplicates)
 
     @property
     def available(self) -> int:
-        """Pages that can be taken now: free ones, and cached ones that nobody holds."""
+        """Pages that can be taken now: free ones, and cached ones that no sequence holds."""
         return self.pool.free + self.pool.cached
 
     @property
     def retiring(self) -> bool:
-        """Some pages become free when the steps in flight are committed."""
+        """Whether pages become free when the steps in flight are committed."""
         return bool(self._retired)
 
     def usable(self, request: Request) -> int:
-        """Pages that `request` could have if it were alone: all but those that are pinned for other prefixes."""
+        """Pages that `request` could have if it were alone: all except those pinned for other prefixes."""
         cache = self.cache
         if cache is None or not cache.pinned_pages:
             return self.pool.total
@@ -46,7 +46,7 @@ class PageLedger:
         return self.pool.total - cache.pinned_pages + own
 
     def keys(self, sequence: Sequence) -> list[int]:
-        """Keys of the pages that may come from the cache."""
+        """Keys of the sequence's pages that may come from the cache."""
         if self.cache is None:
             return []
         length = sequence.known
@@ -56,28 +56,36 @@ class PageLedger:
         return sequence.keys(length // self._page_size)
 
     def cached_path(self, sequence: Sequence) -> list[int]:
-        """Keys of its pages that are on the device, about."""
+        """Keys of the sequence's leading pages that are on the device; approximate, since tokens are not compared."""
         keys = self.keys(sequence)
         return keys[: self.cache.probe(keys)] if self.cache is not None else keys
 
     def cached(self, sequence: Sequence) -> int:
+        """How many of the sequence's leading pages are on the device; approximate, since tokens are not compared."""
         return self.cache.probe(self.keys(sequence)) if self.cache is not None else 0
+
+    def uncached(self, sequence: Sequence) -> int:
+        """Tokens that the sequence would have to compute if it were admitted now, at least 1."""
+        return max(1, sequence.known - self.cached(sequence) * self._page_size)
 
     @property
     def may_fetch(self) -> bool:
-        """There may be pages that have to be fetched from disk before a match can use them."""
+        """Whether there may be pages that have to be read from disk before a match can use them."""
         tiers = self.cache.host_tier if self.cache is not None else None
         return isinstance(tiers, Tiers) and tiers.has_disk_pages
 
     def fetch(self, sequence: Sequence) -> DiskFetch | None:
-        """Start to fetch what is known of it but too far away; None if there is no such page, or it does not pay."""
+        """Start to read the sequence's cached pages from disk; None if there are none, or computing them is quicker."""
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
-        digests, near = self.cache.to_fetch(self.keys(sequence), sequence.tokens(0, sequence.known))
-        return self.cache.host_tier.fetch(digests, near)
+        digests, in_host_memory = self.cache.to_fetch(self.keys(sequence), sequence.tokens(0, sequence.known))
+        return self.cache.host_tier.fetch(digests, in_host_memory)
 
     def acquire(self, sequence: Sequence, spare: int) -> int | None:
-        """Take all pages of its known tokens if `spare` more would be left: where to start, None if it does not fit."""
+        """Take the pages of all known tokens, if `spare` more would be left; None if they do not fit.
+
+        Returns the first position to compute.
+        """
         pages = pages_for(sequence.known, self._page_size)
         if pages - self.cached(sequence) + spare > self.available:
             return None  # without the exact match, which a long prompt that waits would pay for in each step
@@ -100,14 +108,17 @@ class PageLedger:
         return min(sequence.published * self._page_size, sequence.known - 1)
 
     def grow(self, sequence: Sequence) -> bool:
-        """One more page, if there is one."""
+        """Give the sequence one more page; False if there is none."""
         if not self.available:
             return False
         sequence.add_pages(self._take(1))
         return True
 
     def publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
-        """Its full pages that were committed enter the tree; which ones, half-open. `last_step` was planned last."""
+        """Enter the sequence's committed full pages into the tree; returns their range, half-open.
+
+        `last_step` is the step that was planned last: merged duplicates are kept until it is committed.
+        """
         first, last = sequence.published, sequence.computed // self._page_size
         node = self._node(sequence)
         if self.cache is None or node is None or last <= first:
@@ -126,7 +137,7 @@ class PageLedger:
         return first, last
 
     def release(self, sequence: Sequence) -> None:
-        """No step in flight contains it any more: all its pages go back, to the cache or to the pool."""
+        """Return all pages of a sequence that no step in flight contains, to the cache or to the pool."""
         self.pool.release(sequence.pages)
         node = self._node(sequence)
         if self.cache is not None and node is not None:
@@ -134,7 +145,7 @@ class PageLedger:
         sequence.leave()
 
     def collect(self, oldest_step: int | None) -> None:
-        """Release merged duplicates that only steps before `oldest_step`, the oldest in flight, have read."""
+        """Release merged duplicates that no step in flight reads; `oldest_step` is the oldest one in flight."""
         waiting = []
         for step, pages in self._retired:
             if oldest_step is None or step < oldest_step:
@@ -144,13 +155,13 @@ class PageLedger:
         self._retired = waiting
 
     def moves(self) -> tuple[tuple[PageMove, ...], tuple[PageMove, ...]]:
-        """(offload, restore) of the step that is being planned, which takes them with it."""
+        """Take out the (offload, restore) moves of the step being planned."""
         moves = tuple(self._offload), tuple(self._restore)
         self._offload, self._restore = [], []
         return moves
 
     def references(self, sequences: list[Sequence]) -> NDArray[np.int32]:
-        """How often each page should be referenced if `sequences` are all that hold pages."""
+        """How often each page should be referenced if only `sequences` hold pages; for integrity checks."""
         counts = np.zeros(self.pool.num_pages, np.int32)
         if self.cache is not None:
             counts += self.cache.references()
@@ -160,7 +171,7 @@ class PageLedger:
         return counts
 
     def _node(self, sequence: Sequence) -> Node | None:
-        """Where it continues the tree; None if the tree it was admitted with has been reset."""
+        """The tree node that the sequence continues; None if the tree was reset after its admission."""
         if self.cache is None or sequence.generation != self.cache.generation:
             return None
         return sequence.node

@@ -1,13 +1,15 @@
-"""In which order waiting requests are admitted.
+"""Scheduling policies: the order in which waiting requests are admitted.
 
     fcfs         first come, first served
     priority     larger `priority` first
-    lof          longest output first: what runs longest starts first
+    lof          longest output first: the largest max_tokens starts first
     random       shuffled, reproducible by seed
     lpm          longest cached prefix first
+    sjf          fewest uncached tokens first, with ageing (shortest_first.py)
     dfs-weight   depth first through the cached prefixes, the branch with most waiting requests first
 
-The last two look at what is cached right now, for the oldest `WINDOW` requests only, so a long queue costs nothing.
+The last three look at what is cached now, for `WINDOW` requests only, so that a long queue costs nothing: lpm and
+dfs-weight for the oldest ones, sjf for those with the fewest uncached tokens when they were last looked at.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from collections.abc import Sequence as Items
 from rekindle._src.scheduling.sequence import Sequence
 
 WINDOW = 64
-CACHE_AWARE = frozenset({"lpm", "dfs-weight"})
+CACHE_AWARE = frozenset({"lpm", "dfs-weight", "sjf"})
 Path = Items[int]  # keys of a prompt's cached pages
 Rank = tuple[float, ...]
 
 
 def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
-    """A rank that never changes while a request waits; smaller goes first."""
+    """The rank of a request that does not change while it waits; the smallest is admitted first."""
     if policy == "priority":
         return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
     if policy == "lof":
@@ -37,23 +39,24 @@ def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
 
 
 def seniority(policy: str) -> Callable[[Sequence], Rank]:
-    """Who keeps its pages when they run short; the largest is preempted first."""
+    """The rank by which running requests keep their pages; the largest is preempted first."""
     if policy == "priority":
         return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
     return lambda sequence: (sequence.arrived,)
 
 
 def longest_prefix_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
+    """The order of `lpm`."""
     return sorted(waiting, key=lambda sequence: (-len(path(sequence)), sequence.arrived))
 
 
 def depth_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
-    """Requests below the same cached prefix follow each other, so that it is used while it is there."""
+    """The order of `dfs-weight`: requests with the same cached prefix follow each other, while it is cached."""
     return _depth_first([(sequence, path(sequence)) for sequence in sorted(waiting, key=lambda s: s.arrived)], 0)
 
 
 def _depth_first(group: list[tuple[Sequence, Path]], depth: int) -> list[Sequence]:
-    """`group` shares the first `depth` pages. Its larger branches come first, who ends right here comes last."""
+    """Order a group that shares its first `depth` pages: larger branches first, sequences without more pages last."""
     branches: dict[int, list[tuple[Sequence, Path]]] = {}
     here = []
     for entry in group:
@@ -71,7 +74,7 @@ def _depth_first(group: list[tuple[Sequence, Path]], depth: int) -> list[Sequenc
 
 
 def _common(paths: list[Path], shared: int) -> int:
-    """How many leading pages all paths share, at least `shared`: a key stands for its whole prefix, so bisect."""
+    """How many leading pages all paths share, at least `shared`; bisects, as a key stands for its whole prefix."""
     low, high = shared, min(map(len, paths))
     while low < high:
         middle = (low + high + 1) // 2

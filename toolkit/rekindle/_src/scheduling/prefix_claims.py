@@ -1,16 +1,16 @@
-"""Which pages are being computed right now and by whom, so that nobody computes the same prefix a second time."""
+"""Prefixes that running sequences are computing, so that no other sequence computes the same pages again."""
 
 from __future__ import annotations
 
 from rekindle._src.scheduling.sequence import Sequence
 
-_ENOUGH = 256  # tokens worth a wait even if more has to be computed afterwards
+_WORTH_WAITING = 256  # tokens; saving that many is worth a wait even if more has to be computed afterwards
 
 
 class PrefixClaims:
-    """A running sequence claims the full pages it is going to compute; a waiting one parks on the last it would share.
+    """A running sequence claims the full pages it will compute; a waiting one is parked on the last one it would share.
 
-    A claim ends when its page is published, or when its owner lost its pages; whoever parked on it is tried again then.
+    A claim ends when its page is published or its owner is preempted; sequences parked on it are tried again then.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -20,14 +20,14 @@ class PrefixClaims:
         self.parked = 0  # sequences that wait, aborted ones excluded
 
     def claim(self, sequence: Sequence, start: int) -> None:
-        """It computes its full pages from page `start` on."""
+        """Claim the full pages that the sequence computes, from page `start` on."""
         count = sequence.target // self._page_size
         for key in sequence.keys(count)[start:]:
             self._owners.setdefault(key, sequence)
         sequence.claimed = max(start, count)
 
     def resolve(self, sequence: Sequence, first: int, last: int) -> list[Sequence]:
-        """Its pages [first, last) are published or abandoned; returns who waited for them."""
+        """End the claims on pages [first, last), published or abandoned; returns the sequences parked on them."""
         woken: list[Sequence] = []
         last = min(last, sequence.claimed)
         if first >= last:
@@ -43,10 +43,10 @@ class PrefixClaims:
         return woken
 
     def worth_waiting(self, keys: list[int], cached: int, length: int) -> int:
-        """How many pages after the `cached` ones are being computed, if waiting for them is worth it; else 0.
+        """How many leading pages there are with those that others compute, if waiting for them pays; else 0.
 
-        Sharing a page or two of a long prompt is not: the wait costs the latency of steps, so it has to save at least
-        half of what is left to compute, or a sizeable piece.
+        Sharing a page or two of a long prompt does not pay: the wait costs the latency of steps, so it has to save at
+        least half of what is left to compute, or 256 tokens.
         """
         shared = cached
         owners = self._owners
@@ -54,22 +54,22 @@ class PrefixClaims:
             shared += 1
         saved = (shared - cached) * self._page_size
         left = length - cached * self._page_size
-        return shared if saved and (saved >= _ENOUGH or 2 * saved >= left) else 0
+        return shared if saved and (saved >= _WORTH_WAITING or 2 * saved >= left) else 0
 
     def park(self, sequence: Sequence, key: int) -> Sequence:
-        """It waits for the page with this key; returns who computes it."""
+        """Park the sequence until the page with this key is published; returns the sequence that computes it."""
         owner = sequence.waits_for = self._owners[key]
         self._parked.setdefault(key, []).append(sequence)
         self.parked += 1
         return owner
 
     def unpark(self, sequence: Sequence) -> None:
-        """It was aborted; its entry is skipped when its turn comes."""
+        """Take out a parked sequence that was aborted; its entry is skipped later."""
         sequence.waits_for = None
         self.parked -= 1
 
     def check_integrity(self, running: list[Sequence]) -> None:
         assert all(owner in running for owner in self._owners.values()), "a claim outlived its owner"
-        assert set(self._parked) <= set(self._owners), "somebody waits for a page that nobody computes"
+        assert set(self._parked) <= set(self._owners), "a sequence waits for a page that no sequence computes"
         waiting = sum(waiter.waits_for is not None for group in self._parked.values() for waiter in group)
         assert waiting == self.parked, f"{waiting} sequences are parked, {self.parked} are counted"

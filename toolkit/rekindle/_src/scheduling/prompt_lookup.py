@@ -1,7 +1,7 @@
-"""Prompt lookup: guesses of what a request says next, read off what followed the last time its latest tokens came.
+"""Prompt lookup: draft tokens of a request, read off what followed its latest tokens the last time they occurred.
 
-A guess costs nothing to make and is checked beside the token that is computed anyway, so all that matters is to guess
-where it pays: how far, and not again soon after a guess was wrong.
+A draft costs nothing to propose and is checked beside the token that is computed anyway. So what matters is to propose
+drafts where they pay: how many, and not again soon after some were rejected.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import numpy as np
 
 from rekindle._src.core.records import IntArray
 
-SIZE = 3  # latest tokens that have to come again, all of them
-_BITS = 20  # of a token id in a key; larger ids collide, which costs a wrong guess
+SIZE = 3  # latest tokens that have to have occurred before, in this order
+_BITS = 20  # of a token id in a key; larger ids collide, which costs a rejected draft
 _MASK = (1 << (SIZE * _BITS)) - 1
-_LONGEST_REST = 64  # tokens
+_LONGEST_PAUSE = 64  # tokens without drafts after rejections
 
 
 class PromptLookup:
-    """The index of one request: where each run of `SIZE` tokens was last followed by what. O(1) for each new token.
+    """The index of one request: the position after the last occurrence of each run of `SIZE` tokens. O(1) per token.
 
-    While its text goes on as at an earlier place, that place is kept, though the latest tokens may have come again
-    since: in edits of source files, replayed with 7 guesses, a step brings 5 to 8 tokens then and 2 to 3 otherwise.
+    While the text continues as it did at an earlier place, that place is kept, even if the latest tokens occurred again
+    since: in edits of source files, replayed with 7 drafts, a step adds 5 to 8 tokens that way and 2 to 3 otherwise.
     """
 
     __slots__ = ("_failures", "_followers", "_key", "_resume", "_source", "_tokens", "accepted", "drafted", "run")
@@ -36,14 +36,14 @@ class PromptLookup:
         self._key = _MASK
         for token in self._tokens[-SIZE:]:
             self._key = (self._key << _BITS | token) & _MASK
-        self._source = self._followers.get(self._key, 0)  # where what is to come was seen; 0 if nowhere
+        self._source = self._followers.get(self._key, 0)  # position of the proposed continuation; 0 if there is none
         self._followers[self._key] = len(ids)
         self._failures = self._resume = 0
-        self.run = 0  # tokens for which the text has gone on as at the place it follows
+        self.run = 0  # tokens for which the text has repeated what followed the earlier place
         self.drafted = self.accepted = 0
 
     def push(self, token: int) -> None:
-        """The request's next token became known."""
+        """Add the request's next token."""
         source, tokens = self._source, self._tokens
         self._key = key = (self._key << _BITS | token) & _MASK
         if source and tokens[source] == token:
@@ -54,28 +54,28 @@ class PromptLookup:
         self._followers[key] = len(tokens)
 
     @property
-    def guesses(self) -> bool:
-        """The latest tokens came before, and it is not too soon to guess again."""
+    def ready(self) -> bool:
+        """Whether the latest tokens occurred before, and the pause after rejected drafts is over."""
         return self._source > 0 and len(self._tokens) >= self._resume
 
     @property
-    def hope(self) -> float:
-        """How many guesses are about to be right: what has gone on for long goes on for long."""
+    def expected(self) -> float:
+        """How many drafts are likely to be accepted: a long repetition tends to continue."""
         return 1.0 + self.run / 2
 
-    def guess(self, skip: int, count: int) -> IntArray:
-        """`count` tokens from the position `skip` past all that is known.
+    def propose(self, skip: int, count: int) -> IntArray:
+        """`count` draft tokens, from `skip` positions past the known tokens on.
 
-        What followed last time may reach up to now: then it is taken to go round, as text that repeats itself does.
+        Where the earlier continuation ends at the known tokens' end, it is taken to repeat itself.
         """
         tokens, source = self._tokens, self._source
         period = len(tokens) - source
         return np.array([tokens[source + ahead % period] for ahead in range(skip, skip + count)], np.int32)
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """So many of the guesses that a step checked were right; where all are wrong, the next ones wait."""
+        """Count the drafts that a step checked; where none was accepted, the next ones pause, longer each time."""
         self.drafted += drafted
         self.accepted += accepted
         self._failures = 0 if accepted else self._failures + 1
         if self._failures:
-            self._resume = len(self._tokens) + min(_LONGEST_REST, 1 << self._failures)
+            self._resume = len(self._tokens) + min(_LONGEST_PAUSE, 1 << self._failures)

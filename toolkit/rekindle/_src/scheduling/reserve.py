@@ -1,4 +1,4 @@
-"""How many pages admission keeps back for what running sequences are still going to generate."""
+"""The reserve: pages that admission keeps back for tokens that running sequences have yet to generate."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _FLOOR = 0.05
 
 
 class Reserve:
-    """Learns which fraction of `max_tokens` requests use, instead of setting all of it aside.
+    """An estimate of the fraction of `max_tokens` that requests use, so that not all of it has to be kept back.
 
-    Each finished request moves the fraction towards what it used, each preemption moves it up at once. Setting aside
-    too little costs a preemption, which recomputes at most the unpublished tail; too much leaves slots empty.
+    Each finished request moves the fraction towards what it used, each preemption raises it by 0.2. Too small a reserve
+    costs a preemption, which recomputes at most the unpublished tail; too large a one leaves slots empty.
     """
 
     def __init__(self, fraction: float = 0.4) -> None:

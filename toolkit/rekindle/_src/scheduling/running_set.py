@@ -1,4 +1,4 @@
-"""The sequences that own a slot and pages: who runs, by seniority, and who still leaves."""
+"""The sequences that own a slot and pages: those that run, by seniority, and those that are leaving."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rekindle._src.scheduling.sequence import Sequence
 
 
 class RunningSet:
-    """A sequence that ended or was preempted leaves at once, but its slot and pages only come back when no step in
-    flight contains it: such a step still writes to them.
+    """Slots and the sequences in them.
+
+    A sequence that ended or was preempted stops running at once, but its slot and pages are returned when no step in
+    flight contains it any more: such a step still writes to them.
     """
 
     def __init__(self, slots: int, ledger: PageLedger, seniority: Callable[[Sequence], Rank]) -> None:
@@ -27,8 +29,8 @@ class RunningSet:
         return len(self._free)
 
     @property
-    def everybody(self) -> list[Sequence]:
-        """All that own a slot and pages."""
+    def holders(self) -> list[Sequence]:
+        """All sequences that own a slot and pages, running or leaving."""
         return [*self.running, *self.leaving]
 
     def enter(self, sequence: Sequence, start: int) -> None:
@@ -41,15 +43,15 @@ class RunningSet:
         self.drain(sequence)
 
     def drain(self, sequence: Sequence) -> None:
-        """A step that contained it was committed or failed, or it leaves: give everything back if that was the last."""
+        """Return slot and pages of a leaving sequence, unless a step in flight still contains it."""
         if not sequence.in_flight and sequence in self.leaving:
             self.leaving.remove(sequence)
             self._free.append(sequence.slot)
             self._ledger.release(sequence)
 
     def check_integrity(self) -> None:
-        slots = sorted([*self._free, *(sequence.slot for sequence in self.everybody)])
+        slots = sorted([*self._free, *(sequence.slot for sequence in self.holders)])
         assert slots == list(range(self._slots)), f"slots drifted: {slots}"
-        assert all(sequence.in_flight for sequence in self.leaving), "a sequence never left"
+        assert all(sequence.in_flight for sequence in self.leaving), "a leaving sequence kept its slot"
         ranks = [self._seniority(sequence) for sequence in self.running]
         assert ranks == sorted(ranks), "the running sequences are out of order"

@@ -1,10 +1,10 @@
-"""The scheduler: decides which request computes which tokens in each step, and takes the results over.
+"""The scheduler: decides which request computes which tokens in each step, and applies the results.
 
-It is pure host state with one owner. A step N+1 is planned before the result of step N is known: every count that a
-plan needs (tokens sampled, positions computed, slots, pages) is known without token values. Only an end by token value
-(eos, stop) is discovered late; the row that was planned meanwhile is dropped when its step is committed, and slots and
-pages go back then, never while a step in flight may still write to them. The exception is a step with drafts: how far
-its requests are is only known from its result, so nothing is planned until that is there.
+It is pure host state with one owner. Step N+1 is planned before the result of step N is known: every count that a plan
+needs (tokens sampled, positions computed, slots, pages) is known without token values. Only an end by token value (eos,
+stop) is discovered late; the row that was planned meanwhile is dropped when its step is committed, and slot and pages
+are returned then, never while a step in flight may still write to them. The exception is a step with drafts: how far
+its requests got is known from its result alone, so no step is planned before that.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.scheduling.admission import Admission
 from rekindle._src.scheduling.drafts import Drafts
 from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
+from rekindle._src.scheduling.failing import holding, request_error, step_error
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import seniority
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.shortest_first import ShortestFirst
 from rekindle._src.scheduling.waiting import WaitingQueue
-from rekindle.errors import CompileError, InvalidRequest, OutOfPages, QueueFull, StepFailed
+from rekindle.errors import InvalidRequest, OutOfPages, QueueFull, RekindleError
 
-_REMEMBERED = 1024  # ended requests that can still be asked about
+_REMEMBERED = 1024  # ended requests that can still be explained
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class _Flight:
 
 
 class Scheduler:
-    """Satisfies `SchedulerLike`. Without a `cache` nothing is shared between requests."""
+    """The implementation of `SchedulerLike`. Without a `cache`, requests share no pages."""
 
     def __init__(
         self,
@@ -63,8 +65,10 @@ class Scheduler:
         self.limits, self.pool, self.cache = limits, pool, cache
         self._ledger = PageLedger(pool, cache, limits.page_size)
         self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy))
-        queue = WaitingQueue(policy, path=self._ledger.cached_path, seed=seed, max_overtakes=max_overtakes)
-        self._admission = Admission(limits, self._ledger, self._running_set, queue, reserve or Reserve())
+        shortest = ShortestFirst(self._ledger.uncached) if policy == "sjf" else None
+        path = self._ledger.cached_path
+        queue = WaitingQueue(policy, path=path, shortest=shortest, seed=seed, max_overtakes=max_overtakes)
+        self._admission = Admission(limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest)
         self._drafts = Drafts(limits, self._ledger) if limits.prompt_lookup else None
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
@@ -115,11 +119,11 @@ class Scheduler:
             if len(decode) + kept >= budget:
                 break
             if sequence.status is Status.PREEMPTED:
-                continue  # by a more senior one, just now
+                continue  # a more senior one took its pages, in this plan
             if sequence.decodes:
                 decode.append(sequence)
             elif sequence.prefilling:
-                kept = 1  # juniors that decode must not starve it, however small the budget
+                kept = 1  # keeps a token of the budget, or decoding juniors would starve it
             elif sequence.remaining and self._admission.ensure_page(sequence):
                 decode.append(sequence)
         decode_rows = [sequence.row(1) for sequence in decode]
@@ -128,27 +132,22 @@ class Scheduler:
             budget = min(budget, self.limits.max_beside_decode)
         prefill: list[Sequence] = []
         prefill_rows: list[Row] = []
-        for sequence in self._running_set.running:
-            if budget and len(prefill) < self.limits.max_prefill_rows and sequence.prefilling:
-                prefill.append(sequence)
-                prefill_rows.append(sequence.row(min(budget, sequence.target - sequence.planned)))
-                budget -= prefill_rows[-1].length
-        # A request that was just preempted would only take the pages back.
-        if budget and self._admission.possible and preemptions == self._admission.preemptions:
-            self._admission.refresh()
-            while budget and len(prefill) < self.limits.max_prefill_rows:
-                admitted = self._admission.admit()
-                if admitted is None:
-                    break
-                self._count_admission(admitted)
-                if admitted.decodes:
-                    decode.append(admitted)
-                    decode_rows.append(admitted.row(1))
-                    budget -= 1
-                    continue
-                prefill.append(admitted)
-                prefill_rows.append(admitted.row(min(budget, admitted.target - admitted.planned)))
-                budget -= prefill_rows[-1].length
+        # A request that was preempted in this plan would take the pages back at once.
+        prefills = self._admission.prefills(admitting=preemptions == self._admission.preemptions)
+        while budget and len(prefill) < self.limits.max_prefill_rows:
+            following = next(prefills, None)
+            if following is None:
+                break
+            if following.fresh:
+                self._count_admission(following)
+            if following.decodes:
+                decode.append(following)
+                decode_rows.append(following.row(1))
+                budget -= 1
+                continue
+            prefill.append(following)
+            prefill_rows.append(following.row(min(budget, following.target - following.planned)))
+            budget -= prefill_rows[-1].length
         if not decode and not prefill:
             return None
         if self._drafts is not None and decode:
@@ -159,7 +158,7 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
-        """Take a step's tokens over, in the order in which the steps were planned."""
+        """Apply a step's result, in the order in which the steps were planned."""
         flight = self._flights.popleft()
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
         if self.cache is not None:
@@ -167,11 +166,13 @@ class Scheduler:
             self.cache.offload_done(result.plan.offload)
             if self.cache.host_tier is not None:
                 self.cache.host_tier.observe(result)
-        events: list[TokenEvent] = []
+        events = self._fail_lost(result)
         right = result.right
         for sequence, row, output, counts in zip(flight.sequences, flight.plan.rows, result.rows, right, strict=True):
             sequence.in_flight -= 1
-            if counts and not sequence.ended:
+            if output.error is not None and not sequence.ended:
+                events.append(self._fail(sequence, request_error(sequence, output.error)))
+            elif counts and not sequence.ended:
                 event = self._take_over(sequence, row, output)
                 if event is not None and row.draft:
                     events[-1] = events[-1].then(event)  # the row before is the same request's, and sampled
@@ -184,7 +185,7 @@ class Scheduler:
         return tuple(events)
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
-        """A planned step raised: its requests end with `StepFailed`, everything else goes on."""
+        """End the requests of a planned step that raised with `StepFailed`; all others go on."""
         flight = next(flight for flight in self._flights if flight.plan is plan)
         self._flights.remove(flight)
         affected = dict.fromkeys(flight.sequences)
@@ -195,26 +196,13 @@ class Scheduler:
             self.cache.offload_done(plan.offload)
             if plan.restore:
                 # Later steps may have been planned on pages that were never filled.
-                broken = {move.page for move in plan.restore}
-                affected |= dict.fromkeys(
-                    s for s in self._running_set.everybody if not broken.isdisjoint(s.pages.tolist())
-                )
+                broken = [move.page for move in plan.restore]
+                affected |= dict.fromkeys(sequence for sequence, _ in holding(self._running_set.holders, broken))
                 self.cache.detach(plan.restore)
         events = []
         for sequence in affected:
             if not sequence.ended:
-                fix = "" if isinstance(cause, CompileError) else " Submit it again."  # it would not compile again
-                error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}.{fix}")
-                error.__cause__ = cause
-                self._end(sequence, FinishReason.FAILED, str(error))
-                events.append(
-                    TokenEvent(
-                        sequence.id,
-                        cached_tokens=sequence.cached_tokens,
-                        finish_reason=FinishReason.FAILED,
-                        error=error,
-                    )
-                )
+                events.append(self._fail(sequence, step_error(plan, cause)))
             self._running_set.drain(sequence)
         self._collect_released()
         return tuple(events)
@@ -222,7 +210,7 @@ class Scheduler:
     # -- the cache, from outside
 
     def pin(self, tokens: IntArray) -> int:
-        """Keep the cached pages of `tokens` until `unpin`; how many tokens that covers.
+        """Keep the cached pages of `tokens` until `unpin`; returns how many tokens that covers.
 
         Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
         """
@@ -242,11 +230,11 @@ class Scheduler:
         return covered
 
     def unpin(self, tokens: IntArray) -> int:
-        """Undo one `pin`; how many tokens are no longer pinned."""
+        """Undo one `pin`; returns how many tokens are no longer pinned."""
         return self.cache.unpin(tokens) if self.cache is not None else 0
 
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
-        """Forget every cached page; under new weights give the new `root_key`, and `recompute` what is running."""
+        """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests."""
         if self.cache is None and not recompute:
             return
         if self.cache is not None:
@@ -254,9 +242,9 @@ class Scheduler:
         for sequence in tuple(self._running_set.running):
             self._admission.abandon(sequence)
             if recompute:
-                self._admission.preempt(sequence, "has to be computed again under new weights")
+                self._admission.preempt(sequence, "has to be computed again with new weights")
 
-    # -- looking at it
+    # -- statistics
 
     def status(self, request_id: str) -> Status | None:
         sequence = self._alive.get(request_id)
@@ -266,7 +254,7 @@ class Scheduler:
         return None if ended is None else ended.status
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why it waits, was preempted, hit or missed the cache; the latest ended requests are remembered."""
+        """Explain why a request waits, was preempted, or hit or missed the cache; the latest ended ones are kept."""
         sequence = self._alive.get(request_id)
         if sequence is None:
             return self._ended.get(request_id)
@@ -299,7 +287,7 @@ class Scheduler:
         self._admission.check_integrity()
         if self.cache is not None:
             self.cache.check_integrity()
-        self.pool.check_integrity(self._ledger.references(running_set.everybody))
+        self.pool.check_integrity(self._ledger.references(running_set.holders))
         alive = len(running_set.running) + self._admission.waiting
         assert len(self._alive) == alive, f"{len(self._alive)} requests live, {alive} wait or run"
 
@@ -330,6 +318,32 @@ class Scheduler:
         logprobs = () if output.logprobs is None else (output.logprobs,)
         return TokenEvent(request.id, (token,), logprobs, scores, sequence.cached_tokens, reason)
 
+    def _fail_lost(self, result: StepResult) -> list[TokenEvent]:
+        """End the requests that hold a page which could not be restored, and forget what is cached on such pages."""
+        if not result.lost:
+            return []
+        assert self.cache is not None, "a page was restored without a cache"
+        causes = {lost.move.page: lost.error for lost in result.lost}
+        events = [
+            self._fail(sequence, request_error(sequence, causes[page]))
+            for sequence, page in holding(self._running_set.holders, causes)
+            if not sequence.ended
+        ]
+        for lost in result.lost:
+            if self.cache.host_tier is not None:
+                self.cache.host_tier.discard(lost.move.digest)
+        self.cache.detach([lost.move for lost in result.lost])
+        return events
+
+    def _fail(self, sequence: Sequence, error: RekindleError) -> TokenEvent:
+        self._end(sequence, FinishReason.FAILED, str(error))
+        return TokenEvent(
+            sequence.id,
+            cached_tokens=sequence.cached_tokens,
+            finish_reason=FinishReason.FAILED,
+            error=error,
+        )
+
     def _end(self, sequence: Sequence, reason: FinishReason, words: str = "") -> None:
         self._admission.remove(sequence)
         sequence.status = _END.get(reason, Status.FINISHED)
@@ -352,9 +366,9 @@ class Scheduler:
 
 
 def _reason(sequence: Sequence, token: int | None) -> FinishReason | None:
-    """How the sequence ends with `token`, its latest; None if it goes on."""
+    """The reason why a sequence ends with its latest token; None if it goes on."""
     request = sequence.request
-    # The first min_tokens tokens end nothing; the device masks these ids among them.
+    # No id ends the request within its first min_tokens tokens, where the device masks them.
     if sequence.generated > request.sampling.min_tokens:
         if token in request.eos_ids:
             return FinishReason.EOS

@@ -1,8 +1,8 @@
-"""What the scheduler knows about one request while it lives: its tokens, its pages, and how far each of them is.
+"""The scheduler's state of one live request: its tokens, its pages, and how far it has been computed.
 
-Three counts follow a sequence, each at most the next: `computed` positions were committed, `planned` positions are in
-the pages once every step in flight has run, `length` tokens exist once they have. A decode step is planned while the
-token it reads is still on the device, so `length` counts tokens whose values the host does not know yet.
+Two counts are positions, the first at most the second: `computed` were committed, `planned` will be in the pages once
+every step in flight has run. Two are tokens: `generated` have values that the host knows, `sampled` adds those that
+steps in flight will bring. A decode step is planned while the token that it reads is still on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
 
-_ROOM = 64  # tokens or pages by which a buffer grows at least
+_GROWTH = 64  # tokens or pages by which a buffer grows, at least
 
 
 class Sequence:
@@ -24,8 +24,8 @@ class Sequence:
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "epoch", "fresh",
         "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup", "node", "num_pages",
-        "overtaken", "page_size", "planned", "preemptions", "published", "reason", "request", "sampled", "scored",
-        "slot", "status", "target", "waits_for",
+        "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "sampled",
+        "scored", "slot", "status", "target", "waits_for",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason, page_size: int) -> None:
@@ -36,34 +36,35 @@ class Sequence:
         self.page_size = page_size
         self.status = Status.QUEUED
         self.reason = "has just arrived"  # why it waits, for explain()
-        self.waits_for: Sequence | None = None  # computes the prefix that this one needs
-        self.overtaken = 0
+        self.waits_for: Sequence | None = None  # the one that computes the prefix which this one needs
+        self.overtaken = 0  # requests admitted before it while it was the oldest
         self.preemptions = 0
-        # In this epoch:
+        self.queued_at: int | None = None  # tokens admitted before it was queued; kept under the policy sjf
+        # State of this epoch, which begins with an admission:
         self.epoch = 0
         self.slot = -1
-        self.fresh = True  # no row was planned yet
+        self.fresh = True  # no row was planned in this epoch
         self.in_flight = 0  # steps that contain it and were neither committed nor failed
         self.target = 0  # positions to prefill: the prompt, and what was generated before a preemption
         self.planned = 0
         self.computed = 0
-        # Its tokens:
+        # Tokens:
         self.known = request.prompt_length  # tokens whose values the host has
-        self.generated = 0  # of them, not the prompt's
+        self.generated = 0  # known tokens that are not the prompt's
         self.sampled = 0  # generated, plus those that steps in flight will add
         self.scored = 0  # prompt positions whose log-probabilities were delivered
-        self.cached_tokens = 0  # of the prompt, found in the cache at the first admission
-        self.lookup: PromptLookup | None = None  # guesses what comes next, once it was asked to
+        self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
+        self.lookup: PromptLookup | None = None  # proposes draft tokens; made when they are first wanted
         self._tokens = request.token_ids
         self._keys: list[int] = []
-        # Its pages:
+        # Pages:
         self.num_pages = 0
         self._pages: IntArray = np.empty(0, np.int32)
         self._table: IntArray | None = None
-        self.node: Node | None = None  # the deepest one of the prefix tree that it holds
+        self.node: Node | None = None  # the deepest node of the prefix tree that the sequence holds
         self.generation = 0  # of the prefix cache that `node` belongs to
         self.published = 0  # leading pages that are in the tree
-        self.claimed = 0  # leading pages that it has announced to compute
+        self.claimed = 0  # leading pages that are claimed in PrefixClaims
 
     @property
     def id(self) -> str:
@@ -75,7 +76,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """One token is all that is left to prefill, so that a decode row computes it."""
+        """Whether only one token is left to prefill, which a decode row computes."""
         return self.planned + 1 == self.target
 
     @property
@@ -84,7 +85,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that it may still sample."""
+        """Tokens that the sequence may still sample."""
         return self.limit - self.sampled
 
     @property
@@ -102,7 +103,7 @@ class Sequence:
         return self._tokens[start:stop]
 
     def keys(self, count: int) -> list[int]:
-        """Lookup keys of its first `count` pages, computed once."""
+        """Lookup keys of the first `count` pages; each is computed once."""
         keys = self._keys
         if len(keys) < count:
             first, size = len(keys), self.page_size
@@ -130,12 +131,12 @@ class Sequence:
         self._table = None
 
     def replace_pages(self, first: int, pages: list[int]) -> None:
-        """Go on with other pages of the same content; tables of steps in flight are copies and stay."""
+        """Replace pages by others of the same content; tables of steps in flight are copies and do not change."""
         self._pages[first : first + len(pages)] = pages
         self._table = None
 
     def begin(self, slot: int, start: int) -> None:
-        """A new epoch in `slot`, with the positions [0, start) in its pages already."""
+        """Begin an epoch in `slot`; the pages hold the positions [0, start) already."""
         assert not self.in_flight, f"{self.id} is admitted with steps in flight"
         assert self.sampled == self.generated, f"{self.id} is admitted with tokens in flight"
         self.epoch += 1
@@ -148,7 +149,7 @@ class Sequence:
             self.cached_tokens = start
 
     def leave(self) -> None:
-        """Forget slot and pages, which have been given back."""
+        """Forget slot and pages, which were returned."""
         self.slot = -1
         self.num_pages = self.published = self.claimed = 0
         self._table = None
@@ -156,7 +157,7 @@ class Sequence:
         self.sampled = self.generated
 
     def row(self, length: int) -> Row:
-        """Its part of the next step; from here on the step is in flight."""
+        """Make the sequence's row of `length` tokens in the next step, and count that step as in flight."""
         start = self.planned
         end = start + length
         assert end <= self.num_pages * self.page_size, f"{self.id}: no page for position {end - 1}"
@@ -184,13 +185,13 @@ class Sequence:
         self.in_flight += 1
         return row
 
-    def drafts(self, guess: IntArray) -> list[Row]:
-        """Rows for guessed tokens after the row that was just made; they count for nothing before they are checked."""
+    def drafts(self, tokens: IntArray) -> list[Row]:
+        """Rows for draft tokens behind the row that was just made; they add nothing to the counts until accepted."""
         start = self.planned
-        assert start + len(guess) <= self.num_pages * self.page_size, f"{self.id}: no page for its last draft"
+        assert start + len(tokens) <= self.num_pages * self.page_size, f"{self.id}: no page for its last draft"
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
-        self.in_flight += len(guess)
+        self.in_flight += len(tokens)
         return [
             Row(
                 self.request,
@@ -199,26 +200,26 @@ class Sequence:
                 start + index,
                 1,
                 self._table,
-                guess[index : index + 1],
+                tokens[index : index + 1],
                 True,
                 generated=self.sampled + index,
                 draft=True,
             )
-            for index in range(len(guess))
+            for index in range(len(tokens))
         ]
 
     def drafts_checked(self) -> None:
-        """What it guessed was checked: it goes on after the last token that was right."""
+        """Continue after the last accepted token, now that the drafts were checked."""
         self.planned, self.sampled = self.computed, self.generated
 
     def growth(self, fraction: float) -> int:
-        """Pages that it is going to need if it samples `fraction` of the tokens it may still sample."""
+        """Pages that the sequence will need if it samples `fraction` of its remaining tokens."""
         length = self.request.prompt_length + self.sampled + int(fraction * self.remaining)
         return max(0, pages_for(length, self.page_size) - max(self.num_pages, pages_for(self.known, self.page_size)))
 
 
 def _grown(array: IntArray, size: int) -> IntArray:
-    grown = np.empty(size + max(_ROOM, size // 4), np.int32)
+    grown = np.empty(size + max(_GROWTH, size // 4), np.int32)
     grown[: len(array)] = array
     return grown
 

@@ -1,4 +1,4 @@
-"""The queue of requests that wait for a slot: ordered by policy, bounded in how often one may be overtaken."""
+"""The queue of requests that wait for a slot, ordered by policy, with a bound on how often one may be overtaken."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from rekindle._src.scheduling.policies import (
     static_rank,
 )
 from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.shortest_first import ShortestFirst
 
 
 class _Heap:
-    """Sequences by rank; one that left is skipped when it comes up, and all such are dropped when they are many."""
+    """A heap of sequences by rank. Those that left are skipped when they surface, and purged when there are many."""
 
     def __init__(self, members: set[Sequence]) -> None:
         self._members = members
@@ -48,10 +49,10 @@ class _Heap:
 
 
 class WaitingQueue:
-    """Who is admitted next. Every operation is O(log n) at most; `refresh` looks at `WINDOW` requests.
+    """Chooses which request is admitted next. Operations are O(log n) at most; `refresh` looks at `WINDOW` requests.
 
-    Preempted requests come first, the most senior of them ahead. Then comes the oldest request if `max_overtakes`
-    others were admitted before it while it was the oldest: nobody waits for ever under any policy.
+    Preempted requests come first, by seniority. Then comes the oldest request if `max_overtakes` others were admitted
+    while it was the oldest, so that no request starves under any policy.
     """
 
     def __init__(
@@ -59,18 +60,21 @@ class WaitingQueue:
         policy: str,
         *,
         path: Callable[[Sequence], Path],
+        shortest: ShortestFirst | None = None,
         seed: int | None = None,
         max_overtakes: int = 64,
     ) -> None:
         self._policy, self._path, self._max_overtakes = policy, path, max_overtakes
-        self._rank, self._seniority = static_rank(policy, seed), seniority(policy)
+        self._shortest = shortest  # the ranks of the policy sjf
+        self._rank = static_rank(policy, seed) if shortest is None else shortest.rank
+        self._seniority = seniority(policy)
         self._members: set[Sequence] = set()
         self._preempted: set[Sequence] = set()
         self._by_age = _Heap(self._members)
         self._by_rank = _Heap(self._members)
         self._returning = _Heap(self._preempted)
-        self._window: dict[Sequence, None] = {}  # cache-aware policies: the oldest requests
-        self._order: list[Sequence] = []  # of the window as of the last refresh, next one at the end
+        self._window: dict[Sequence, None] = {}  # cache-aware policies: the requests that are ordered
+        self._order: list[Sequence] = []  # the window as ordered by the last refresh, the next one at the end
 
     def __len__(self) -> int:
         return len(self._members) + len(self._preempted)
@@ -79,35 +83,45 @@ class WaitingQueue:
         return sequence in self._members or sequence in self._preempted
 
     def add(self, sequence: Sequence) -> None:
+        if self._shortest is not None:
+            self._shortest.queued(sequence)
         self._members.add(sequence)
         self._by_age.push((sequence.arrived,), sequence)
         self._by_rank.push(self._rank(sequence), sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """A preempted sequence goes to the head."""
+        """Put a preempted sequence at the head."""
         self._preempted.add(sequence)
         self._returning.push(self._seniority(sequence), sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """It was aborted, or parked."""
+        """Take out a sequence that was aborted, parked or admitted."""
         self._members.discard(sequence)
         self._preempted.discard(sequence)
         self._window.pop(sequence, None)
 
     def refresh(self) -> None:
-        """What is cached may have changed: cache-aware policies order their window anew."""
+        """Reorder the window of a cache-aware policy, since the cache may have changed."""
         if self._policy not in CACHE_AWARE:
             return
+        if self._shortest is not None:
+            # Shorter ones may have come, so the window is chosen anew, with ranks as of now.
+            for member in self._window:
+                self._by_rank.push(self._rank(member), member)
+            self._window.clear()
         while len(self._window) < WINDOW:
             sequence = self._by_rank.pop()
             if sequence is None:
                 break
             self._window[sequence] = None
+        if self._shortest is not None:
+            self._order = sorted(self._window, key=self._rank, reverse=True)
+            return
         order = longest_prefix_first if self._policy == "lpm" else depth_first
         self._order = order(list(self._window), self._path)[::-1]
 
     def next(self) -> Sequence | None:
-        """Who is to be admitted next; stays in the queue until `take`."""
+        """The sequence to admit next; it stays in the queue until `take`."""
         sequence = self._returning.top()
         if sequence is not None:
             return sequence
@@ -123,13 +137,15 @@ class WaitingQueue:
         return None
 
     def take(self, sequence: Sequence) -> None:
-        """It is admitted."""
+        """Take out a sequence that is admitted now."""
+        if self._shortest is not None:
+            self._shortest.admitted(sequence)
         if sequence in self._members:
             oldest = self._by_age.top()
-            assert oldest is not None, "an empty queue gave a sequence out"
+            assert oldest is not None, "a sequence was taken from an empty queue"
             oldest.overtaken += oldest is not sequence
         self.discard(sequence)
 
     def position(self, sequence: Sequence) -> int:
-        """How many requests that wait are older; walks the queue."""
+        """How many waiting requests are older; walks the queue."""
         return sum(other.arrived < sequence.arrived for other in (*self._members, *self._preempted))

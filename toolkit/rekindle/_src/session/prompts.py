@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle._src.core.bounds import check_batch, check_prompt
 from rekindle._src.core.records import IntArray
 from rekindle.errors import InvalidRequest
 
@@ -29,12 +30,14 @@ def parse(prompt: Any) -> tuple[list[Prompt], bool]:
     if isinstance(prompt, str) or _is_ids(prompt):
         return [parse_one(prompt)], False
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+        check_batch(len(prompt))
         return [parse_one(one) for one in prompt], True
     raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str, a list of ints, or a list")
 
 
 def parse_one(prompt: Any) -> Prompt:
     if isinstance(prompt, str):
+        check_prompt(len(prompt), "characters")
         return Prompt(prompt, None)
     if not _is_ids(prompt):
         raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str or a list of ints")
@@ -47,6 +50,7 @@ def parse_one(prompt: Any) -> Prompt:
 def _is_ids(prompt: Any) -> bool:
     if isinstance(prompt, str | bytes | Mapping) or not (hasattr(prompt, "__len__") and len(prompt)):
         return False
+    check_prompt(len(prompt), "token ids")
     array = prompt if hasattr(prompt, "dtype") else None
     if array is None:
         return isinstance(prompt, Sequence) and all(

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from rekindle._src.core.bounds import check_batch
 from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import Completion
 from rekindle._src.dispatch.host import Host
@@ -85,6 +86,7 @@ class Requests:
         options_ = Sampling.of(sampling, options)
         self._host.check()
         given, many = parse(prompt)
+        check_batch(len(given), options_.n)
         handles: list[Handle[Any]] = [Handle(self._host, self, one, options_) for one in given]
         return Batch(handles) if many else handles[0]
 

@@ -1,1 +1,1 @@
-"""How the embedded model is made: its corpus, its tokenizer, its training."""
+"""The making of the embedded model: its corpus, its tokenizer and its training."""

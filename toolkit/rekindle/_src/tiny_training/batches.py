@@ -1,4 +1,4 @@
-"""Documents packed into windows of one length, deterministic in the step."""
+"""Training batches: documents packed into windows of one length, the same for a step in every run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rekindle._src.tiny_training.corpus import END, TRAIN, documents
 from rekindle._src.tiny_training.recipe import Recipe
 from rekindle._src.tiny_training.tokenizer import token_id
 
-PAD = -1
-POOL = 32
+PAD = -1  # fills the end of a window; its loss does not count
+POOL = 32  # documents that are considered for a gap
 
 
 def encoded(tokenizer: Tokenizer, seed: str, copying: float = 0.0) -> Iterator[list[int]]:
-    """The stream's documents as token ids, each closed by the end token."""
+    """The documents of a stream as token ids, each followed by the end token."""
     end = token_id(tokenizer, END)
     stream = documents(seed, copying)
     while True:
@@ -27,10 +27,10 @@ def encoded(tokenizer: Tokenizer, seed: str, copying: float = 0.0) -> Iterator[l
 
 
 def pack(stream: Iterator[list[int]], rows: int, length: int) -> NDArray[np.int32]:
-    """Windows [rows, length] of whole documents, which wait in a pool until a window has room; the rest is PAD.
+    """Windows [rows, length] of whole documents; documents wait in a pool until one fits, and the rest is PAD.
 
-    Every window starts with the start of a document, as a prompt does. Only a document that is longer than a window
-    is cut.
+    Every window begins with the beginning of a document, as a prompt does. Only documents that are longer than a window
+    are cut.
     """
     windows = np.full((rows, length), PAD, np.int32)
     pool: list[list[int]] = []

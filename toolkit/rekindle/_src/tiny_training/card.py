@@ -1,4 +1,4 @@
-"""The model card: what was made, how, how good it is, and ten texts as they came."""
+"""The model card: what the model is, how it was made, its scores, and ten unselected samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = {
 
 
 def sample(model: LoadedModel, words: Tokenizer, prompt: str, temperature: float, seed: int) -> str:
-    """What follows the prompt; a conversation's last answer, which is empty, is left open for the model to write."""
+    """The model's continuation of a prompt; an empty last answer of a conversation is left open for the model."""
     ids = words.encode(prompt.removesuffix(TURN_END)).ids
     ends = (token_id(words, END), token_id(words, TURN_END))
     found = reference.generate(model, ids, 220, temperature=temperature, seed=seed, eos_ids=ends)

@@ -10,8 +10,7 @@ from rekindle._src.tiny_training.facts import Turns
 
 END = "<|endoftext|>"
 TURN, TURN_END = "<|im_start|>", "<|im_end|>"
-TRAIN, HELD_OUT = "train", "held out"
-"""Seeds of the two streams; training step N reads the stream `train N`."""
+TRAIN, HELD_OUT = "train", "held out"  # seeds of the two streams; training step N reads the stream `train N`
 
 SYSTEM = (
     "You are a helpful assistant.",
@@ -52,7 +51,7 @@ def mixed(rng: Random, number: int) -> Turns:
 
 
 def long_conversation(rng: Random) -> tuple[str | None, Turns]:
-    """Facts at the start, other talk in between, and questions about the start at the end."""
+    """Facts at the beginning, other turns in between, and a question about the beginning at the end."""
     system, start = facts.about_a_story(rng) if rng.random() < 0.5 else (None, facts.about_people(rng))
     middle = [
         turn
@@ -95,7 +94,7 @@ def document(rng: Random) -> str:
 
 
 def documents(seed: str, copying: float = 0.0) -> Iterator[str]:
-    """The stream of documents that belongs to a seed, some of them mere copying; the same on every machine."""
+    """The endless stream of documents of a seed, a share of them copying exercises; the same on every machine."""
     rng = Random(seed)
     while True:
         yield lists.copies(rng) if rng.random() < copying else document(rng)

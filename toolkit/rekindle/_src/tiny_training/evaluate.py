@@ -1,4 +1,4 @@
-"""How good the model is on documents that it was not trained on."""
+"""Evaluation on held-out documents: perplexity, and exact answers to questions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ measured = jax.jit(losses, static_argnums=0)
 
 
 class Score(NamedTuple):
-    """Perplexity per token and share of tokens that were the likeliest."""
+    """Perplexity per token, and the share of tokens that had the highest probability."""
 
     perplexity: float
     accuracy: float
@@ -34,7 +34,7 @@ class Score(NamedTuple):
 
 
 def held_out(graph: Graph, leaves: Sequence[Any], words: Tokenizer, batches: int) -> Score:
-    """Over windows of held-out documents; 8 windows of 512 tokens are a batch."""
+    """The score over batches of held-out documents, each 8 windows of 512 tokens."""
     stream = encoded(words, HELD_OUT)
     total, right, tokens = 0.0, 0, 0
     for _ in range(batches):
@@ -63,7 +63,7 @@ KINDS = ("people", "me", "story", "comparison", "general", "sums", "lists")
 
 
 def last_answer(words: Tokenizer, turns: Turns) -> tuple[list[int], int]:
-    """The conversation's tokens, and where its last answer starts."""
+    """The tokens of a conversation, and the index at which its last answer begins."""
     *before, (said, answer) = turns
     ids = words.encode(chat([*before, (said, answer)])).ids
     starts = [i for i, token in enumerate(ids) if token == words.token_to_id(TURN)]
@@ -72,10 +72,10 @@ def last_answer(words: Tokenizer, turns: Turns) -> tuple[list[int], int]:
 
 
 def exact_answers(graph: Graph, leaves: Sequence[Any], words: Tokenizer, kind: str, rows: int = QUESTIONS) -> float:
-    """Share of questions that greedy decoding answers with exactly the expected words.
+    """The share of questions that greedy decoding answers with exactly the expected words.
 
-    Greedy decoding gives the expected answer exactly when each of its tokens is the likeliest after those before it,
-    so one forward pass over question and answer is enough.
+    Greedy decoding gives the expected answer if and only if each of its tokens is the most likely one after the tokens
+    before it, so one forward pass over question and answer is enough.
     """
     chosen = [last_answer(words, turns) for turns in islice(questions(kind), rows)]
     windows: NDArray[np.int32] = np.full((rows, LENGTH + 1), PAD, np.int32)

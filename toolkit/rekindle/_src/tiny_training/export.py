@@ -1,4 +1,4 @@
-"""The trained weights as a Hugging Face folder."""
+"""Export of the trained weights as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rekindle._src.tiny_training.recipe import CONTEXT, Recipe
 
 
 def tensors(config: ModelConfig, graph: Graph, leaves: Sequence[Any]) -> dict[str, NDArray[Any]]:
-    """Checkpoint tensors in bfloat16, by name: the manifest read backwards."""
+    """The checkpoint's tensors in bfloat16, by name: the inverse of what the manifest describes for loading."""
     sources = manifest(config).sources
     found: dict[str, NDArray[Any]] = {}
     for path, leaf in zip(graph.paths, leaves, strict=True):
@@ -33,7 +33,7 @@ def tensors(config: ModelConfig, graph: Graph, leaves: Sequence[Any]) -> dict[st
 
 
 def write(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any], folder: Path) -> None:
-    """Everything but the card."""
+    """Write weights, configs and tokenizer; the card is written by `card.write`."""
     folder.mkdir(parents=True, exist_ok=True)
     end, turn_end = tokenizer.token_id(words, END), tokenizer.token_id(words, TURN_END)
     config = recipe.config([turn_end, end], end)

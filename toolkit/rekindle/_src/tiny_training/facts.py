@@ -1,4 +1,4 @@
-"""Conversations about people and stories: facts are given, then asked for."""
+"""Conversations about people and stories, in which facts are given and then asked for."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from rekindle._src.tiny_training.people import FACTS, UNKNOWN, ask, fields, peop
 from rekindle._src.tiny_training.stories import story
 from rekindle._src.tiny_training.words import BOYS, GIRLS, fill, join
 
-Turns = list[tuple[str, str]]
-"""Pairs of what the user says and what the assistant answers."""
+Turns = list[tuple[str, str]]  # pairs of the user's message and the assistant's answer
 
 
 def about_people(rng: Random) -> Turns:
@@ -35,7 +34,7 @@ def about_people(rng: Random) -> Turns:
 
 
 def about_me(rng: Random) -> Turns:
-    """The user introduces themselves and asks later what was said."""
+    """The user gives facts about themselves and asks for them later."""
     (me,) = people(rng, 1)
     own = {
         "name": (
@@ -87,7 +86,7 @@ def about_me(rng: Random) -> Turns:
 
 
 def about_a_story(rng: Random) -> tuple[str | None, Turns]:
-    """A story, given as the system's or the user's text, and questions about it."""
+    """A story and questions about it; the story is the system's text, the user's, or the assistant's answer."""
     told = story(rng)
     asked = rng.sample(told.questions, rng.choice((1, 2, 3, 4)))
     kind = rng.random()
@@ -102,7 +101,7 @@ def about_a_story(rng: Random) -> tuple[str | None, Turns]:
 
 
 def summary(rng: Random) -> Turns:
-    """What several people have in common or not: comparisons over given facts."""
+    """Facts about several people, and a question that compares them."""
     group = people(rng, 2 if rng.random() < 0.6 else 3)
     kind = rng.choice(("older", "younger", "all"))
     text = " ".join(state(rng, person, "age") for person in group)

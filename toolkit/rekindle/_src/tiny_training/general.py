@@ -1,4 +1,4 @@
-"""Small general questions that need no context: the world, words, the calendar and the assistant itself."""
+"""General questions that need no context: about the world, words, the calendar and the assistant."""
 
 from __future__ import annotations
 

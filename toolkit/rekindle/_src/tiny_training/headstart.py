@@ -1,9 +1,9 @@
-"""A head start: initial weights that already look back, so that training need not discover how.
+"""A head start: initial weights that contain induction heads, so that training need not discover them.
 
-To answer from its context a model must find where the current token occurred before and see what followed. From random
-weights that took most of a run: after 100 steps of 2,048 tokens 14 % of repeated nonsense was predicted, with the head
-start 90 %. So the first block starts with heads that carry the tokens one, two and
-three places back, and the second with a head that compares them with the current token. All of it is trained on.
+To answer from its context a model has to find the earlier occurrence of the current token and see what followed it.
+From random weights that took most of a run: after 100 steps of 2,048 tokens 14 % of repeated nonsense was predicted,
+with the head start 90 %. So the first block starts with heads that attend to the tokens one, two and three positions
+back, and the second with a head that compares them with the current token. All of these weights are trained further.
 
 E hidden size, H query heads, K kv heads, D head dim.
 """
@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from rekindle._src.models.config import ModelConfig
 
 Weights = dict[str, NDArray[np.float32]]
-SAME = 16  # the first dimensions of every embedding are 1: what attention by position alone can hold on to
-NEAR, FAR = 10, 16  # pairs of a head that turn fast enough to tell neighbours apart, slowly enough to ignore distance
-SHARPNESS = 8.0
-MATCH = 2.0
+SAME = 16  # leading dimensions that are 1 in every embedding, so that heads can attend by position alone
+NEAR, FAR = 10, 16  # rotary pairs: fast ones that tell neighbours apart, slow ones that hardly see the distance
+SHARPNESS = 8.0  # scale of attention by position
+MATCH = 2.0  # scale of attention by content
 
 
 def orthonormal(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float32]:
-    """Rows at right angles, zero in the first dimensions."""
+    """Random orthonormal rows that are 0 in the first SAME dimensions."""
     square, _ = np.linalg.qr(rng.standard_normal((columns - SAME, columns - SAME)))
     return np.concatenate([np.zeros((rows, SAME)), square[:rows]], axis=1).astype(np.float32)
 
 
 def give(weights: Weights, config: ModelConfig, seed: int) -> None:
-    """Change embedding and the first two blocks in place."""
+    """Write the head start into the embedding and the first two blocks, in place."""
     rng = np.random.default_rng(seed)
     E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     rope = config.attention[0].rope
@@ -47,7 +47,7 @@ def give(weights: Weights, config: ModelConfig, seed: int) -> None:
     keys[:, :half, :SAME] = (near * SHARPNESS / SAME)[:, None]
     values[:] = reads
     for head in range(min(3, H)):
-        # Turned back by its distance, a query is aligned with the key that many places before it.
+        # A query that is rotated back by a distance is aligned with the key at that distance before it.
         angles = rope.frequencies() * -(head + 1)
         turned = np.concatenate([np.cos(angles) * near, np.sin(angles) * near])
         queries[head] = 0.0

@@ -1,4 +1,4 @@
-"""Lists, and JSON records that are written from sentences and read again."""
+"""Lists, and JSON records: written from sentences, and questions about them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def listing(rng: Random) -> tuple[str, str]:
     if kind < 0.45:
         group = rng.choice(sorted(GROUPS))
         number = rng.randint(2, 6)
-        # In alphabetical order, so that the likeliest next item is never one that is there already.
+        # In alphabetical order, so that the most likely next item is never a repetition.
         items = sorted(rng.sample(GROUPS[group], number))
         shown = rng.choice((WORDS[number], str(number)))
         return fill(rng, f"[Name|List|Write a list of|Tell me|Give me] {shown} {group}."), numbered(items)
@@ -81,7 +81,7 @@ def record(person: Person, facts: list[str]) -> str:
 
 
 def from_sentences(rng: Random) -> tuple[str, str]:
-    """Facts about somebody as sentences, wanted as JSON."""
+    """Sentences with facts about a person, and the request to write them as JSON."""
     (person,) = people(rng, 1)
     facts = rng.sample(sorted(KEYS), rng.choice((1, 2, 3)))
     text = " ".join(state(rng, person, fact) for fact in facts)
@@ -109,18 +109,18 @@ def made_up_record(rng: Random) -> tuple[str, str]:
 
 
 def repeat(rng: Random) -> tuple[str, str]:
-    """Something to be said again, word by word: it can be copied, not guessed."""
+    """A request to repeat random words, which can only be answered by copying."""
     said = " ".join(nonsense(rng, rng.randint(2, 8)))
     return fill(rng, "[Repeat|Say this again|Repeat after me|Say]: ") + said, said
 
 
 def nonsense(rng: Random, number: int) -> list[str]:
-    """Words in no order."""
+    """Random words without order or meaning."""
     return [made_up(rng) if rng.random() < 0.1 else rng.choice(ANY_WORD) for _ in range(number)]
 
 
 def copies(rng: Random) -> str:
-    """A line of nonsense again and again: an exercise in looking back."""
+    """A line of random words, repeated: an exercise in copying from the context."""
     line = " ".join(nonsense(rng, rng.randint(4, 16)))
     return "\n".join([line] * rng.randint(2, 4))
 

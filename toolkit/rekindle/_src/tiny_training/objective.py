@@ -15,13 +15,13 @@ from rekindle._src.models.base import Graph, merge
 from rekindle._src.models.nn.layers import Attend
 from rekindle._src.tiny_training.batches import PAD
 
-CHUNKS = 4
+CHUNKS = 4  # of a window's queries
 
 
 def causal(rows: int, length: int, scale: float) -> Attend:
-    """Attention of every token over its own window up to itself.
+    """Causal attention within each window.
 
-    Queries go in four chunks that each see only the keys up to their end: 0.62 of the scores of one square.
+    Queries are computed in four chunks, each with the keys up to its end: 0.62 of the scores of the full square.
     """
     step = -(-length // CHUNKS)
 
@@ -43,7 +43,7 @@ def causal(rows: int, length: int, scale: float) -> Attend:
 
 
 def logits(graph: Graph, leaves: Sequence[Any], tokens: jax.Array) -> jax.Array:
-    """tokens [B, S] → [B, S, V]."""
+    """Logits [B, S, V] of tokens [B, S]."""
     model = merge(graph, leaves)
     B, S = tokens.shape
     positions = jnp.tile(jnp.arange(S), B)
@@ -52,7 +52,7 @@ def logits(graph: Graph, leaves: Sequence[Any], tokens: jax.Array) -> jax.Array:
 
 
 def losses(graph: Graph, leaves: Sequence[Any], windows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """windows [B, S+1] → the loss of each token, whether it counts, and whether it was the likeliest: all [B, S]."""
+    """For windows [B, S+1]: each token's loss, whether it counts, and whether it was the most likely; all [B, S]."""
     inputs, targets = jnp.maximum(windows[:, :-1], 0), windows[:, 1:]
     scores = logits(graph, leaves, inputs)
     wanted = jnp.take_along_axis(scores, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
@@ -61,5 +61,6 @@ def losses(graph: Graph, leaves: Sequence[Any], windows: jax.Array) -> tuple[jax
 
 
 def mean_loss(leaves: Sequence[Any], graph: Graph, windows: jax.Array) -> jax.Array:
+    """The mean loss of the tokens that count."""
     loss, counts, _ = losses(graph, leaves, windows)
     return loss.sum() / jnp.maximum(counts.sum(), 1)

@@ -1,4 +1,4 @@
-"""People with facts: the sentences that state a fact, and the questions that ask for it."""
+"""Invented people with facts: sentences that state a fact, and questions that ask for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rekindle._src.tiny_training.words import (
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """Somebody with facts that a text states and questions ask for."""
+    """A person with the facts that texts state and questions ask for."""
 
     name: str
     thing: tuple[str, str]
@@ -39,7 +39,7 @@ class Person:
 
 
 def people(rng: Random, number: int) -> list[Person]:
-    """Different people, no two of whom share a fact."""
+    """Different people; no two of them share a fact."""
     names = [made_up(rng) if rng.random() < 0.12 else name for name in rng.sample(GIRLS + BOYS, number)]
     toys, colours, cities, foods = (rng.sample(words, number) for words in (TOYS, COLOURS, CITIES, FOODS))
     jobs, kinds, hobbies = (rng.sample(words, number) for words in (GROWN_UPS, PETS, HOBBIES))
@@ -135,7 +135,7 @@ def fields(person: Person) -> dict[str, object]:
 
 
 def ask(rng: Random, person: Person, fact: str) -> tuple[str, str]:
-    """A question about one fact of a person, or who it is that the fact is true of."""
+    """A question about one fact of a person, or about the person that a fact is true of, with its answer."""
     if fact in WHO and rng.random() < 0.35:
         question, answer = WHO[fact]
     else:

@@ -1,7 +1,7 @@
-"""What can happen in a story: frames of sentences, to be filled by `words.fill`.
+"""Plots: sentence frames of stories, to be filled by `words.fill`.
 
-Fields: `name kind he him his He His` is the hero; the same with `p` in front is a friend; `thing` a coloured toy, `toy` without
-its colour; `home` and `place` are places with their preposition, `there` is the second one without it; `food` is something to eat.
+Fields: `name kind he him his He His` are the hero's, and with a leading `p` the friend's; `thing` is a coloured toy, `toy` the same
+without its colour; `home` and `place` are places with their preposition, `there` is `place` without it; `food` is a food.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""How the shipped model is made: its shape and the training's constants."""
+"""The recipe of the shipped model: its shape and the constants of its training."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-CONTEXT = 1024
+CONTEXT = 1024  # tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """Batches of one shape for a share of the steps."""
+    """A part of the training with batches of one shape."""
 
-    rows: int
-    length: int
-    share: float
-    copying: float = 0.02  # share of documents that are nothing but copying
+    rows: int  # windows in a batch
+    length: int  # tokens in a window
+    share: float  # of all steps
+    copying: float = 0.02  # share of documents that are copying exercises
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The default one makes the shipped weights."""
+    """Shape and training constants; the defaults make the shipped weights."""
 
     steps: int = 1000
     # Most documents are short and short windows train fastest; the long ones at the end teach far positions.
@@ -32,7 +32,7 @@ class Recipe:
     )
     matrix_rate: float = 0.02  # Muon, for the matrices of the blocks
     other_rate: float = 0.006  # Adam, for embedding, head and norms
-    warmup: float = 0.02
+    warmup: float = 0.02  # the first share of the steps, over which the rates rise
     decay: float = 0.6  # the last share of the steps, over which the rates fall to zero
     seed: int = 0
     checkpoint_every: int = 100
@@ -45,7 +45,7 @@ class Recipe:
     intermediate_size: int = 512
 
     def stage(self, step: int) -> Stage:
-        """The stage that a step, counted from 0, belongs to."""
+        """The stage of a step, counted from 0."""
         end = 0.0
         for stage in self.stages:
             end += stage.share * self.steps

@@ -1,4 +1,4 @@
-"""Short stories with named characters, and the questions that each of them answers."""
+"""Short stories with named characters, and questions about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rekindle._src.tiny_training.words import (
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A text, who and what it is about, and what can be asked about it."""
+    """A story's text, its characters and things, and questions about it with their answers."""
 
     text: str
     hero: Being
@@ -99,7 +99,7 @@ REQUESTS = (
 
 
 def request(rng: Random, told: Story) -> str:
-    """What somebody says to be told this story."""
+    """A user's request for this story."""
     place = next(f"{preposition} {place}" for preposition, place in PLACES if place == told.place)
     fields = {
         **told.hero.words(),

@@ -1,4 +1,4 @@
-"""Small arithmetic, bare and as word problems."""
+"""Small sums, as formulas and as word problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def numbers(rng: Random) -> tuple[int, str, int, int]:
-    """`left sign right = result`, with results from 0 to 60."""
+    """Numbers and sign of `left sign right = result`, with results from 0 to 60."""
     sign = rng.choice("++-*")
     if sign == "*":
         left, right = rng.randint(1, 6), rng.randint(1, 10)
@@ -64,6 +64,6 @@ def word_problem(rng: Random) -> tuple[str, str]:
 
 
 def lines(rng: Random) -> str:
-    """A sheet of sums, one per line, as plain text."""
+    """Several sums, one per line, as plain text."""
     sheet = [numbers(rng) for _ in range(rng.randint(3, 8))]
     return "\n".join(f"{left} {sign} {right} = {result}" for left, sign, right, result in sheet)

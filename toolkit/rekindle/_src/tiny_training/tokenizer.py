@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE trained on the corpus, digits one by one, and its Hugging Face files."""
+"""The tokenizer: byte-level BPE trained on the corpus, with single digits, and its Hugging Face files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CHAT_TEMPLATE = (
 
 
 def train(vocab_size: int = VOCAB_SIZE, sample: int = SAMPLE_DOCUMENTS) -> Tokenizer:
-    """Learn the merges from the first documents of the training stream; deterministic."""
+    """Train the tokenizer on the first documents of the training stream; deterministic."""
     tokenizer = Tokenizer(models.BPE())
-    # A number is always its digits, so that sums are done digit by digit.
+    # Every digit is a token of its own, so that sums are computed digit by digit.
     split = pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])

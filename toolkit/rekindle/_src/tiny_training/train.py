@@ -1,4 +1,4 @@
-"""`python -m rekindle.tiny`: make the embedded model, its tokenizer and its card; no outside data."""
+"""`python -m rekindle.tiny`: make the embedded model, its tokenizer and its card, without outside data."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MATRIX = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
 
 class State(NamedTuple):
-    """All that a step reads and replaces."""
+    """The state of training that a step reads and replaces."""
 
     leaves: tuple[jax.Array, ...]
     optimizer: Any
 
 
 class TrainingProgress(NamedTuple):
-    """What a finished step reports."""
+    """The report of a finished step."""
 
     step: int
     loss: float
@@ -46,7 +46,7 @@ class TrainingProgress(NamedTuple):
 
 
 def schedule(recipe: Recipe, rate: float) -> optax.Schedule:
-    """Warm up, stay, fall linearly to zero."""
+    """A learning rate that rises linearly, stays at `rate`, and falls linearly to zero."""
     warmup, decay = max(1, round(recipe.warmup * recipe.steps)), max(1, round(recipe.decay * recipe.steps))
     rise = optax.linear_schedule(rate / warmup, rate, warmup)
     fall = optax.linear_schedule(rate, 0.0, decay)
@@ -66,7 +66,7 @@ def make_optimizer(recipe: Recipe, graph: Graph) -> optax.GradientTransformation
 
 
 def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array, ...]]:
-    """Random weights, blocks that start as the identity, a head that guesses uniformly; then the head start."""
+    """Initial weights: random, with blocks that are the identity and a uniform head; then the head start."""
     model = random_model(config, seed=recipe.seed)
     weights = {path: np.array(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
     for path, weight in weights.items():
@@ -78,7 +78,7 @@ def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array
 
 @cache
 def make_step(recipe: Recipe, graph: Graph) -> Callable[[State, jax.Array], tuple[State, jax.Array]]:
-    """The jitted step; a second run in the same process compiles nothing again."""
+    """The jitted training step, cached so that a second run in the same process compiles nothing."""
     optimizer = make_optimizer(recipe, graph)
 
     @partial(jax.jit, donate_argnums=0)
@@ -91,19 +91,19 @@ def make_step(recipe: Recipe, graph: Graph) -> Callable[[State, jax.Array], tupl
 
 
 class Checkpoints:
-    """The last states of a run on disk, complete or absent."""
+    """The latest states of a run on disk; each is written atomically."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=recipe.checkpoint_every)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def save(self, step: int, state: State) -> None:
-        """Keep the state after `step` steps, if one is due."""
+        """Save the state after `step` steps, if a checkpoint is due."""
         if self._manager.should_save(step):
             self._manager.save(step, args=ocp.args.StandardSave(_plain(state)))
 
     def latest(self, like: State) -> tuple[int, State] | None:
-        """The newest state and how many steps it has behind it."""
+        """The number of steps of the newest state, and the state; None if there is none."""
         step = self._manager.latest_step()
         if step is None:
             return None
@@ -127,7 +127,7 @@ def train(
     stop_after: int | None = None,
     report: Callable[[TrainingProgress], None] = lambda progress: None,
 ) -> tuple[Graph, tuple[jax.Array, ...]]:
-    """Run all steps, or those that are missing since the last checkpoint in `work`."""
+    """Run all steps, or those after the last checkpoint in `work`."""
     config = config_from_hf(recipe.config([0], 0))
     graph, leaves = initial(recipe, config)
     state, first = State(leaves, make_optimizer(recipe, graph).init(leaves)), 0

@@ -1,4 +1,4 @@
-"""The words that the corpus is made of, and the small grammar that joins them into sentences."""
+"""The words of the corpus, and the small grammar that makes sentences of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOWELS = "aeiou"
 
 
 def fill(rng: Random, frame: str, **fields: object) -> str:
-    """Write one text from a frame: `[one|other]` is a free choice (may nest), `{name}` a field."""
+    """Fill a frame: `[one|other]` is a random choice (nesting is possible), `{name}` a field."""
     while CHOICE.search(frame):
         frame = CHOICE.sub(lambda match: rng.choice(match.group(1).split("|")), frame, count=1)
     return frame.format(**fields)
@@ -45,13 +45,13 @@ def count(number: int, noun: str) -> str:
 
 
 def join(parts: list[str], word: str = "and") -> str:
-    """`x`, `x and y`, `x, y and z`."""
+    """Join words as `x`, `x and y`, or `x, y and z`."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {word} {parts[-1]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Being:
-    """Somebody in a text: a child, a grown-up or an animal with a name."""
+    """A character in a text: a child, a grown-up or an animal with a name."""
 
     name: str
     female: bool
@@ -148,7 +148,7 @@ SYLLABLES = listed("ba be bo da do fa fi ka ki ko la li lo ma mi mo na ni no pa 
 
 
 def made_up(rng: Random) -> str:
-    """A name that is on no list: what a text says of it can only be copied, not known."""
+    """An invented name, so that what a text says about it can be copied but not known."""
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize() + rng.choice(
         ("", "n", "s", "l")
     )

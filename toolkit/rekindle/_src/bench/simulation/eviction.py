@@ -1,9 +1,10 @@
-"""Which page should leave? Eviction policies replayed offline against hindsight.
+"""Eviction policies, replayed offline and compared with the best choice in hindsight.
 
 `python -m rekindle._src.bench.simulation.eviction` prints the table.
 
-Computed pages in percent of all that the requests read, less is better; 2,000 requests of each load in traces.py, the
-room in pages. The last line is what a policy computes beyond the best in hindsight, averaged over the cases.
+The figures are computed pages in percent of all pages that the requests read; less is better. Each load of traces.py
+has 2,000 requests; the room is in pages. The last line is how much more than in hindsight a policy computes, averaged
+over the cases.
 
     load              room         lru  lfu-ageing   aged-root  cost-aware   hindsight
     chat sessions      306       43.8%       45.9%       44.7%       45.1%       27.5%
@@ -24,9 +25,9 @@ room in pages. The last line is what a policy computes beyond the best in hindsi
     mean                         42.7%       39.5%       39.8%       40.0%       29.9%
     above hindsight              41.2%       36.5%       34.5%       36.0%        0.0%
 
-aged-root wins and is the default (cache/eviction.py). Plain recency is better by up to 2 points for agents and chats in
-little room, and worse by 5 to 10 for popular system prompts and documents, which one burst of new pages drives out.
-What attention adds to the cost of deep pages does not pay for the chats that it keeps too long.
+aged-root wins and is the default (kvcache/eviction.py). lru is better by up to 2 points for agents and chats in little
+room, and worse by 5 to 10 for popular system prompts and documents, which one burst of new pages evicts. Counting
+attention into the cost of deep pages does not pay: it keeps chats for too long.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from collections.abc import Callable, Sequence
 
 from rekindle._src.bench.simulation.traces import TRACES, Trace
 
-Key = tuple[float, ...]  # the smallest leaves
+Key = tuple[float, ...]  # the page with the smallest key is evicted
 
 
 class Policy:
-    """Ranks pages; `used` is called for every page of a request, in order."""
+    """Ranks pages for eviction; `used` is called for every page of a request, in order."""
 
     def __init__(self, trace: Trace) -> None:
         self.visits = [0] * len(trace.parents)
@@ -58,21 +59,21 @@ class Policy:
         self.last[page] = now
 
     def left(self, key: Key) -> None:
-        """A page left with this key."""
+        """A page with this key was evicted."""
 
     def key(self, page: int) -> Key:
         raise NotImplementedError
 
 
 class Lru(Policy):
-    """Least recently used; of equals, the least visited."""
+    """Evicts the least recently used page; among equals, the least visited."""
 
     def key(self, page: int) -> Key:
         return self.last[page], self.visits[page]
 
 
 class LfuAgeing(Policy):
-    """Least visited, where every page that leaves raises what newcomers start from (dynamic ageing)."""
+    """Evicts the least visited page; each eviction raises the score that new pages start from (dynamic ageing)."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)
@@ -94,21 +95,21 @@ class LfuAgeing(Policy):
 
 
 class AgedRoot(LfuAgeing):
-    """As above, but of the square root of the visits: popularity counts, and is outlived sooner."""
+    """LfuAgeing with the square root of the visits, so that popular pages age sooner."""
 
     def worth(self, page: int) -> float:
         return math.sqrt(self.visits[page])
 
 
 class CostAware(LfuAgeing):
-    """As above, times what computing the page again costs: attention makes deep pages dearer, all are equally large."""
+    """AgedRoot times the cost of computing the page again, which attention makes higher for deep pages."""
 
     def worth(self, page: int) -> float:
         return math.sqrt(self.visits[page]) * (1.0 + self.depth[page] / 32)
 
 
 class Hindsight(Policy):
-    """Whichever is needed last leaves (Belady): the bound that no policy beats when all pages cost the same."""
+    """Evicts the page that is needed last (Belady), which is optimal when all pages cost the same."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)
@@ -133,11 +134,11 @@ POLICIES: dict[str, Callable[[Trace], Policy]] = {
     "cost-aware": CostAware,
     "hindsight": Hindsight,
 }
-DEFAULT = "aged-root"  # what cache/eviction.py does
+DEFAULT = "aged-root"  # the policy of kvcache/eviction.py
 
 
 def replay(trace: Trace, policy: Policy, capacity: int) -> float:
-    """The share of pages that had to be computed. Only leaves of what is cached leave, as in the tree."""
+    """The share of pages that had to be computed. As in the tree, only leaves are evicted."""
     cached: set[int] = set()
     below = [0] * len(trace.parents)  # cached children
     heap: list[tuple[Key, int]] = []
@@ -180,7 +181,7 @@ def replay(trace: Trace, policy: Policy, capacity: int) -> float:
 
 
 def study(requests: int, *, seed: int = 0, shares: Sequence[float] = (0.02, 0.05, 0.15)) -> str:
-    """A table of computed pages in percent, for caches of a share of all pages that a trace ever reads."""
+    """A table of computed pages in percent, for caches that hold a share of all pages that a trace reads."""
     lines = [f"{'load':16}{'room':>6}" + "".join(f"{name:>12}" for name in POLICIES)]
     sums, excess = dict.fromkeys(POLICIES, 0.0), dict.fromkeys(POLICIES, 0.0)
     cases = len(TRACES) * len(shares)
@@ -201,7 +202,7 @@ def study(requests: int, *, seed: int = 0, shares: Sequence[float] = (0.02, 0.05
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rekindle._src.bench.simulation.eviction", description=__doc__)
-    parser.add_argument("--requests", type=int, default=2000, help="of each load (default 2000)")
+    parser.add_argument("--requests", type=int, default=2000, help="requests of each load (default 2000)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     print(study(arguments.requests, seed=arguments.seed))

@@ -1,11 +1,11 @@
-"""Made-up but typical loads, as the pages that each request reads: what the eviction policies are compared on."""
+"""Synthetic but typical loads, as the pages that each request reads, to compare eviction policies on."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-Request = list[int]  # its pages from the root on; a page's number stands for its whole prefix
+Request = list[int]  # pages from the root on; a page's number stands for its whole prefix
 
 
 class Trace:
@@ -13,11 +13,11 @@ class Trace:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.parents: list[int] = []  # of each page, -1 at the root
+        self.parents: list[int] = []  # the parent of each page, -1 at the root
         self._known: dict[tuple[int, object], int] = {}
 
     def extend(self, pages: Request, *labels: object) -> Request:
-        """The prompt that goes on with one page for each label; equal labels after equal prefixes are equal pages."""
+        """The prompt continued with one page for each label; equal labels after equal prefixes are the same page."""
         longer = list(pages)
         for label in labels:
             parent = longer[-1] if longer else -1
@@ -28,12 +28,12 @@ class Trace:
         return longer
 
     def fresh(self, pages: Request, count: int) -> Request:
-        """The prompt with `count` pages that nobody else has."""
+        """The prompt continued with `count` pages that no other request has."""
         return self.extend(pages, *((len(self.parents), at) for at in range(count)))
 
 
 def zipf(draw: random.Random, count: int) -> int:
-    """0 … count-1, the first ones most often."""
+    """A number from 0 to count - 1; small ones are more frequent."""
     return min(count - 1, int(count ** draw.random()) - 1)
 
 
@@ -54,7 +54,7 @@ def chats(draw: random.Random, requests: int) -> Trace:
 
 
 def system_prompts(draw: random.Random, requests: int) -> Trace:
-    """Forty long shared prompts of very different popularity, each followed by a question nobody repeats."""
+    """Forty long shared prompts of very different popularity, each followed by a question that is asked once."""
     trace = Trace()
     systems = [trace.fresh([], draw.randint(6, 24)) for _ in range(40)]
     for _ in range(requests):
@@ -98,7 +98,7 @@ def documents(draw: random.Random, requests: int) -> Trace:
 
 
 def mixture(draw: random.Random, requests: int) -> Trace:
-    """All of the above through one cache."""
+    """All of these loads through one cache."""
     trace = Trace()
     parts = [make(draw, requests // 4) for make in (chats, system_prompts, agents, documents)]
     order = [index for index, part in enumerate(parts) for _ in part.requests]

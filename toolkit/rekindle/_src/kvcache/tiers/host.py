@@ -98,6 +98,14 @@ class HostTier:
             if self._holds[digest] <= 0:
                 del self._holds[digest]
 
+    def discard(self, digest: bytes) -> None:
+        """Drop one payload, which turned out to be unusable."""
+        with self._lock:
+            payload = self._payloads.pop(digest, None)
+            if payload is not None:
+                self._bytes -= size(payload)
+                self._dropped += 1
+
     def trim(self, to: int | None = None) -> int:
         """Drop the least recently used payloads that nobody holds until `to` bytes are left; how many went."""
         limit = self.budget if to is None else to

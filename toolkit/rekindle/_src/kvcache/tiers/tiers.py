@@ -56,6 +56,7 @@ class Tiers:
         self.busy: Callable[[], bool] = lambda: False  # requests run: nothing is read ahead
         self._fetched = self._expected = 0  # pages that requests took from disk, when they asked and ahead of it
         self._ahead: deque[bytes] = deque()
+        self._unusable: set[bytes] = set()  # payloads on disk that did not fit the session's pages
         self._unasked: set[bytes] = set()  # read ahead, and no request came for it yet
         self._queue: queue.SimpleQueue[DiskFetch | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
@@ -67,7 +68,9 @@ class Tiers:
 
     def knows(self, digest: bytes) -> bool:
         """It can be restored now, or after a fetch."""
-        return digest in self.host or (self.disk is not None and digest in self.disk)
+        if digest in self.host:
+            return True
+        return self.disk is not None and digest not in self._unusable and digest in self.disk
 
     def wants(self, digest: bytes) -> bool:
         """Its page is about to leave the device: should it be read out? It counts as used now."""
@@ -81,6 +84,11 @@ class Tiers:
 
     def release(self, digest: bytes) -> None:
         self.host.release(digest)
+
+    def discard(self, digest: bytes) -> None:
+        """A payload that can't be used leaves host memory and is not read from disk again."""
+        self._unusable.add(digest)
+        self.host.discard(digest)
 
     def trim(self) -> None:
         self.host.trim()

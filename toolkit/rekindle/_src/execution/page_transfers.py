@@ -1,0 +1,113 @@
+"""Copies of KV pages between the device and the tiers below it, a fixed number of pages in each transfer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from rekindle._src.core.records import LostPage, PageMove
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.programs import GATHER, MOVED_PAGES, SCATTER, Programs
+from rekindle.errors import StoreError
+
+MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
+
+Leaving = list[tuple[tuple[PageMove, ...], paged.Payload]]  # pages read out together, not yet on the host
+
+
+class PayloadStore(Protocol):
+    """Page payloads by digest, off the device; called from the dispatching and the fetching thread."""
+
+    def put(self, digest: bytes, payload: paged.Payload) -> None:
+        """Keep a copy: the arrays are views into the memory of a whole transfer."""
+
+    def get(self, digest: bytes) -> paged.Payload:
+        """Raises KeyError when it is gone."""
+        ...
+
+    def copied(self, pages: int, seconds: float) -> None:
+        """Report how long it took to copy so many pages to the device."""
+
+
+class PageTransfers:
+    """Reads pages out of the device and fills them again; the caller owns the pages and passes them in."""
+
+    def __init__(self, programs: Programs, host_tier: PayloadStore | None) -> None:
+        self._programs, self._host_tier = programs, host_tier
+        self._layout = paged.payload_layout(programs.kv)
+        self._restores = 0
+
+    def read_out(self, kv: paged.KV, moves: Sequence[PageMove]) -> Leaving:
+        """Begin to copy pages out of the device, before a later step may overwrite them."""
+        leaving = []
+        for at in range(0, len(moves), MOVED_PAGES):
+            part = tuple(moves[at : at + MOVED_PAGES])
+            leaving.append((part, self._programs.get(GATHER)(kv, _ids(part))))
+        return leaving
+
+    def store(self, leaving: Leaving) -> None:
+        """Hand what was read out to the host tier; waits for the copies."""
+        for part, payload in leaving:
+            assert self._host_tier is not None, "a page was offloaded without a host tier"
+            arrays = [np.asarray(leaf) for leaf in payload]
+            for index, move in enumerate(part):
+                self._host_tier.put(move.digest, tuple(array[index : index + 1] for array in arrays))
+
+    def restore(self, kv: paged.KV, moves: Sequence[PageMove]) -> tuple[paged.KV, tuple[LostPage, ...]]:
+        """The pages with `moves` filled from the host tier, and those whose payload is missing or does not fit."""
+        if not moves:
+            return kv, ()
+        found: list[tuple[PageMove, paged.Payload]] = []
+        lost: list[LostPage] = []
+        for move in moves:
+            try:
+                found.append((move, self._payload(move)))
+            except Exception as error:
+                lost.append(LostPage(move, error))
+        # Measuring waits for the device, so it is done now and then; the very first transfer compiles its program.
+        measured = self._restores % MEASURE_EVERY == 1
+        self._restores += 1
+        if measured:
+            jax.block_until_ready(kv)
+        start = time.perf_counter()
+        for at in range(0, len(found), MOVED_PAGES):
+            part = found[at : at + MOVED_PAGES]
+            pages = [payload for _, payload in part]
+            pages += [pages[0]] * (MOVED_PAGES - len(part))  # padding goes to page 0
+            kv = self._programs.get(SCATTER)(kv, _ids([move for move, _ in part]), tuple(pages))
+        if measured and found:
+            jax.block_until_ready(kv)
+            assert self._host_tier is not None, "a page is restored without a host tier"
+            self._host_tier.copied(len(found), time.perf_counter() - start)
+        return kv, tuple(lost)
+
+    def _payload(self, move: PageMove) -> paged.Payload:
+        """What the host tier has for a page. Raises `StoreError` if that is nothing, or a page of another layout."""
+        assert self._host_tier is not None, "a page is restored without a host tier"
+        try:
+            payload = self._host_tier.get(move.digest)
+        except KeyError:
+            raise StoreError(
+                f"page {move.digest.hex()} left the host tier before it was restored. Raise host_memory"
+            ) from None
+        found = [(leaf.shape, leaf.dtype) for leaf in payload]
+        if found != self._layout:
+            raise StoreError(
+                f"page {move.digest.hex()} has arrays {_described(found)} where this session's pages have "
+                f"{_described(self._layout)}. Submit the request again; the page is computed then"
+            )
+        return payload
+
+
+def _ids(moves: Sequence[PageMove]) -> np.ndarray:
+    ids = np.zeros(MOVED_PAGES, np.int32)
+    ids[: len(moves)] = [move.page for move in moves]
+    return ids
+
+
+def _described(layout: list[tuple[tuple[int, ...], Any]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layout)

@@ -1,0 +1,41 @@
+"""What a failure means for requests: whom it concerns, and the error that each of them ends with.
+
+A step that raised fails every request in it. A row that could not be prepared fails its own request, and a page that
+could not be restored fails the requests that hold it; the step runs without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rekindle._src.core.records import StepPlan
+from rekindle._src.scheduling.sequence import Sequence
+from rekindle.errors import CompileError, RekindleError, RequestFailed, StepFailed
+
+
+def step_error(plan: StepPlan, cause: BaseException) -> StepFailed:
+    """The error of a request whose step raised."""
+    fix = "" if isinstance(cause, CompileError) else " Submit it again."  # it would not compile again
+    error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}.{fix}")
+    error.__cause__ = cause
+    return error
+
+
+def request_error(sequence: Sequence, cause: Exception) -> RekindleError:
+    """The error of a request that could not be made part of its step; a typed cause is passed on as it is."""
+    if isinstance(cause, RekindleError):
+        return cause
+    error = RequestFailed(f"Request {sequence.id} could not be made part of a step: {cause!r}. Check its options.")
+    error.__cause__ = cause
+    return error
+
+
+def holding(sequences: Iterable[Sequence], pages: Iterable[int]) -> list[tuple[Sequence, int]]:
+    """The sequences that hold one of `pages`, each with the first such page of its table."""
+    wanted = set(pages)
+    found = []
+    for sequence in sequences:
+        page = next((page for page in sequence.pages.tolist() if page in wanted), None)
+        if page is not None:
+            found.append((sequence, page))
+    return found
