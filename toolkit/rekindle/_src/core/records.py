@@ -134,6 +134,7 @@ class RowResult:
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
+    finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

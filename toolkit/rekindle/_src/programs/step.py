@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from rekindle._src.models.base import Graph, merge
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.finite import marked
 from rekindle._src.programs.flags import PROCESSORS, SHAPES, Flag
 from rekindle._src.programs.logit_shaping import shape
 from rekindle._src.programs.logprobs import prompt_logprobs, row_logprobs
@@ -32,7 +33,7 @@ Leaves = Sequence[Array]
 class StepOutput(NamedTuple):
     """What the host reads."""
 
-    rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token, its packed log-probabilities (zeros unless asked for)
+    rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token or NOT_FINITE, packed log-probabilities (or zeros)
     prompt: Array  # int32 [T, logprobs.WIDTH]: read only when a row asked for prompt_logprobs
 
 
@@ -63,13 +64,14 @@ def make_step(
         )
         numbers = lax.iota(jnp.int32, layout.sequences) + 1
         needed = jnp.max(numbers, initial=0, where=inputs.flag(Flag.CHOOSES))  # none while a prompt has not ended
-        logits = model.logits(hidden[inputs.last], needed)
+        last = hidden[inputs.last]
+        logits = model.logits(last, needed)
         with jax.named_scope("sample"):
             tokens = _sample(logits, inputs, state, processors, use_native=graph.precision.native)
         logprobs = row_logprobs(inputs.wanted, logits, tokens)
         slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
         output = StepOutput(
-            jnp.concatenate([tokens[:, None], logprobs], axis=1),
+            jnp.concatenate([marked(tokens, last, logits)[:, None], logprobs], axis=1),
             prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits),
         )
         return tuple(attend.kv), record(state, slots, tokens), output

@@ -35,7 +35,7 @@ from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.waiting import WaitingQueue
-from rekindle.errors import CompileError, InvalidRequest, OutOfPages, QueueFull, StepFailed
+from rekindle.errors import CompileError, InvalidRequest, OutOfPages, QueueFull, RequestFailed, StepFailed
 
 _REMEMBERED = 1024  # ended requests that can still be asked about
 
@@ -311,6 +311,8 @@ class Scheduler:
         # Positions that a preemption made the sequence compute again were scored before.
         scores = output.prompt_logprobs[max(0, sequence.scored - row.start) :]
         sequence.scored = max(sequence.scored, min(sequence.computed, request.prompt_length))
+        if not output.finite:
+            return self._fail_row(sequence)
         token = output.token_id
         if row.samples:
             assert token is not None, f"{request.id} sampled no token"
@@ -329,6 +331,18 @@ class Scheduler:
             self._end(sequence, reason)
         logprobs = () if output.logprobs is None else (output.logprobs,)
         return TokenEvent(request.id, (token,), logprobs, scores, sequence.cached_tokens, reason)
+
+    def _fail_row(self, sequence: Sequence) -> TokenEvent:
+        """End a sequence whose numbers are not finite. Its row is not published to the prefix cache."""
+        error = RequestFailed(
+            f"The model's numbers for token {sequence.generated + 1} of request {sequence.id} are not finite (NaN or "
+            "infinity), so it has no next token. Weights are broken, or overflow in this dtype: `rekindle doctor "
+            "--model MODEL` names the first layer; or open it with another dtype."
+        )
+        self._end(sequence, FinishReason.FAILED, str(error))
+        return TokenEvent(
+            sequence.id, cached_tokens=sequence.cached_tokens, finish_reason=FinishReason.FAILED, error=error
+        )
 
     def _end(self, sequence: Sequence, reason: FinishReason, words: str = "") -> None:
         self._admission.remove(sequence)
