@@ -63,3 +63,10 @@ def test_rows_are_marked_by_their_hidden_state_their_logit_or_a_nan_beside_it() 
     hidden[1, 3], hidden[2, 0], logits[3, 2], logits[4, 1] = np.nan, -np.inf, np.inf, np.nan
     tokens = jnp.array([4, 1, 1, 2, 4, 3], jnp.int32)
     assert marked(tokens, jnp.asarray(hidden), jnp.asarray(logits)).tolist() == [4, *[NOT_FINITE] * 4, 3]
+
+
+def test_where_nan_is_passed_over_the_logits_are_not_read_again() -> None:
+    logits = jnp.zeros((1, 5)).at[0, 1].set(jnp.nan)
+    tokens = jnp.array([4], jnp.int32)
+    assert marked(tokens, jnp.ones((1, 8)), logits, nan_picks_last=False).tolist() == [4]
+    assert marked(tokens, jnp.ones((1, 8)), logits).tolist() == [NOT_FINITE]

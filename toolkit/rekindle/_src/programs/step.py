@@ -25,7 +25,7 @@ from rekindle._src.programs.logprobs import prompt_logprobs, row_logprobs
 from rekindle._src.programs.packing import Layout, StepInputs, unpack
 from rekindle._src.programs.processors import LogitsContext, LogitsProcessor, process
 from rekindle._src.programs.request_state import RequestState, record
-from rekindle._src.programs.sampling import choose, greedy
+from rekindle._src.programs.sampling import choose, greedy, nan_is_passed_over
 
 Leaves = Sequence[Array]
 
@@ -68,10 +68,12 @@ def make_step(
         logits = model.logits(last, needed)
         with jax.named_scope("sample"):
             tokens = _sample(logits, inputs, state, processors, use_native=graph.precision.native)
+        passes_over = nan_is_passed_over(logits, use_native=graph.precision.native)
+        told = marked(tokens, last, logits, nan_picks_last=not passes_over)
         logprobs = row_logprobs(inputs.wanted, logits, tokens)
         slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
         output = StepOutput(
-            jnp.concatenate([marked(tokens, last, logits)[:, None], logprobs], axis=1),
+            jnp.concatenate([told[:, None], logprobs], axis=1),
             prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits),
         )
         return tuple(attend.kv), record(state, slots, tokens), output
