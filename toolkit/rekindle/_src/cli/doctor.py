@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print every check as it ends; the exit status is 1 if any failed."""
     failed = False
     checks = []
-    for check in examine(cache_folder(arguments.cache_dir)):
+    wanted = examine_model(arguments.model) if arguments.model else examine(cache_folder(arguments.cache_dir))
+    for check in wanted:
         failed |= check.status == "fail"
         checks.append(check)
         if not arguments.json:
@@ -55,6 +56,32 @@ def examine(folder: Path) -> Iterator[Check]:
     yield from _guarded(lambda: _cache(folder))
     for look in (_compile, _tiny):
         yield from _guarded(look)
+
+
+def examine_model(model: str) -> Iterator[Check]:
+    """Whether a checkpoint's weights, and what its layers make of a few tokens, are finite; in its own dtype."""
+    yield from _guarded(lambda: _weights(model))
+
+
+def _weights(model: str) -> Iterator[Check]:
+    from rekindle import tiny
+    from rekindle._src.models import diagnosis
+    from rekindle._src.models.loading.checkpoint import load
+    from rekindle._src.models.loading.differences import listed
+
+    loaded = load(tiny.folder() if model == "tiny" else model)
+    broken = [str(weight) for weight in diagnosis.broken_weights(loaded)]
+    if broken:
+        yield Check("fail", "weights", listed(broken), "Download the checkpoint again, or ask where it comes from")
+    else:
+        yield Check("pass", "weights", f"{loaded.num_parameters:,} numbers are finite")
+    prompt = [token % loaded.config.vocab_size for token in range(1, 17)]
+    stage = diagnosis.first_broken_stage(loaded, prompt)
+    if stage is None:
+        yield Check("pass", "layers", f"{loaded.config.num_layers} layers made finite numbers of {len(prompt)} tokens")
+    else:
+        yield Check("fail", "layers", f"{stage} is the first to make NaN or infinity", "Repair its weights, or open "
+                    "with dtype='float32' if they are finite and overflow")  # fmt: skip
 
 
 def _guarded(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:

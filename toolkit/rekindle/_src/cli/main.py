@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="check this installation, and show a fix for each problem")
     doctor.add_argument("--cache-dir", help="the cache directory to check")
+    doctor.add_argument("--model", help="a checkpoint, whose weights and layers are checked for NaN and infinity")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")

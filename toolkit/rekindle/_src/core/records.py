@@ -135,6 +135,7 @@ class RowResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
     error: Exception | None = None  # the row could not be prepared: the step ran without it, and its request fails
+    finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
 
 
 class LostPage(NamedTuple):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.config import MAX_LOGPROBS
 from rekindle._src.core.records import Row, RowResult, StepPlan, TokenLogprobs
+from rekindle._src.programs.finite import NOT_FINITE
 
 Packed = NDArray[np.int32]
 
@@ -72,6 +73,8 @@ def _result(row: Row, packed: Packed, token: int, prompts: tuple[TokenLogprobs, 
     request = row.request
     if not row.samples:
         return RowResult(request.id, row.epoch, None, None, prompts)
+    if token == NOT_FINITE:
+        return RowResult(request.id, row.epoch, None, None, prompts, finite=False)
     count = request.sampling.logprobs
     logprobs = None if count is None else unpack_logprobs(packed[1:], token, count)
     return RowResult(request.id, row.epoch, token, logprobs, prompts)

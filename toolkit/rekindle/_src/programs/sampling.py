@@ -53,6 +53,11 @@ def greedy(logits: Array, *, use_native: bool = False) -> Array:
     return _first_equal(logits, logits.max(axis=-1, keepdims=True))
 
 
+def nan_is_passed_over(logits: Array, *, use_native: bool = False) -> bool:
+    """Whether a NaN among a row's logits leaves the choice among the others; else such a row gets its last token."""
+    return use_native and native.chooses(logits)
+
+
 def _first_equal(logits: Array, best: Array) -> Array:
     # In a row of NaN no logit equals the best one, so the last index is returned.
     return _smallest(logits == best, logits.shape[-1] - 1)

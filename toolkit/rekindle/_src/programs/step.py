@@ -18,13 +18,14 @@ from jax import Array, lax
 
 from rekindle._src.models.base import Graph, merge
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.finite import marked
 from rekindle._src.programs.flags import PROCESSORS, SHAPES, Flag
 from rekindle._src.programs.logit_shaping import shape
 from rekindle._src.programs.logprobs import prompt_logprobs, row_logprobs
 from rekindle._src.programs.packing import Layout, StepInputs, unpack
 from rekindle._src.programs.processors import LogitsContext, LogitsProcessor, process
 from rekindle._src.programs.request_state import RequestState, record
-from rekindle._src.programs.sampling import choose, greedy
+from rekindle._src.programs.sampling import choose, greedy, nan_is_passed_over
 
 Leaves = Sequence[Array]
 
@@ -32,7 +33,7 @@ Leaves = Sequence[Array]
 class StepOutput(NamedTuple):
     """The results that the host reads."""
 
-    rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token, its packed log-probabilities (zeros unless asked for)
+    rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token or NOT_FINITE, packed log-probabilities (or zeros)
     prompt: Array  # int32 [T, logprobs.WIDTH]: read only when a row asked for prompt_logprobs
 
 
@@ -63,13 +64,16 @@ def make_step(
         )
         numbers = lax.iota(jnp.int32, layout.sequences) + 1
         needed = jnp.max(numbers, initial=0, where=inputs.flag(Flag.CHOOSES))  # 0 where no row samples
-        logits = model.logits(hidden[inputs.last], needed)
+        last = hidden[inputs.last]
+        logits = model.logits(last, needed)
         with jax.named_scope("sample"):
             tokens = _sample(logits, inputs, state, processors, use_native=graph.precision.native)
+        passes_over = nan_is_passed_over(logits, use_native=graph.precision.native)
+        told = marked(tokens, last, logits, nan_picks_last=not passes_over)
         logprobs = row_logprobs(inputs.wanted, logits, tokens)
         slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
         output = StepOutput(
-            jnp.concatenate([tokens[:, None], logprobs], axis=1),
+            jnp.concatenate([told[:, None], logprobs], axis=1),
             prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits),
         )
         return tuple(attend.kv), record(state, slots, tokens), output

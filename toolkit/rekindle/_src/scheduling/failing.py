@@ -39,3 +39,12 @@ def holding(sequences: Iterable[Sequence], pages: Iterable[int]) -> list[tuple[S
         if page is not None:
             found.append((sequence, page))
     return found
+
+
+def not_finite(sequence: Sequence) -> RequestFailed:
+    """What a request ends with whose next token would come from NaN or infinite numbers."""
+    return RequestFailed(
+        f"The model's numbers for token {sequence.generated + 1} of request {sequence.id} are not finite (NaN or "
+        "infinity), so it has no next token. Weights are broken, or overflow in this dtype: `rekindle doctor "
+        "--model MODEL` names the first layer; or open it with another dtype."
+    )

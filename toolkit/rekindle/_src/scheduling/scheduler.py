@@ -28,7 +28,7 @@ from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.scheduling.admission import Admission
 from rekindle._src.scheduling.drafts import Drafts
 from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
-from rekindle._src.scheduling.failing import holding, request_error, step_error
+from rekindle._src.scheduling.failing import holding, not_finite, request_error, step_error
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import seniority
@@ -37,7 +37,12 @@ from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.shortest_first import ShortestFirst
 from rekindle._src.scheduling.waiting import WaitingQueue
-from rekindle.errors import InvalidRequest, OutOfPages, QueueFull, RekindleError
+from rekindle.errors import (
+    InvalidRequest,
+    OutOfPages,
+    QueueFull,
+    RekindleError,
+)
 
 _REMEMBERED = 1024  # ended requests that can still be explained
 
@@ -299,6 +304,8 @@ class Scheduler:
         # Positions that a preemption made the sequence compute again were scored before.
         scores = output.prompt_logprobs[max(0, sequence.scored - row.start) :]
         sequence.scored = max(sequence.scored, min(sequence.computed, request.prompt_length))
+        if not output.finite:
+            return self._fail(sequence, not_finite(sequence))
         token = output.token_id
         if row.samples:
             assert token is not None, f"{request.id} sampled no token"

@@ -1,0 +1,72 @@
+"""A request whose numbers are NaN or infinite fails by name; its neighbours' tokens are what they were."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rekindle
+from helpers import checkpoints
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.programs.finite import NOT_FINITE, marked
+from rekindle.errors import RequestFailed
+
+OPTIONS: Mapping[str, Any] = {
+    "quiet": True, "max_model_len": 128, "max_requests": 4, "max_tokens_per_step": 32, "device_pages": 64,
+    "cache_dir": None, "dtype": "float32",
+}  # fmt: skip
+BROKEN = 77  # the token whose embedding is spoiled
+GOOD, BAD = [5, 6, 7, 8], [5, 6, BROKEN, 8]
+
+
+def spoiled(path: str, index: Any, value: float) -> LoadedModel:
+    model = checkpoints.case("llama")
+    leaves = tuple(
+        leaf.at[index].set(value) if here == path else leaf
+        for here, leaf in zip(model.graph.paths, model.leaves, strict=True)
+    )
+    return dataclasses.replace(model, leaves=leaves, fingerprint=f"spoiled-{path}-{value}")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "drawn"])
+def test_the_request_fails_and_its_neighbours_do_not(value: float, sampling: dict[str, Any], tmp_path: Any) -> None:
+    options = {**OPTIONS, "cache_dir": tmp_path}
+    wanted = {"max_tokens": 12, "ignore_eos": True, "logit_bias": {BROKEN: -100.0}, **sampling}
+    with rekindle.open_sync(checkpoints.case("llama"), **options) as session:
+        expected = session.generate_sync(GOOD, **wanted).token_ids
+    with rekindle.open_sync(spoiled("embed.weight", BROKEN, value), **options) as session:
+        handles = [session.submit(prompt, **wanted) for prompt in (GOOD, BAD, GOOD)]
+        assert handles[0].result_sync().token_ids == handles[2].result_sync().token_ids == expected
+        with pytest.raises(RequestFailed, match=r"token 1 of request .* not finite.*rekindle doctor --model"):
+            handles[1].result_sync()
+        assert session.generate_sync(GOOD, **wanted).token_ids == expected
+        session.check_integrity()
+
+
+def test_a_model_that_is_broken_everywhere_fails_every_request(tmp_path: Any) -> None:
+    model = spoiled("layers.1.mlp.down.weight", (0, 0), np.nan)
+    with rekindle.open_sync(model, **{**OPTIONS, "cache_dir": tmp_path}) as session:
+        for prompt in (GOOD, BAD, list(range(40))):
+            with pytest.raises(RequestFailed, match="not finite"):
+                session.generate_sync(prompt, max_tokens=4)
+        session.check_integrity()
+
+
+def test_rows_are_marked_by_their_hidden_state_their_logit_or_a_nan_beside_it() -> None:
+    hidden, logits = np.ones((6, 8), np.float32), np.zeros((6, 5), np.float32)
+    hidden[1, 3], hidden[2, 0], logits[3, 2], logits[4, 1] = np.nan, -np.inf, np.inf, np.nan
+    tokens = jnp.array([4, 1, 1, 2, 4, 3], jnp.int32)
+    assert marked(tokens, jnp.asarray(hidden), jnp.asarray(logits)).tolist() == [4, *[NOT_FINITE] * 4, 3]
+
+
+def test_where_nan_is_passed_over_the_logits_are_not_read_again() -> None:
+    logits = jnp.zeros((1, 5)).at[0, 1].set(jnp.nan)
+    tokens = jnp.array([4], jnp.int32)
+    assert marked(tokens, jnp.ones((1, 8)), logits, nan_picks_last=False).tolist() == [4]
+    assert marked(tokens, jnp.ones((1, 8)), logits).tolist() == [NOT_FINITE]

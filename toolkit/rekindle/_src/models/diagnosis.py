@@ -1,0 +1,77 @@
+"""Where a model stops being finite: which weights hold NaN or infinity, and which layer is the first to make one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rekindle._src.models.base import LoadedModel, merge
+
+
+class BrokenWeight(NamedTuple):
+    """A parameter with numbers that are not finite."""
+
+    path: str  # as in `Graph.paths`
+    nans: int
+    infinities: int
+
+    def __str__(self) -> str:
+        return f"{self.path} holds {self.nans:,} NaN and {self.infinities:,} infinities"
+
+
+def broken_weights(model: LoadedModel) -> Iterator[BrokenWeight]:
+    """Every parameter that holds NaN or infinity, in the order of the layers. Reads all weights once."""
+    for path, leaf in zip(model.graph.paths, model.leaves, strict=True):
+        values = _values(model, leaf)
+        if not jnp.issubdtype(values.dtype, jnp.floating):
+            continue
+        nans, infinities = int(jnp.isnan(values).sum()), int(jnp.isinf(values).sum())
+        if nans or infinities:
+            yield BrokenWeight(path, nans, infinities)
+
+
+def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | None:
+    """The first part of the model whose output for a prompt is not finite, such as "layers.7"; None if all are.
+
+    Computes without programs or pages: in one piece, with every token attending to those before it.
+    """
+    tokens = jnp.asarray(token_ids, jnp.int32)
+    module: Any = merge(model.graph, model.leaves)
+    found: list[str] = []
+
+    def check(stage: str, values: jax.Array) -> jax.Array:
+        if not found and not bool(jnp.isfinite(values.astype(jnp.float32)).all()):
+            found.append(stage)
+        return values
+
+    def watched(number: int, layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def call(x: jax.Array, *others: Any) -> jax.Array:
+            return check(f"layers.{number}", layer(check("embed", x), *others))
+
+        return call
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        spec, group = model.config.attention[layer], model.config.group_size
+        keys, values = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (k, v))
+        scores = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys) * spec.scale
+        if spec.soft_cap is not None:
+            scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
+        at = jnp.arange(len(tokens))
+        distance = at[:, None] - at
+        seen = (distance >= 0) & (distance < (spec.sliding_window or len(tokens)))
+        return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), values).astype(q.dtype)
+
+    # The blocks of this one module object are watched; it shares nothing but arrays with the session's.
+    vars(module)["layers"] = [watched(number, layer) for number, layer in enumerate(module.layers)]
+    hidden = check("norm", module(tokens, jnp.arange(len(tokens)), attend))
+    check("head", module.logits(hidden))
+    return found[0] if found else None
+
+
+def _values(model: LoadedModel, leaf: jax.Array) -> jax.Array:
+    """A leaf as the numbers it stands for: some hold the bits of 16-bit floats."""
+    dtype = model.graph.precision.value_dtype(leaf.dtype)
+    return leaf if dtype == leaf.dtype else jax.lax.bitcast_convert_type(leaf, dtype)
