@@ -117,14 +117,14 @@ def _devices() -> Iterator[Check]:
 
 
 def _native() -> Iterator[Check]:
-    """Kernels for what XLA:CPU is slow at; on another platform nobody misses them."""
+    """Whether the kernels for what XLA:CPU is slow at can be used; other platforms don't need them."""
     import jax
 
-    from rekindle_kernels import native
+    from rekindle_kernels import unavailable_reason
 
     if jax.default_backend() != "cpu":
         return
-    reason = native.unavailable_reason()
+    reason = unavailable_reason()
     if reason is None:
         yield Check("pass", "native kernels", "numba compiles them for this CPU at first use")
     else:

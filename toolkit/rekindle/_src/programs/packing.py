@@ -22,7 +22,7 @@ from rekindle._src.core.records import IntArray, Row, StepPlan
 from rekindle._src.programs.buckets import Bucket, prefill_rows
 from rekindle._src.programs.flags import Flag, flags_of
 from rekindle._src.programs.logit_shaping import Shaping
-from rekindle._src.programs.sampling import Choice
+from rekindle_kernels import Choice
 
 _VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
 # As plain integers: operations on an enum.IntFlag take a microsecond each.

@@ -40,7 +40,7 @@ from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
-from rekindle_kernels import native
+from rekindle_kernels import configure, traits
 
 log = logging.getLogger("rekindle.session")
 
@@ -69,6 +69,7 @@ def build(order: OpenRequest) -> Engine:
 
 
 def _build(order: OpenRequest) -> Engine:
+    configure(cache_folder=cache_folder())  # of kernels, which no session owns: the user's, whatever its cache_dir
     described = order.model if isinstance(order.model, LoadedModel) else _describe(order.model, order.config)
     model, graph, shapes, weight_bytes = _shapes(described)
     config = resolve(order.config, model, weight_bytes=weight_bytes)
@@ -105,7 +106,8 @@ def _engine(
     runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready)
     assert config.device_pages is not None, "resolved"
     most = prefill_rows(config.max_tokens_per_step, config.max_requests)
-    limits = Limits.of(config, max_prefill_rows=most, padded=not (loaded.graph.precision.native and native.chains()))
+    padded = not traits(loaded.graph.precision.implementation).skips_padding
+    limits = Limits.of(config, max_prefill_rows=most, padded=padded)
     # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.
     limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
     assert config.page_size is not None, "resolved"

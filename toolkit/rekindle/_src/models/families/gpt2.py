@@ -8,10 +8,10 @@ from flax import nnx
 
 from rekindle._src.models.config import ACTIVATIONS, AttentionSpec, Keys, ModelConfig, reads, token_ids
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.nn.activations import activate
 from rekindle._src.models.nn.layers import Attend, Attention, LayerNorm, RopeTables
 from rekindle._src.models.nn.linear import Embedding, Linear, linear
 from rekindle._src.models.precision import Precision
+from rekindle_kernels import activate
 
 
 @reads("gpt2")
