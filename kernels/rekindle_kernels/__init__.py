@@ -29,9 +29,7 @@ from rekindle_kernels.ops.write_kv import WriteCall, write_kv
 from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
 from rekindle_kernels.xla.linear import narrow_dtype, quantize_rows
 
-__all__ = [
-    "OPERATIONS",
-    "SMALL_TOP_K",
+__all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AttentionCall",
     "AttentionInputs",
     "AttentionOptions",
@@ -41,8 +39,10 @@ __all__ = [
     "LinearCall",
     "LinearOptions",
     "NormCall",
+    "OPERATIONS",
     "Registry",
     "RopeCall",
+    "SMALL_TOP_K",
     "SamplingCall",
     "Traits",
     "Wanted",

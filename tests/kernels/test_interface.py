@@ -106,7 +106,7 @@ def test_zeros_need_no_kernel_where_xla_refuses_it(
     monkeypatch.setattr(build, "_failed", set())
     monkeypatch.setattr(zeros, "address", lambda: ctypes.cast(_too_new, ctypes.c_void_p).value)
     shapes = [jax.ShapeDtypeStruct((3, 5), jnp.bfloat16), jax.ShapeDtypeStruct((7,), jnp.int32)]
-    with caplog.at_level(logging.WARNING, logger="rekindle_kernels.native"):
+    with caplog.at_level(logging.WARNING, logger="rekindle_kernels.native.build"):
         lowered = jax.jit(lambda: rekindle_kernels.zeros(shapes)).lower()
     assert "custom_call" not in lowered.as_text()
     assert "zeros can't be used" in caplog.text and "API version (0.1000)" in caplog.text

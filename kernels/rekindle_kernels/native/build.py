@@ -28,7 +28,7 @@ from rekindle_kernels.native.plan import ENTRIES, SLOTS, slot
 
 PREFIX = "rekindle_"
 OLDEST = (0, 48)  # llvmlite: 0.45 to 0.47 end the process over some kernels, those before have no bfloat16
-log = logging.getLogger("rekindle_kernels.native")
+log = logging.getLogger(__name__)
 cache_folder: Path | None = None  # `rekindle_kernels.configure` sets it
 _lock = threading.Lock()
 _failed: set[str] = set()
