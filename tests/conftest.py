@@ -20,6 +20,8 @@ if version("jaxlib").startswith("0.10."):
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
+import rekindle_kernels  # noqa: E402  jax reads the environment when it is imported
+
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache() -> Iterator[None]:
@@ -27,6 +29,7 @@ def own_cache() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="rekindle-tests-")
     before = os.environ.get("REKINDLE_CACHE")
     os.environ["REKINDLE_CACHE"] = folder
+    rekindle_kernels.configure(cache_folder=folder)  # sessions do so too; many tests compile without one
     yield
     if before is None:
         del os.environ["REKINDLE_CACHE"]

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from jax.experimental import pallas as pl
 
-from rekindle_kernels import init_pages, reference, write_kv
+from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, reference, write_kv
 
 plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
@@ -55,12 +55,12 @@ scale = D**-0.5
 print(kv.shape)
 
 # %% [markdown]
-# The oracle takes the engine's full signature, of which decode is the simple half: all three rows are decode rows.
+# The oracle takes what the engine passes to every kernel: one record of arrays and one of options. Decode is the simple half: all
+# three rows are decode rows, and there are no prefill tokens.
 
 # %%
-expected = reference.attention(
-    q, pages, table, lengths, jnp.zeros(1, jnp.int32), jnp.int32(0), decode_rows=N, scale=scale
-)
+batch = AttentionInputs(q, pages, table, lengths, cu_q_lens=jnp.zeros(1, jnp.int32), num_prefills=jnp.int32(0))
+expected = reference.attention(batch, AttentionOptions(decode_rows=N, scale=scale))
 
 
 def compare(name: str, found) -> None:

@@ -1,31 +1,77 @@
-"""Paged attention for JAX on CPU, GPU and TPU behind one call."""
+"""The operations of a transformer's step for JAX on CPU, GPU and TPU, each behind one call that picks a kernel."""
 
-from rekindle_kernels.api import (
-    abstract_pages,
-    choose,
-    current_platform,
+from rekindle_kernels.activations import activate, gated
+from rekindle_kernels.implementations import OPERATIONS
+from rekindle_kernels.ops.attention import (
+    AttentionCall,
+    AttentionInputs,
+    AttentionOptions,
     implementation_names,
-    init_pages,
     paged_attention,
-    write_kv,
-    zeros,
 )
-from rekindle_kernels.calls import Call, Implementation, LayerKV, storage_dtype
-from rekindle_kernels.pages import gather_pages, scatter_pages
+from rekindle_kernels.ops.linear import LinearCall, LinearOptions, linear
+from rekindle_kernels.ops.memory import abstract_pages, give_up_zeros, init_pages, zeros
+from rekindle_kernels.ops.norm import NormCall, rms_norm
+from rekindle_kernels.ops.programs import (
+    Traits,
+    configure,
+    ensure_kernels,
+    environment,
+    fuse,
+    kernels_in,
+    traits,
+    unavailable_reason,
+)
+from rekindle_kernels.ops.registry import Implementation, Registry, current_platform
+from rekindle_kernels.ops.rope import RopeCall, rope
+from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, SamplingCall, Wanted, draw, greedy
+from rekindle_kernels.ops.write_kv import WriteCall, write_kv
+from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
+from rekindle_kernels.xla.linear import narrow_dtype, quantize_rows
 
-__all__ = [
-    "Call",
+__all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
+    "AttentionCall",
+    "AttentionInputs",
+    "AttentionOptions",
+    "Choice",
     "Implementation",
     "LayerKV",
+    "LinearCall",
+    "LinearOptions",
+    "NormCall",
+    "OPERATIONS",
+    "Registry",
+    "RopeCall",
+    "SMALL_TOP_K",
+    "SamplingCall",
+    "Traits",
+    "Wanted",
+    "WriteCall",
     "abstract_pages",
-    "choose",
+    "activate",
+    "configure",
     "current_platform",
+    "draw",
+    "ensure_kernels",
+    "environment",
+    "fuse",
+    "gated",
     "gather_pages",
+    "give_up_zeros",
+    "greedy",
     "implementation_names",
     "init_pages",
+    "kernels_in",
+    "linear",
+    "narrow_dtype",
     "paged_attention",
+    "quantize_rows",
+    "rms_norm",
+    "rope",
     "scatter_pages",
     "storage_dtype",
+    "traits",
+    "unavailable_reason",
     "write_kv",
     "zeros",
 ]

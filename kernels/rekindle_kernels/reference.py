@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rekindle_kernels.calls import Call, Implementation, LayerKV
-from rekindle_kernels.pages import as_values
+from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
+from rekindle_kernels.ops.registry import Implementation, anything
+from rekindle_kernels.pages import LayerKV, as_values
 
 
 def sequence_keys_values(kv: LayerKV, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -25,11 +26,8 @@ def attend(
     values: jax.Array,
     positions: jax.Array,
     kv_len: jax.Array,
-    *,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
     sinks: jax.Array | None,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Attention of q [T, H, D] at `positions` over the first kv_len of keys, values [L, K, D]; float32."""
     group = q.shape[1] // keys.shape[1]
@@ -37,12 +35,12 @@ def attend(
     stored = (at < kv_len)[:, None, None]
     keys = jnp.repeat(jnp.where(stored, keys, 0), group, axis=1)
     values = jnp.repeat(jnp.where(stored, values, 0), group, axis=1)
-    logits = jnp.einsum("thd,lhd->htl", q.astype(jnp.float32), keys, precision="highest") * scale
-    if soft_cap is not None:
-        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = jnp.einsum("thd,lhd->htl", q.astype(jnp.float32), keys, precision="highest") * options.scale
+    if options.soft_cap is not None:
+        logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
     seen = (at[None, :] <= positions[:, None]) & (at[None, :] < kv_len)
-    if sliding_window is not None:
-        seen &= at[None, :] > positions[:, None] - sliding_window
+    if options.sliding_window is not None:
+        seen &= at[None, :] > positions[:, None] - options.sliding_window
     logits = jnp.where(seen[None], logits, -jnp.inf)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*logits.shape[:2], 1))
@@ -54,45 +52,26 @@ def attend(
     return jnp.einsum("htl,lhd->thd", weights, values, precision="highest")
 
 
-def attention(
-    q: jax.Array,
-    kv: LayerKV,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    num_prefills: jax.Array,
-    *,
-    decode_rows: int,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """`paged_attention`, one sequence after the other."""
+def attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
+    """`ops.attention.paged_attention`, one sequence after the other."""
+    q, decode_rows, kv_lens, cu_q_lens = inputs.q, options.decode_rows, inputs.kv_lens, inputs.cu_q_lens
     token = jnp.arange(q.shape[0])
     # A decode row is a sequence with one query; prefill sequences beyond num_prefills have none.
     rows = jnp.arange(decode_rows)
-    q_lens = jnp.where(jnp.arange(cu_q_lens.shape[0] - 1) < num_prefills, jnp.diff(cu_q_lens), 0)
+    q_lens = jnp.where(jnp.arange(cu_q_lens.shape[0] - 1) < inputs.num_prefills, jnp.diff(cu_q_lens), 0)
     firsts = jnp.concatenate([rows, decode_rows + cu_q_lens[:-1]])
     counts = jnp.concatenate([jnp.ones_like(rows), q_lens])
 
     def add_sequence(sequence: jax.Array, out: jax.Array) -> jax.Array:
         kv_len, first, count = kv_lens[sequence], firsts[sequence], counts[sequence]
-        keys, values = sequence_keys_values(kv, page_table[sequence])
+        keys, values = sequence_keys_values(inputs.kv, inputs.page_table[sequence])
         positions = kv_len - count + (token - first)
-        here = attend(
-            q, keys, values, positions, kv_len,
-            scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
-        )  # fmt: skip
+        here = attend(q, keys, values, positions, kv_len, inputs.sinks, options)
         mine = (token >= first) & (token < first + count) & (kv_len > 0)
         return jnp.where(mine[:, None, None], here, out)
 
-    out = lax.fori_loop(0, page_table.shape[0], add_sequence, jnp.zeros(q.shape, jnp.float32))
+    out = lax.fori_loop(0, kv_lens.shape[0], add_sequence, jnp.zeros(q.shape, jnp.float32))
     return out.astype(q.dtype)
 
 
-def supports(call: Call) -> str | None:
-    return None
-
-
-IMPLEMENTATIONS = {"reference": Implementation("reference", attention, supports)}
+ATTENTION = Implementation("reference", attention, anything)

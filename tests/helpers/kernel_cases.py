@@ -7,13 +7,12 @@ sequence may read: in unused pages, in the unwritten end of each last page, and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle_kernels import LayerKV, init_pages
+from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, init_pages
 from rekindle_kernels.pages import write_kv
 
 
@@ -98,10 +97,10 @@ def tolerance(case: Case) -> float:
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of `paged_attention`: `args` positional, `options` by keyword."""
+    """Arguments of `paged_attention`."""
 
-    args: tuple[Any, ...]
-    options: dict[str, Any]
+    inputs: AttentionInputs
+    options: AttentionOptions
     used: np.ndarray  # bool [T]: tokens that are not padding
 
 
@@ -122,22 +121,23 @@ def build(case: Case, seed: int = 0, *, poison: bool = True) -> Problem:
     tokens = len(case.decode) + sum(q_lens) + case.padding
     q = jnp.asarray(random.standard_normal((tokens, case.heads, case.head_dim)), jnp.float32).astype(case.dtype)
     used = np.array([length > 0 for length in case.decode] + [True] * sum(q_lens) + [False] * case.padding, bool)
-    args = (
+    inputs = AttentionInputs(
         q,
         kv,
         jnp.asarray(table),
         jnp.asarray(lengths, jnp.int32),
         jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32),
         jnp.asarray(len(case.prefill), jnp.int32),
+        jnp.asarray(random.standard_normal(case.heads), jnp.float32) if case.sinks else None,
     )
-    options = {
-        "decode_rows": len(case.decode),
-        "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
-        "sliding_window": case.sliding_window,
-        "soft_cap": case.soft_cap,
-        "sinks": jnp.asarray(random.standard_normal(case.heads), jnp.float32) if case.sinks else None,
-    }
-    return Problem(args, options, used)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    options = AttentionOptions(len(case.decode), scale, case.sliding_window, case.soft_cap)
+    return Problem(inputs, options, used)
+
+
+def in_wide_queries(inputs: AttentionInputs) -> AttentionInputs:
+    """The same problem with float32 queries: what the oracle computes before its output is rounded."""
+    return replace(inputs, q=inputs.q.astype(jnp.float32))
 
 
 def filled_pages(

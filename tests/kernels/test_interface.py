@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle_kernels import api
+import rekindle_kernels
 from rekindle_kernels.native import build, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no native kernels")
@@ -106,8 +106,8 @@ def test_zeros_need_no_kernel_where_xla_refuses_it(
     monkeypatch.setattr(build, "_failed", set())
     monkeypatch.setattr(zeros, "address", lambda: ctypes.cast(_too_new, ctypes.c_void_p).value)
     shapes = [jax.ShapeDtypeStruct((3, 5), jnp.bfloat16), jax.ShapeDtypeStruct((7,), jnp.int32)]
-    with caplog.at_level(logging.WARNING, logger="rekindle.native"):
-        lowered = jax.jit(lambda: api.zeros(shapes)).lower()
+    with caplog.at_level(logging.WARNING, logger="rekindle_kernels.native.build"):
+        lowered = jax.jit(lambda: rekindle_kernels.zeros(shapes)).lower()
     assert "custom_call" not in lowered.as_text()
     assert "zeros can't be used" in caplog.text and "API version (0.1000)" in caplog.text
     for made, shape in zip(lowered.compile()(), shapes, strict=True):
@@ -121,8 +121,7 @@ def test_a_refusal_leaves_the_backend_usable() -> None:
 import subprocess
 import sys
 sys.path[:0] = {[path for path in sys.path if path]!r}
-import ctypes, jax
-from rekindle_kernels import api
+import ctypes, jax, rekindle_kernels
 from rekindle_kernels.native import zeros
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def too_new(frame):
@@ -131,7 +130,7 @@ def too_new(frame):
         (ctypes.c_int32 * 3).from_address(zeros._word(extension, 3) + 24)[:] = [0, 1000, 0]
     return 0
 zeros.address = lambda: ctypes.cast(too_new, ctypes.c_void_p).value
-print(jax.jit(lambda: api.zeros(jax.ShapeDtypeStruct((2,), "float32"), platform="cpu"))())
+print(jax.jit(lambda: rekindle_kernels.zeros(jax.ShapeDtypeStruct((2,), "float32"), platform="cpu"))())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.split() == ["[0.", "0.]"], done.stderr

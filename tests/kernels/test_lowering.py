@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -12,8 +13,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from rekindle_kernels import LayerKV, deprecated, pallas_gpu, pallas_gpu_write, pallas_tpu
-from rekindle_kernels.calls import needs_scales
+from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, deprecated
+from rekindle_kernels.pages import needs_scales
+from rekindle_kernels.pallas.gpu import attention as pallas_gpu
+from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
+from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
 TRITON = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
 # What is lowered for: from 0.11 on JAX wants to know the GPU, and takes one that isn't there.
@@ -48,25 +52,21 @@ def table(types: tuple[tuple[str, str], ...]) -> list[object]:
     return rows
 
 
-def shapes(q: str, kv: str, head_dim: int, page_size: int, group: int) -> tuple[object, ...]:
+def shapes(q: str, kv: str, head_dim: int, page_size: int, group: int) -> AttentionInputs:
     """Four decode rows of long contexts and two prefill chunks."""
     of = jax.ShapeDtypeStruct
     pages = of((40, 2, 2, page_size, head_dim), jnp.dtype(kv))
     scales = of(pages.shape[:-1], jnp.float32) if needs_scales(kv) else None
     integers = [of(shape, jnp.int32) for shape in ((6, 4096 // page_size), (6,), (3,), ())]
-    return (of((4 + 300, 2 * group, head_dim), jnp.dtype(q)), LayerKV(pages, scales), *integers)
+    return AttentionInputs(of((4 + 300, 2 * group, head_dim), jnp.dtype(q)), LayerKV(pages, scales), *integers)
 
 
-def lower(
-    attention: partial[jax.Array], platform: str, arguments: tuple[object, ...], features: dict[str, object]
-) -> str:
+def lower(attention: partial[jax.Array], platform: str, inputs: AttentionInputs, features: dict[str, object]) -> str:
     options = dict(features)
     if options.pop("sinks", False):
-        q = arguments[0]
-        assert isinstance(q, jax.ShapeDtypeStruct)
-        options["sinks"] = jnp.zeros(q.shape[1], jnp.float32)
-    run = jax.jit(partial(attention, decode_rows=4, scale=0.1, **options))
-    return exported(run, platform, arguments)
+        inputs = replace(inputs, sinks=jax.ShapeDtypeStruct((inputs.q.shape[1],), jnp.float32))
+    run = jax.jit(partial(attention, options=AttentionOptions(decode_rows=4, scale=0.1, **options)))
+    return exported(run, platform, (inputs,))
 
 
 def exported(run: Callable[..., Any], platform: str, arguments: tuple[object, ...]) -> str:
@@ -94,7 +94,7 @@ def test_tpu_kernels_lower_for_tpu(
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_gpu_write_lowers_for_cuda_and_writes_in_place(kv: str, head_dim: int) -> None:
     of = jax.ShapeDtypeStruct
-    _, pages, *_ = shapes("bfloat16", kv, head_dim, 16, 1)
+    pages = shapes("bfloat16", kv, head_dim, 16, 1).kv
     values = of((5, 2, head_dim), jnp.bfloat16)
     run = jax.jit(pallas_gpu_write.write_kv, donate_argnums=0)
     ids = of((5,), jnp.int32)

@@ -229,7 +229,8 @@ def test_calls_from_several_threads_do_not_meet() -> None:
 
 PRODUCT = """
 import sys, jax, jax.numpy as jnp
-from rekindle_kernels import native
+from rekindle_kernels import configure, native
+configure(cache_folder=sys.argv[1])
 assert float(jax.jit(native.multiply)(jnp.ones((2, 64)), jnp.ones((8, 64)))[1, 7]) == 64
 print("numba" in sys.modules)
 """
@@ -237,9 +238,14 @@ print("numba" in sys.modules)
 
 def in_a_process(folder: Path) -> bool:
     """Whether a process that multiplies had to import numba."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "REKINDLE_CACHE": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", PRODUCT], env=environment, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", PRODUCT, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()[-1] == "True"

@@ -11,17 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.kernel_cases import CASES, Case, build, tolerance
-from rekindle_kernels import (
-    deprecated,
-    gather_pages,
-    init_pages,
-    paged_attention,
-    pallas_gpu,
-    pallas_gpu_write,
-    tuning,
-    write_kv,
-)
+from helpers.kernel_cases import CASES, Case, build, in_wide_queries, tolerance
+from rekindle_kernels import deprecated, gather_pages, init_pages, paged_attention, tuning, write_kv
+from rekindle_kernels.pallas.gpu import attention as pallas_gpu
+from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,11 +41,10 @@ def no_deprecations() -> Iterator[None]:
 
 def check(case: Case, **options: object) -> None:
     problem = build(case)
-    (q, *rest) = problem.args
     with jax.default_matmul_precision("highest"):
-        want = paged_attention(q.astype("float32"), *rest, **problem.options, implementation="reference")
-    run = partial(pallas_gpu.attention, **problem.options, **options)
-    got = np.asarray(jax.jit(run)(*problem.args).astype("float32"))
+        want = paged_attention(in_wide_queries(problem.inputs), problem.options, implementation="reference")
+    run = partial(pallas_gpu.attention, options=problem.options, **options)
+    got = np.asarray(jax.jit(run)(problem.inputs).astype("float32"))
     assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
     np.testing.assert_allclose(got, np.asarray(want), rtol=0, atol=tolerance(case))
     assert not got[~problem.used].any(), "padding must give zeros"
@@ -72,7 +64,7 @@ def test_split_decode_matches_the_reference(case: Case) -> None:
 def test_the_gpu_kernel_is_the_default() -> None:
     case = next(case for case in CASES if case.name == "mixed_bfloat16")
     problem = build(case)
-    compiled = jax.jit(partial(paged_attention, **problem.options)).lower(*problem.args)
+    compiled = jax.jit(partial(paged_attention, options=problem.options)).lower(problem.inputs)
     assert "triton" in compiled.as_text()
 
 

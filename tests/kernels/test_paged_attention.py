@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from helpers.kernel_cases import CASES, Case, Problem, build, tolerance
+from helpers.kernel_cases import CASES, Case, Problem, build, in_wide_queries, tolerance
 from rekindle_kernels import native, paged_attention
 from rekindle_kernels.native.attention import LANES
 from rekindle_kernels.native.products import DTYPES
@@ -38,9 +38,8 @@ def implementations() -> list[object]:
 @cache
 def expected(case: Case) -> tuple[Problem, np.ndarray]:
     problem = build(case)
-    (q, *rest) = problem.args
-    oracle = jax.jit(partial(paged_attention, **problem.options, implementation="reference"))
-    out = oracle(q.astype("float32"), *rest)
+    oracle = jax.jit(partial(paged_attention, options=problem.options, implementation="reference"))
+    out = oracle(in_wide_queries(problem.inputs))
     return problem, np.asarray(out)
 
 
@@ -51,8 +50,8 @@ def test_implementation_matches_the_reference(name: str, case: Case) -> None:
         if native.unavailable_reason() or not known:
             pytest.skip("not its business, or numba is not installed")
     problem, want = expected(case)
-    got = jax.jit(partial(IMPLEMENTATIONS[name], **problem.options))(*problem.args)
-    assert got.dtype == problem.args[0].dtype
+    got = jax.jit(partial(IMPLEMENTATIONS[name], options=problem.options))(problem.inputs)
+    assert got.dtype == problem.inputs.q.dtype
     got = np.asarray(got.astype("float32"))
     assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from helpers.kernel_cases import CASES, Case, Problem, build, tolerance
-from rekindle_kernels import paged_attention, pallas_gpu, pallas_tpu, tuning
+from helpers.kernel_cases import CASES, Case, Problem, build, in_wide_queries, tolerance
+from rekindle_kernels import paged_attention, tuning
+from rekindle_kernels.pallas.gpu import attention as pallas_gpu
+from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
 # Small blocks, so that short sequences take several turns of every loop and several splits.
 SMALL_GPU = {
@@ -60,15 +62,14 @@ def variants() -> list[object]:
 @cache
 def expected(case: Case) -> tuple[Problem, np.ndarray]:
     problem = build(case)
-    (q, *rest) = problem.args
-    out = paged_attention(q.astype("float32"), *rest, **problem.options, implementation="reference")
+    out = paged_attention(in_wide_queries(problem.inputs), problem.options, implementation="reference")
     return problem, np.asarray(out)
 
 
 def check(run: partial[jax.Array], case: Case) -> None:
     problem, want = expected(case)
-    got = jax.jit(partial(run, **problem.options))(*problem.args)
-    assert got.dtype == problem.args[0].dtype
+    got = jax.jit(partial(run, options=problem.options))(problem.inputs)
+    assert got.dtype == problem.inputs.q.dtype
     got = np.asarray(got.astype("float32"))
     assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))

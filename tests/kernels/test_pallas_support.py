@@ -12,20 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle_kernels import (
-    Call,
-    bench_gpu,
-    init_pages,
-    pallas_gpu,
-    pallas_gpu_write,
-    pallas_tpu,
-    tiles,
-    tune,
-    tuning,
-    write_kv,
-)
+from rekindle_kernels import AttentionCall, AttentionInputs, AttentionOptions, init_pages, tuning, write_kv
+from rekindle_kernels.bench import gpu as bench_gpu
+from rekindle_kernels.bench import tune
+from rekindle_kernels.pallas import tiles
+from rekindle_kernels.pallas.gpu import attention as pallas_gpu
+from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
+from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
-CALL = Call(
+CALL = AttentionCall(
     platform="gpu", tokens=8, decode_rows=8, sequences=8, heads=8, kv_heads=2, head_dim=128, page_size=16,
     table_width=8, q_dtype=jnp.dtype("bfloat16"), kv_dtype=jnp.dtype("bfloat16"), storage=jnp.dtype("bfloat16"),
 )  # fmt: skip
@@ -54,10 +49,9 @@ def test_one_byte_pages_that_overflow_the_index_are_refused() -> None:
     of = jax.ShapeDtypeStruct
     kv = jax.eval_shape(lambda: init_pages(2**15, 8, 64, 96, "int8"))
     integers = [of(shape, jnp.int32) for shape in ((1, 4), (1,), (1,), ())]
+    inputs = AttentionInputs(of((1, 8, 96), jnp.bfloat16), kv, *integers)
     with pytest.raises(ValueError, match=r"3\.0 GiB"):
-        jax.eval_shape(
-            partial(pallas_gpu.attention, decode_rows=1, scale=1.0), of((1, 8, 96), jnp.bfloat16), kv, *integers
-        )
+        jax.eval_shape(partial(pallas_gpu.attention, options=AttentionOptions(decode_rows=1, scale=1.0)), inputs)
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,11 +113,11 @@ def test_tuner_says_when_there_is_nothing_to_tune(capsys: pytest.CaptureFixture[
 
 
 def test_tuner_passes_over_what_does_not_compile_and_prints_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, options = tune.problem(16, 16, "float32", rows=1, chunks=1, chunk=8, context=16)
+    inputs, options = tune.problem(16, 16, "float32", rows=1, chunks=1, chunk=8, context=16)
     small = tuning.GpuPrefill(block_m=16, block_k=16, num_warps=4, num_stages=1)
     run = partial(pallas_gpu.attention, interpret=True)
     broken = replace(small, block_k=0)
-    found = tune.best(run, "prefill_config", [broken, small], [(arguments, options)])
+    found = tune.best(run, "prefill_config", [broken, small], [(inputs, options)])
     assert found is not None
     assert found[0] == small
     assert "block_k=0" in capsys.readouterr().err

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from helpers.kernel_cases import CASES, Case, build, tolerance
-from rekindle_kernels import paged_attention, xla
-from rekindle_kernels.calls import LayerKV
+from rekindle_kernels import AttentionOptions, LayerKV, paged_attention
+from rekindle_kernels.xla import attention as xla
 
 BY_NAME = {case.name: case for case in CASES}
 SMALL = xla.Blocks(decode_rows=3, decode_keys=32, prefill_queries=8, prefill_keys=32)
@@ -29,8 +29,8 @@ CUT = (
 
 def outputs(case: Case, name: str) -> np.ndarray:
     problem = build(case)
-    run = jax.jit(partial(paged_attention, **problem.options, implementation=name))
-    return np.asarray(run(*problem.args).astype("float32"))
+    run = jax.jit(partial(paged_attention, options=problem.options, implementation=name))
+    return np.asarray(run(problem.inputs).astype("float32"))
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -45,14 +45,15 @@ def keys_read(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
     counted: list[int] = []
     real = xla.read_block
 
-    def counting(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool) -> xla.Block:
+    def counting(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool) -> xla.KeyBlock:
         jax.debug.callback(lambda: counted.append(pages.size * kv.page_size))
         return real(kv, pages, left, integer_dots)
 
     monkeypatch.setattr(xla, "read_block", counting)
     monkeypatch.setattr(xla, "BLOCKS", SMALL)
     problem = build(case, poison=False)
-    jax.block_until_ready(jax.jit(partial(paged_attention, **problem.options, implementation="xla"))(*problem.args))
+    run = jax.jit(partial(paged_attention, options=problem.options, implementation="xla"))
+    jax.block_until_ready(run(problem.inputs))
     jax.effects_barrier()
     return sum(counted)
 
@@ -86,7 +87,7 @@ def test_int8_attention_keeps_the_tail_of_many_small_weights(length: int) -> Non
     keys = jnp.zeros((1, 1, length, 16), jnp.int8).at[0, 0, 0].set(127)
     values = jnp.full((1, 1, length, 16), 127, jnp.int8).at[0, 0, 0].set(-127)
     ones = jnp.full((1, 1, 1, length), 1 / 127)
-    block = xla.Block(keys, values, ones * np.log(255) / 8, ones)
-    running = xla.absorb(xla.start(q.shape, None), q, block, None, xla.Rules(1.0, None, None))
+    block = xla.KeyBlock(keys, values, ones * np.log(255) / 8, ones)
+    running = xla.absorb(xla.start(q.shape, None), q, block, None, AttentionOptions(decode_rows=1, scale=1.0))
     want = ((length - 1) / 255 - 1) / ((length - 1) / 255 + 1)
     np.testing.assert_allclose(xla.finish(running)[0, 0, 0], want, rtol=0, atol=5e-3)  # each weight to 1/(127 · 254)

@@ -11,41 +11,42 @@ from scipy import stats
 from helpers import plain_sampling
 from rekindle._src.core.config import Sampling
 from rekindle._src.programs import sampling as device
-from rekindle._src.programs.flags import SMALL_TOP_K, Flag
+from rekindle._src.programs.flags import Flag
 from rekindle._src.programs.logprobs import WIDTH, logprobs_of, prompt_logprobs
-from rekindle._src.programs.random import uniforms
-from rekindle_kernels import native
+from rekindle_kernels import SMALL_TOP_K, Choice, Wanted, greedy, unavailable_reason
+from rekindle_kernels.xla.random import uniforms
+from rekindle_kernels.xla.sampling import _kth_largest
 
 VOCAB = 300  # more than one block, and no multiple of one
-_choose = jax.jit(device.choose, static_argnames="use_native")
+_choose = jax.jit(device.choose, static_argnames="implementation")
 
 
 @pytest.fixture(autouse=True, params=["xla", "native"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of `choose` runs on both."""
-    if request.param == "native" and native.unavailable_reason() is not None:
+    if request.param == "native" and unavailable_reason() is not None:
         pytest.skip("numba is not installed")
-    monkeypatch.setitem(globals(), "use_native", request.param == "native")
+    monkeypatch.setitem(globals(), "implementation", request.param)
 
 
-use_native = False
+implementation = "xla"
 
 
 def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB, spread: float = 2.0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((rows, vocab)) * spread).astype(np.float32)
 
 
-def choose(logits: np.ndarray, choice: device.Choice) -> jax.Array:
+def choose(logits: np.ndarray, choice: Choice) -> jax.Array:
     """With the flags that the host would send."""
     top_k = choice.top_k.max()
     wanted = Flag.DRAWS * bool((choice.temperature > 0).any()) | Flag.TOP_P * bool((choice.top_p < 1).any())
     wanted |= Flag.TOP_K * bool(top_k > 0) | Flag.LARGE_K * bool(top_k > SMALL_TOP_K)
-    return _choose(logits, choice, jnp.int32(wanted), use_native=use_native)
+    return _choose(logits, choice, jnp.int32(wanted), implementation=implementation)
 
 
-def choice(samplings: list[Sampling], positions: list[int] | np.ndarray) -> device.Choice:
+def choice(samplings: list[Sampling], positions: list[int] | np.ndarray) -> Choice:
     seeds = np.array([[s.seed >> 32, s.seed & 0xFFFFFFFF] for s in samplings], np.uint32)
-    return device.Choice(
+    return Choice(
         temperature=jnp.array([s.temperature for s in samplings], jnp.float32),
         top_k=jnp.array([s.top_k for s in samplings], jnp.int32),
         top_p=jnp.array([s.top_p for s in samplings], jnp.float32),
@@ -117,7 +118,8 @@ def test_greedy_takes_the_first_of_equals() -> None:
     logits = np.zeros((3, 70_000), np.float32)
     logits[0, [12, 400, 69_999]] = 5.0
     logits[1, 69_999] = 1.0
-    assert np.asarray(jax.jit(device.greedy)(logits)).tolist() == [12, 69_999, 0]
+    chosen = jax.jit(greedy, static_argnames="implementation")(logits, implementation=implementation)
+    assert np.asarray(chosen).tolist() == [12, 69_999, 0]
 
 
 def test_a_greedy_row_ignores_the_filters() -> None:
@@ -174,7 +176,8 @@ def test_the_kth_largest_is_exact(k: int) -> None:
     values = -np.abs(logits_of(30 + k, rows=4))
     values[2, :200] = -1.5
     values[3, :200] = -np.inf
-    found = jax.jit(device._kth_largest)(values, jnp.full((4,), k, jnp.int32), jnp.int32(Flag.LARGE_K))
+    wanted = Wanted(*jnp.array([False, False, True, False]))
+    found = jax.jit(_kth_largest)(values, jnp.full((4,), k, jnp.int32), wanted)
     exact = np.sort(values, axis=-1)[:, -k] if k < VOCAB else np.full(4, -np.inf)
     assert np.asarray(found).tolist() == exact.tolist()
 
@@ -190,7 +193,7 @@ def test_draws_use_the_words_that_jax_random_derives_from_seed_and_position() ->
 
 
 def test_both_paths_draw_the_same_tokens() -> None:
-    if native.unavailable_reason() is not None:
+    if unavailable_reason() is not None:
         pytest.skip("numba is not installed")
     rows = [Sampling(**{"temperature": 1.3, "seed": seed, **OPTIONS[seed % len(OPTIONS)]}) for seed in range(400)]
     rows[::40] = [Sampling(seed=0, temperature=0.0)] * 10
@@ -198,7 +201,7 @@ def test_both_paths_draw_the_same_tokens() -> None:
     logits[:, 17:200] = -np.inf
     options = choice(rows, list(range(len(rows))))
     wanted = Flag.DRAWS | Flag.TOP_K | Flag.LARGE_K | Flag.TOP_P
-    ours, theirs = (_choose(logits, options, jnp.int32(wanted), use_native=path) for path in (True, False))
+    ours, theirs = (_choose(logits, options, jnp.int32(wanted), implementation=name) for name in ("native", "xla"))
     # Sums in another order may turn a draw that falls on a border.
     assert np.mean(np.asarray(ours) == np.asarray(theirs)) > 0.99
 

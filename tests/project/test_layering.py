@@ -82,6 +82,18 @@ def test_kernels_import_nothing_of_the_toolkit() -> None:
     assert [edge for edge in found if not edge.target.startswith("rekindle_kernels")] == []
 
 
+def test_the_toolkit_uses_kernels_by_their_operations_alone() -> None:
+    """Which implementation serves a call is decided behind the operation, so no other module names one."""
+    found = {edge.target for edge in edges() if edge.source.startswith("rekindle.")}
+    kernels = {target for target in found if target.startswith("rekindle_kernels")}
+    assert kernels == {"rekindle_kernels", "rekindle_kernels.deprecated"}
+
+
+def test_kernels_do_not_read_the_toolkits_settings() -> None:
+    sources = (ROOT / "kernels").rglob("*.py")
+    assert [path for path in sources if "REKINDLE_CACHE" in path.read_text()] == []
+
+
 def test_containers_are_no_packages() -> None:
     assert not (ROOT / "toolkit" / "__init__.py").exists()
     assert not (ROOT / "kernels" / "__init__.py").exists()

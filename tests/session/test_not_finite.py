@@ -65,8 +65,7 @@ def test_rows_are_marked_by_their_hidden_state_their_logit_or_a_nan_beside_it() 
     assert marked(tokens, jnp.asarray(hidden), jnp.asarray(logits)).tolist() == [4, *[NOT_FINITE] * 4, 3]
 
 
-def test_where_nan_is_passed_over_the_logits_are_not_read_again() -> None:
+def test_a_nan_beside_the_last_token_marks_the_row() -> None:
     logits = jnp.zeros((1, 5)).at[0, 1].set(jnp.nan)
-    tokens = jnp.array([4], jnp.int32)
-    assert marked(tokens, jnp.ones((1, 8)), logits, nan_picks_last=False).tolist() == [4]
-    assert marked(tokens, jnp.ones((1, 8)), logits).tolist() == [NOT_FINITE]
+    assert marked(jnp.array([4], jnp.int32), jnp.ones((1, 8)), logits).tolist() == [NOT_FINITE]
+    assert marked(jnp.array([4], jnp.int32), jnp.ones((1, 8)), jnp.zeros((1, 5))).tolist() == [4]

@@ -28,7 +28,8 @@ from rekindle_kernels.native.plan import ENTRIES, SLOTS, slot
 
 PREFIX = "rekindle_"
 OLDEST = (0, 48)  # llvmlite: 0.45 to 0.47 end the process over some kernels, those before have no bfloat16
-log = logging.getLogger("rekindle.native")
+log = logging.getLogger(__name__)
+cache_folder: Path | None = None  # `rekindle_kernels.configure` sets it
 _lock = threading.Lock()
 _failed: set[str] = set()
 _ready: set[str] = set()  # kernels
@@ -60,11 +61,8 @@ def has_feature(name: str) -> bool:
 
 def folder() -> Path:
     """Where object files are kept."""
-    base = (
-        os.environ.get("REKINDLE_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rekindle"
-    )
-    return Path(base) / "native"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (cache_folder or user / "rekindle_kernels") / "native"
 
 
 def ensure(name: str) -> str:

@@ -171,7 +171,7 @@ def test_a_slot_is_for_one_checkpoint_asked_for_in_one_way_on_one_platform(
 
     found = slots() | {prepared.slot(cache, "g", "bfloat16", None)}
     for where, name, value in (
-        (prepared.native, "unavailable_reason", lambda: "none here"),
+        (prepared, "unavailable_reason", lambda platform: "none here"),
         (prepared.jax, "default_backend", lambda: "tpu"),
         (prepared, "_sources", lambda: "other"),
         (prepared.importlib.metadata, "version", lambda _: "0"),

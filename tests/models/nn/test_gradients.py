@@ -14,7 +14,7 @@ from rekindle._src.models.nn.layers import RopeTables
 from rekindle._src.models.nn.linear import Linear, RMSNorm
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import config_from_hf
-from rekindle_kernels import native
+from rekindle_kernels import unavailable_reason
 
 RAW = {
     "model_type": "llama",
@@ -29,14 +29,14 @@ RAW = {
 }
 
 
-@pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+@pytest.mark.skipif(unavailable_reason() is not None, reason="numba is not installed")
 @pytest.mark.parametrize("rows", [2, 40])
 def test_gradients_go_through_the_plain_form(rows: int) -> None:
     config, random = config_from_hf(RAW), np.random.default_rng(0)
     x, weight = random.standard_normal((rows, 64), np.float32), random.standard_normal((256, 64), np.float32)
 
-    def gradients(use_native: bool) -> tuple[jax.Array, ...]:
-        precision = dataclasses.replace(Precision.of("float32", platform="cpu"), native=use_native)
+    def gradients(implementation: str | None) -> tuple[jax.Array, ...]:
+        precision = dataclasses.replace(Precision.of("float32", platform="cpu"), implementation=implementation)
 
         def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
             norm, head_norm, project, down = (
@@ -50,12 +50,12 @@ def test_gradients_go_through_the_plain_form(rows: int) -> None:
             down.weight = nnx.Param(weight[:128].T)
             wide = project(norm(x))
             heads = RopeTables(config, jnp.arange(rows)).split(
-                *[wide.reshape(rows, 4, 64)] * 2, 2, config.attention[0].rope, head_norm, use_native=use_native
+                *[wide.reshape(rows, 4, 64)] * 2, 2, config.attention[0].rope, head_norm, implementation=implementation
             )
             out = down(project(x, norm=norm, gate="silu"), residual=x)
             return (out * out[::-1]).sum() + sum((part * part[::-1]).sum() for part in heads)
 
         return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, weight)
 
-    for got, want in zip(gradients(True), gradients(False), strict=True):
+    for got, want in zip(gradients(None), gradients("xla"), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(np.abs(want).max()))

@@ -147,11 +147,11 @@ def _native() -> Iterator[Check]:
     """Whether the native kernels, which replace slow operations of XLA:CPU, are available; CPU only."""
     import jax
 
-    from rekindle_kernels import native
+    from rekindle_kernels import unavailable_reason
 
     if jax.default_backend() != "cpu":
         return
-    reason = native.unavailable_reason()
+    reason = unavailable_reason()
     if reason is None:
         yield Check("pass", "native kernels", "numba compiles them for this CPU at first use")
     else:

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from rekindle_kernels import native
-
 QUANTIZE = (None, "int8", "int8-weight")
 
 
@@ -24,7 +22,7 @@ class Precision:
     quantize_embeddings: bool = True  # the embedding and the head too
     stream: str = "float32"  # the residual stream
     loop_experts: bool = False  # one expert at a time rather than `ragged_dot`
-    native: bool = False  # products go through `rekindle_kernels.native` where it is faster
+    implementation: str | None = None  # of norms, products, ropes and sampling; None: the first that fits each call
 
     @classmethod
     def of(
@@ -45,7 +43,6 @@ class Precision:
             quantize_embeddings,
             "float32" if on_cpu else name,
             loop_experts=on_cpu,
-            native=on_cpu and native.unavailable_reason() is None,
         )
 
     def value_dtype(self, stored: DTypeLike) -> np.dtype[Any]:

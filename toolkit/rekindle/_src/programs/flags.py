@@ -10,6 +10,7 @@ import enum
 from collections.abc import Mapping
 
 from rekindle._src.core.config import Sampling
+from rekindle_kernels import SMALL_TOP_K
 
 
 class Flag(enum.IntFlag):
@@ -33,7 +34,6 @@ SHAPES = Flag.BIASED | Flag.PENALISED | Flag.BARRED
 FIRST_PROCESSOR = 12  # bit
 MAX_PROCESSORS = 16
 PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
-SMALL_TOP_K = 64  # the largest k of lax.top_k: 64 costs 1.3 ms for [16, 49152] on CPU; a larger k is found by bisection
 
 
 def flags_of(sampling: Sampling, processors: Mapping[str, int]) -> int:

@@ -14,7 +14,16 @@ from jax import Array
 
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs.packing import StepInputs
-from rekindle_kernels import LayerKV, abstract_pages, gather_pages, paged_attention, scatter_pages, write_kv
+from rekindle_kernels import (
+    AttentionInputs,
+    AttentionOptions,
+    LayerKV,
+    abstract_pages,
+    gather_pages,
+    paged_attention,
+    scatter_pages,
+    write_kv,
+)
 
 KV = tuple[LayerKV, ...]
 Payload = tuple[Any, ...]  # [n, layers, …] for each leaf of a layer
@@ -41,19 +50,9 @@ class PagedAttention:
     def __call__(self, layer: int, q: Array, k: Array, v: Array, /) -> Array:
         step, spec = self._inputs, self._model.attention[layer]
         self.kv[layer] = write_kv(self.kv[layer], k, v, step.page_ids, step.offsets)
-        return paged_attention(
-            q,
-            self.kv[layer],
-            step.page_table,
-            step.lengths,
-            step.cu_lengths,
-            step.num_prefills,
-            decode_rows=self._rows,
-            scale=spec.scale,
-            sliding_window=spec.sliding_window,
-            soft_cap=spec.soft_cap,
-            implementation=self._implementation,
-        )
+        inputs = AttentionInputs(q, self.kv[layer], step.page_table, step.lengths, step.cu_lengths, step.num_prefills)
+        options = AttentionOptions(self._rows, spec.scale, spec.sliding_window, spec.soft_cap)
+        return paged_attention(inputs, options, implementation=self._implementation)
 
 
 def payload_layout(kv: KV) -> list[tuple[tuple[int, ...], Any]]:

@@ -22,7 +22,7 @@ from rekindle._src.core.records import IntArray, Row, StepPlan
 from rekindle._src.programs.buckets import Bucket, prefill_rows
 from rekindle._src.programs.flags import Flag, flags_of
 from rekindle._src.programs.logit_shaping import Shaping
-from rekindle._src.programs.sampling import Choice
+from rekindle_kernels import Choice
 
 # Options are Python floats. Beyond float32 a temperature would be infinite, which numpy warns of and which divides
 # -inf to NaN, and a repetition penalty would be 0, which is divided by.

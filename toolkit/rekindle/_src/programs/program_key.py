@@ -21,7 +21,6 @@ import jaxlib
 import rekindle_kernels
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.loading.fingerprint import files_digest
-from rekindle_kernels import native
 
 # Options that neither enter a shape nor a program; every other one is part of the key, so a new one is safe by default.
 NOT_IN_PROGRAMS = frozenset(
@@ -60,8 +59,7 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": cpu_features(),
         "threads": usable_cpus(),  # XLA:CPU splits work at compile time
-        "native": native.unavailable_reason() is None,
-        "chains": native.chains(),
+        "kernels": rekindle_kernels.environment(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "libtpu_flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "options": {name: str(getattr(jax.config, name, None)) for name in JAX_OPTIONS},

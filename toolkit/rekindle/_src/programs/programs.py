@@ -29,8 +29,7 @@ from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.step import make_step
 from rekindle.errors import CompileError, StoreError
-from rekindle_kernels import deprecated, native, zeros
-from rekindle_kernels.native.zeros import NAME as ZEROS
+from rekindle_kernels import deprecated, fuse, give_up_zeros, traits, zeros
 
 MOVED_PAGES = 4  # pages of one gather or scatter; a scatter compiles one operation for each page and layer
 
@@ -87,7 +86,8 @@ class Programs:
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
-        self.lattice = lattice(config, processed=bool(self.processors), single=graph.precision.native)
+        single = traits(graph.precision.implementation).single_rows
+        self.lattice = lattice(config, processed=bool(self.processors), single=single)
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)
@@ -144,7 +144,7 @@ class Programs:
         try:
             return jax.block_until_ready(self.get(MEMORY)())
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" in str(error) or not native.give_up(ZEROS, error):
+            if "RESOURCE_EXHAUSTED" in str(error) or not give_up_zeros(error):
                 raise
         with self._alone(MEMORY):
             self._ready[MEMORY] = self._compiled(MEMORY)
@@ -159,7 +159,7 @@ class Programs:
                 self.traces += 1
             return function(*args)
 
-        whole = native.chained(counted) if self.graph.precision.native else counted
+        whole = fuse(counted, implementation=self.graph.precision.implementation)
         with deprecated.known():
             return jax.jit(whole, donate_argnums=donated).lower(*arguments)
 

@@ -25,7 +25,8 @@ from rekindle._src.programs.logprobs import prompt_logprobs, row_logprobs
 from rekindle._src.programs.packing import Layout, StepInputs, unpack
 from rekindle._src.programs.processors import LogitsContext, LogitsProcessor, process
 from rekindle._src.programs.request_state import RequestState, record
-from rekindle._src.programs.sampling import choose, greedy, nan_is_passed_over
+from rekindle._src.programs.sampling import choose
+from rekindle_kernels import greedy
 
 Leaves = Sequence[Array]
 
@@ -67,9 +68,8 @@ def make_step(
         last = hidden[inputs.last]
         logits = model.logits(last, needed)
         with jax.named_scope("sample"):
-            tokens = _sample(logits, inputs, state, processors, use_native=graph.precision.native)
-        passes_over = nan_is_passed_over(logits, use_native=graph.precision.native)
-        told = marked(tokens, last, logits, nan_picks_last=not passes_over)
+            tokens = _sample(logits, inputs, state, processors, implementation=graph.precision.implementation)
+        told = marked(tokens, last, logits)
         logprobs = row_logprobs(inputs.wanted, logits, tokens)
         slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
         output = StepOutput(
@@ -87,7 +87,7 @@ def _sample(
     state: RequestState,
     processors: Sequence[LogitsProcessor],
     *,
-    use_native: bool,
+    implementation: str | None,
 ) -> Array:
     changes, processed = inputs.wanted & (SHAPES | PROCESSORS) != 0, inputs.wanted & PROCESSORS != 0
 
@@ -100,10 +100,10 @@ def _sample(
 
     def options() -> Array:
         changed = lax.cond(changes, change, lambda: logits)
-        return choose(changed, inputs.choice, inputs.wanted, use_native=use_native)
+        return choose(changed, inputs.choice, inputs.wanted, implementation=implementation)
 
     plain = inputs.wanted & (SHAPES | PROCESSORS | Flag.DRAWS) == 0
-    return lax.cond(plain, lambda: greedy(logits, use_native=use_native), options)
+    return lax.cond(plain, lambda: greedy(logits, implementation=implementation), options)
 
 
 def _context(inputs: StepInputs, state: RequestState) -> LogitsContext:

@@ -28,7 +28,7 @@ from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, write_checkpoint
 from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.programs import program_key
 from rekindle.errors import StoreError
-from rekindle_kernels import native
+from rekindle_kernels import ensure_kernels, kernels_in
 
 log = logging.getLogger("rekindle.store")
 FORMAT = 2
@@ -99,7 +99,7 @@ class ExecutableStore:
                 "compile_seconds": compile_seconds,
                 "trees": len(trees),
                 "checksum": _checksum(trees + executable),
-                "native": native.called_by(executable),
+                "native": kernels_in(executable),
             }
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(self.folder / key, trees + executable, meta)
@@ -194,8 +194,7 @@ def _loaded(path: Path) -> Any:
     if _checksum(payload) != meta["checksum"]:
         raise StoreError("its checksum does not match")
     with gc_paused():
-        for name in meta["native"]:
-            native.ensure(name)
+        ensure_kernels(meta["native"])
         trees = pickle.loads(payload[: meta["trees"]])
         return serialize_executable.deserialize_and_load(payload[meta["trees"] :], *trees)
 

@@ -39,7 +39,7 @@ from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
-from rekindle_kernels import native
+from rekindle_kernels import configure, traits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ def build(request: OpenRequest) -> Engine:
 
 
 def _build(request: OpenRequest) -> Engine:
+    configure(cache_folder=cache_folder())  # of kernels: the user's folder, since kernels are shared by all sessions
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request.model, request.config)
     model, graph, shapes, weight_bytes = _shapes(described)
     config = resolve(request.config, model, weight_bytes=weight_bytes)
@@ -102,7 +103,8 @@ def _engine(
     runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready)
     assert config.device_pages is not None, "resolved"
     most = prefill_rows(config.max_tokens_per_step, config.max_requests)
-    limits = Limits.of(config, max_prefill_rows=most, padded=not (loaded.graph.precision.native and native.chains()))
+    padded = not traits(loaded.graph.precision.implementation).skips_padding
+    limits = Limits.of(config, max_prefill_rows=most, padded=padded)
     # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.
     limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
     assert config.page_size is not None, "resolved"

@@ -10,10 +10,10 @@ from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import ACTIVATIONS, Keys, token_ids
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.nn.activations import activate
 from rekindle._src.models.nn.layers import Attend, Attention, LayerNorm, RopeTables
 from rekindle._src.models.nn.linear import Embedding, Linear, linear
 from rekindle._src.models.precision import Precision
+from rekindle_kernels import activate
 
 
 def config(keys: Keys) -> ModelConfig:

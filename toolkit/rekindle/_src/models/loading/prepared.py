@@ -43,7 +43,7 @@ from rekindle._src.models.loading import mmap_weights, reading, tensor_files
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import one
 from rekindle.errors import CheckpointError, StoreError
-from rekindle_kernels import native
+from rekindle_kernels import unavailable_reason
 
 MIN_BYTES = 64 << 20  # smaller checkpoints are read again faster than Orbax is imported (0.3 s)
 MAX_ENTRIES = 4  # sets of weights kept per cache folder, the least recently used leaves first
@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 def slot(cache_dir: str | Path, fingerprint: str, *asked: object) -> Path:
     """Where a checkpoint is kept as it was asked for. Its layout follows from that, the platform and the sources."""
-    platform = jax.default_backend(), native.unavailable_reason() is None, importlib.metadata.version("flax")
+    platform = jax.default_backend(), unavailable_reason("cpu") is None, importlib.metadata.version("flax")
     parts = (_VERSION, fingerprint, asked, platform, _sources())
     key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
     return Path(cache_dir).expanduser() / "weights" / key

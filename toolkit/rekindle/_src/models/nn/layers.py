@@ -5,18 +5,17 @@ T tokens (flat: a whole ragged batch), E hidden size, H query heads, K kv heads,
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import rekindle_kernels
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.nn import rope
 from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import native
 
 
 class Attend(Protocol):
@@ -59,25 +58,14 @@ class RopeTables:
         spec: rope.RopeSpec | None,
         norm: RMSNorm | None,
         *,
-        use_native: bool,
-    ) -> tuple[jax.Array, ...]:
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D]; v [T, K, D] of qkv."""
-        both = (qkv.shape[-2] + heads) // 2
-
-        def plain(qk: jax.Array, qkv: jax.Array, *tables: jax.Array) -> tuple[jax.Array, ...]:
-            qk = qk if norm is None else norm.plain(qk[..., :both, :], tables[-1])
-            q, k = qk[..., :heads, :], qk[..., heads:both, :]
-            turned = (rope.rotate(x, *tables[:2]) if spec is not None else x for x in (q, k))
-            return *turned, qkv[..., both:, :]
-
-        weights = () if norm is None else (norm.weight[...],)
-        if spec is None:
-            return plain(qk, qkv, *weights)
-        cos, sin = self.tables[spec]
-        if use_native and native.splits(qk, cos):
-            call = partial(native.split, heads=heads, eps=0.0 if norm is None else norm.eps)
-            return native.differentiable(call, plain)(qk, qkv, cos, sin, *weights)
-        return plain(qk, qkv, cos, sin, *weights)
+        cos, sin = (None, None) if spec is None else self.tables[spec]
+        weight, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
+        return rekindle_kernels.rope(
+            qk, qkv, cos, sin, heads=heads, norm=weight, eps=eps, implementation=implementation
+        )
 
 
 class Attention(nnx.Module):
@@ -90,7 +78,8 @@ class Attention(nnx.Module):
         # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
         self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision) if qk_norm else None
         self.heads, self.kv_heads, self.head_dim = H, K, D
-        self.layer, self.rope, self.native = layer, config.attention[layer].rope, precision.native
+        self.layer, self.rope = layer, config.attention[layer].rope
+        self.implementation = precision.implementation
 
     def __call__(
         self,
@@ -100,10 +89,10 @@ class Attention(nnx.Module):
         residual: jax.Array | None = None,
         norm: RMSNorm | None = None,
     ) -> jax.Array:
-        """Of norm(x)."""
+        """Attention of norm(x), plus `residual`."""
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x, norm=norm).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
-        q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, self.qk_norm, use_native=self.native)
+        q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, self.qk_norm, implementation=self.implementation)
         with jax.named_scope("attend"):
             y = attend(self.layer, q, k, v)
         return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype), residual=residual)
@@ -123,7 +112,7 @@ class GatedMlp(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
-        """Of norm(x)."""
+        """The MLP of norm(x), plus `residual`."""
         return self.down(self.gate_up(x, norm=norm, gate=self.activation), residual=residual)
 
 

@@ -16,15 +16,14 @@ Where experts are picked one by one in a loop (on CPU), a stack of 16-bit floats
 their bits, `array.view(numpy.uint16)`: XLA:CPU would widen the whole stack to float32 before it takes a slice of it,
 but not a stack of integers. `Precision.value_dtype` tells what such a leaf's values are.
 
-A product of few rows is bound by reading its matrix. On CPU `rekindle_kernels.native` does that at the speed of memory
-where it is installed; XLA:CPU takes half again as long, and 20 times as long for a single row: there callers pad to
-two. It also has the instructions for four int8 at a time, which XLA:CPU has not: products of many rows take less than
+A product of few rows is bound by reading its matrix. On CPU `rekindle_kernels.linear` does that at the speed of memory
+where numba is installed; XLA:CPU takes half again as long, and 20 times as long for a single row: there callers pad to
+two. It also uses the instructions for four int8 at a time, which XLA:CPU does not: products of many rows take less than
 half as long.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -32,9 +31,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from rekindle._src.models.nn.activations import gated
+import rekindle_kernels
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import native
+from rekindle_kernels import LinearOptions, gated
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
@@ -47,17 +46,10 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, shape: int | tuple[int, ...], eps: float, precision: Precision) -> None:
         self.weight = parameter((shape,) if isinstance(shape, int) else shape, jnp.float32)
-        self.eps, self.native = eps, precision.native
+        self.eps, self.implementation = eps, precision.implementation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.native and native.norms(x):
-            return native.differentiable(partial(native.rms_norm, eps=self.eps), self.plain)(x, self.weight[...])
-        return self.plain(x, self.weight[...])
-
-    def plain(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale * weight).astype(x.dtype)
+        return rekindle_kernels.rms_norm(x, self.weight[...], self.eps, implementation=self.implementation)
 
 
 class Matrix(nnx.Module):
@@ -65,7 +57,7 @@ class Matrix(nnx.Module):
 
     def __init__(self, shape: tuple[int, ...], precision: Precision, *, quantize: bool = True) -> None:
         self.quantize = precision.quantize if quantize else None
-        self.native = precision.native
+        self.implementation = precision.implementation
         self.weight = parameter(shape, precision.weights if self.quantize is None else jnp.int8)
         self.scale: Any = None if self.quantize is None else parameter(shape[:-1], jnp.float32)
 
@@ -119,58 +111,19 @@ def linear(
     residual: jax.Array | None = None,
     count: jax.Array | None = None,
 ) -> jax.Array:
-    """norm(x [..., in]) · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own. With `gate`, the
-    name of an activation, it is `gated(…, gate)` [..., out / 2]. Behind the first `count` rows may be anything.
+    """norm(x [..., in]) · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own.
 
-    On CPU all of this is one native call, if it is of the kinds that one knows."""
-    scale = None if matrix.scale is None else matrix.scale[...]
-    rows, weight, dtype = x.size // x.shape[-1], matrix.weight[...], jnp.dtype(dtype or x.dtype)
-    rounds = matrix.quantize == "int8"
-    is_native = matrix.native and native.multiplies(rows, weight, quantize_rows=rounds)
-    if norm is not None and not (is_native and norm.native and native.norms(x)):
-        x, norm = norm(x), None
-    if gate is not None and not (is_native and gate == "silu" and native.gates(weight)):
-        y = gated(linear(x, matrix, dtype, norm=norm, count=count), gate)
-        return y if residual is None else residual + y
-    out = jnp.dtype(jnp.float32) if is_native else dtype
-
-    def plain(x: jax.Array, weight: jax.Array, scale: Any, residual: Any, count: Any, norms: Any) -> jax.Array:
-        y = multiply(x if norm is None else norm.plain(x, norms), weight, scale, matrix.quantize, out)
-        y = y if gate is None else gated(y, gate)
-        return y if residual is None else residual + y
-
-    if not is_native:
-        return plain(x, weight, scale, residual, count, None)
-    eps, norms = (0.0, None) if norm is None else (norm.eps, norm.weight[...])
-    call = native.differentiable(partial(native.multiply, eps=eps, gated=gate is not None, quantize_rows=rounds), plain)
-    flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
-    return call(x.reshape(rows, -1), weight, scale, flat, count, norms).reshape(*x.shape[:-1], -1).astype(dtype)
-
-
-def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:
-    """x [..., in] · weight [out, in], with its scale [out] if it is quantised."""
-    if quantize == "int8":
-        rows, row_scale = quantize_rows(x)
-        return (_dot(rows, weight, jnp.int32).astype(jnp.float32) * row_scale * scale).astype(out)
-    if quantize == "int8-weight":
-        narrow = narrow_dtype(x)
-        return (_dot(x.astype(narrow), weight.astype(narrow), jnp.float32) * scale).astype(out)
-    # float32 results even from 16-bit operands: XLA:CPU has no fast path for 16-bit results (5–100 times slower).
-    return _dot(x.astype(weight.dtype), weight, jnp.promote_types(out, jnp.float32)).astype(out)
-
-
-def narrow_dtype(x: jax.Array) -> DTypeLike:
-    """What int8 weights are widened to: it holds them exactly."""
-    return jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype
-
-
-def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [..., in] as int8 and the float32 scale of each row [..., 1]."""
-    x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30) / 127.0
-    return jnp.round(x / scale).astype(jnp.int8), scale
-
-
-def _dot(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
-    contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.dtype(dtype))
+    With `gate`, the name of an activation, the result is `gated(…, gate)` [..., out / 2]. Rows behind the first `count`
+    are undefined.
+    """
+    return rekindle_kernels.linear(
+        x,
+        matrix.weight[...],
+        scale=None if matrix.scale is None else matrix.scale[...],
+        norm=None if norm is None else norm.weight[...],
+        residual=residual,
+        count=count,
+        options=LinearOptions(matrix.quantize, gate, 0.0 if norm is None else norm.eps),
+        dtype=dtype,
+        implementation=matrix.implementation,
+    )

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import rekindle_kernels
 from rekindle._src.models.config import ModelConfig, MoeSpec
-from rekindle._src.models.nn.activations import gated
-from rekindle._src.models.nn.linear import Linear, Matrix, RMSNorm, multiply, narrow_dtype, parameter, quantize_rows
+from rekindle._src.models.nn.linear import Linear, Matrix, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
+from rekindle_kernels import LinearOptions, gated, narrow_dtype, quantize_rows
 
 
 class Stack(Matrix):
@@ -33,7 +34,9 @@ class Stack(Matrix):
         scale = None
         if self.scale is not None:
             scale = jax.lax.dynamic_index_in_dim(self.scale[...], expert, keepdims=False)
-        return multiply(x, weight, scale, self.quantize, x.dtype)
+        # XLA's product: it takes the slice of the stack into its loop, where another would have to copy it first.
+        options = LinearOptions(self.quantize)
+        return rekindle_kernels.linear(x, weight, scale=scale, options=options, implementation="xla")
 
     def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
         """x [M, in], the first sizes[0] rows for expert 0 and so on → [M, out]."""
@@ -57,7 +60,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, spec: MoeSpec, precision: Precision) -> None:
         G, E, inner = spec.num_experts, config.hidden_size, spec.intermediate_size
         # The router stays in float32: a rounded logit can change which experts a token gets.
-        self.router = Linear(G, E, Precision(stream=precision.stream))
+        self.router = Linear(G, E, Precision(stream=precision.stream, implementation="xla"))
         self.gate_up = Stack((G, 2 * inner, E), precision)
         self.down = Stack((G, E, inner), precision)
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts

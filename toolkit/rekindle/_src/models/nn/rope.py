@@ -127,14 +127,3 @@ def tables(spec: RopeSpec, positions: jax.Array, lengths: jax.Array | None) -> t
     if spec.attention_factor != 1.0:
         cos, sin = cos * spec.attention_factor, sin * spec.attention_factor
     return cos, sin
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [..., heads, D] with its first 2·F dimensions rotated, the first half of them against the second."""
-    half = cos.shape[-1]
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if rest.shape[-1]:
-        parts.append(rest.astype(parts[0].dtype))
-    return jnp.concatenate(parts, axis=-1).astype(x.dtype)

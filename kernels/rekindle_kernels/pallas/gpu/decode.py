@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rekindle_kernels import pallas_gpu_block as block
+from rekindle_kernels.ops.attention import AttentionInputs
+from rekindle_kernels.pallas.gpu import block
 from rekindle_kernels.tuning import GpuDecode
 
 
@@ -118,10 +119,8 @@ def _merge_kernel(
 
 
 def decode(
-    q: jax.Array,  # [T, H, D]
+    inputs: AttentionInputs,
     paged: block.Paged,  # arrays here, references inside the kernel
-    kv_lens: jax.Array,  # int32 [N]
-    sinks: jax.Array | None,  # [H]
     *,
     decode_rows: int,
     scoring: block.Scoring,
@@ -130,6 +129,7 @@ def decode(
     interpret: bool = False,
 ) -> jax.Array:
     """[T, H, D] of which rows 0..R-1 are written; the rest is whatever memory held."""
+    q, kv_lens = inputs.q, inputs.kv_lens
     _, heads, head_dim = q.shape
     kv_heads = paged.pages.shape[2]
     parameters = plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
@@ -145,7 +145,7 @@ def decode(
         compiler_params=parameters,
         interpret=interpret,
         name="paged_decode",
-    )(q, paged, kv_lens, sinks)
+    )(q, paged, kv_lens, inputs.sinks)
     if splits == 1:
         return results[0]
     return pl.pallas_call(

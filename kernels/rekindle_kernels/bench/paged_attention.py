@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from rekindle_kernels import deprecated
-from rekindle_kernels.api import current_platform, init_pages, paged_attention
-from rekindle_kernels.calls import LayerKV
-from rekindle_kernels.pages import write_kv
+from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions, paged_attention
+from rekindle_kernels.ops.memory import init_pages
+from rekindle_kernels.ops.registry import current_platform
+from rekindle_kernels.pages import LayerKV, write_kv
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Sizes:
     """Decode: `rows` sequences of `context` keys. Prefill: one chunk of `chunk` queries that ends at `context`."""
 
     rows: int = 8
@@ -84,7 +85,7 @@ def matmul_rate(dtype: str) -> float:
 
 
 @deprecated.known()
-def filled(shape: Shape, rows: int, dtype: str, seed: int) -> LayerKV:
+def filled(shape: Sizes, rows: int, dtype: str, seed: int) -> LayerKV:
     """Pages of `rows` full sequences, in order of their ids."""
     tokens = rows * shape.context
     random = np.random.default_rng(seed)
@@ -94,29 +95,29 @@ def filled(shape: Shape, rows: int, dtype: str, seed: int) -> LayerKV:
     return jax.jit(write_kv)(kv, k, v, 1 + at // shape.page_size, at % shape.page_size)
 
 
-def table(shape: Shape, rows: int, widen: int = 1) -> jax.Array:
+def table(shape: Sizes, rows: int, widen: int = 1) -> jax.Array:
     """A shuffled page table, `widen` times as wide as the context needs."""
     width = shape.context // shape.page_size
     ids = 1 + np.random.default_rng(0).permutation(rows * width).reshape(rows, width)
     return jnp.asarray(np.pad(ids, ((0, 0), (0, (widen - 1) * width))), jnp.int32)
 
 
-def decode_lines(shape: Shape, dtypes: tuple[str, ...], repeats: int, implementation: str | None) -> list[Line]:
+def decode_lines(shape: Sizes, dtypes: tuple[str, ...], repeats: int, implementation: str | None) -> list[Line]:
     """Decode over pages of each dtype, the same with a table twice as wide, and dense attention over the same keys."""
     runs: dict[str, Callable[[], Any]] = {}
     sizes: dict[str, float] = {}
     rows, context, heads = shape.rows, shape.context, shape.kv_heads
     q = jnp.asarray(np.random.default_rng(1).standard_normal((rows, shape.heads, shape.head_dim)), jnp.float32)
     lens = jnp.full((rows,), context, jnp.int32)
-    step = jax.jit(
-        partial(paged_attention, decode_rows=rows, scale=shape.head_dim**-0.5, implementation=implementation)
-    )
+    options = AttentionOptions(decode_rows=rows, scale=shape.head_dim**-0.5)
+    step = jax.jit(partial(paged_attention, options=options, implementation=implementation))
     for dtype in dtypes:
         layers = [filled(shape, rows, dtype, seed) for seed in range(shape.layers)]
         for widen in (1, 2):
             name = f"decode {dtype}" + (", table twice as wide" if widen == 2 else "")
             rest = (table(shape, rows, widen), lens, jnp.zeros(1, jnp.int32), jnp.int32(0))
-            runs[name] = partial(lambda layers, rest: [step(q, kv, *rest) for kv in layers], layers, rest)
+            inputs = [AttentionInputs(q, kv, *rest) for kv in layers]
+            runs[name] = partial(lambda inputs: [step(each) for each in inputs], inputs)
             sizes[name] = 2 * rows * context * heads * shape.head_dim * layers[0].dtype.itemsize
     dense = [jnp.full((rows, context, heads, shape.head_dim), seed, jnp.float32) for seed in range(shape.layers)]
     rival = jax.jit(jax.nn.dot_product_attention)
@@ -131,14 +132,15 @@ def decode_lines(shape: Shape, dtypes: tuple[str, ...], repeats: int, implementa
     ]
 
 
-def prefill_lines(shape: Shape, dtypes: tuple[str, ...], repeats: int, implementation: str | None) -> list[Line]:
+def prefill_lines(shape: Sizes, dtypes: tuple[str, ...], repeats: int, implementation: str | None) -> list[Line]:
     """One chunk at the end of the context, and dense attention with the same mask."""
     chunk, context = shape.chunk, shape.context
     q = jnp.asarray(np.random.default_rng(1).standard_normal((chunk, shape.heads, shape.head_dim)), jnp.float32)
-    step = jax.jit(partial(paged_attention, decode_rows=0, scale=shape.head_dim**-0.5, implementation=implementation))
+    options = AttentionOptions(decode_rows=0, scale=shape.head_dim**-0.5)
+    step = jax.jit(partial(paged_attention, options=options, implementation=implementation))
     rest = (table(shape, 1), jnp.full((1,), context, jnp.int32), jnp.asarray([0, chunk], jnp.int32), jnp.int32(1))
     runs: dict[str, Callable[[], Any]] = {
-        f"prefill {dtype}": partial(step, q, filled(shape, 1, dtype, 0), *rest) for dtype in dtypes
+        f"prefill {dtype}": partial(step, AttentionInputs(q, filled(shape, 1, dtype, 0), *rest)) for dtype in dtypes
     }
     dense = jnp.ones((1, context, shape.kv_heads, shape.head_dim))
     mask = jnp.arange(context) <= (context - chunk + jnp.arange(chunk))[:, None]
@@ -158,7 +160,7 @@ def prefill_lines(shape: Shape, dtypes: tuple[str, ...], repeats: int, implement
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m rekindle_kernels.bench", description=__doc__)
-    for field, value in asdict(Shape()).items():
+    for field, value in asdict(Sizes()).items():
         parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--dtypes", default="float32,bfloat16,int8", help="of the pages")
     parser.add_argument("--repeats", type=int, default=10)
@@ -167,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(parser.parse_args(arguments))
     dtypes = tuple(options.pop("dtypes").split(","))
     repeats, implementation, as_json = (options.pop(name) for name in ("repeats", "implementation", "json"))
-    shape = Shape(**options)
+    shape = Sizes(**options)
     if shape.context % shape.page_size or shape.chunk > shape.context:
         parser.error(f"context {shape.context} must be a multiple of page size {shape.page_size} and hold the chunk")
     device = jax.devices()[0]
@@ -182,7 +184,3 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{device.platform} {device.device_kind}: {shape}")
     for line in lines:
         print(f"{line.name:48s}{line.milliseconds:10.3f} ms{line.rate:10.1f} {line.unit:8s}{line.share or 0:7.0%}")
-
-
-if __name__ == "__main__":
-    main()

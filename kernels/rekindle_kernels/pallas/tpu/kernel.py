@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rekindle_kernels import tiles
+from rekindle_kernels.pallas import tiles
 
 # A finite start for running maxima: with -inf a row that saw only masked keys would compute exp(-inf - -inf) = nan.
 LOWEST = -1e30
@@ -26,7 +26,7 @@ LANES = 128
 
 
 @dataclass(frozen=True)
-class Shape:
+class TileShape:
     """What a kernel is specialised on."""
 
     group: int  # G
@@ -48,7 +48,7 @@ class Span(NamedTuple):
     high: jax.Array
 
 
-def span(table: jax.Ref | jax.Array, tile: jax.Array, shape: Shape) -> Span:
+def span(table: jax.Ref | jax.Array, tile: jax.Array, shape: TileShape) -> Span:
     """The tile's span, from the tile table."""
     queries, context, first = (table[row, tile] for row in (tiles.QUERIES, tiles.CONTEXT, tiles.FIRST))
     size = shape.block_pages * shape.page_size
@@ -62,10 +62,10 @@ def span(table: jax.Ref | jax.Array, tile: jax.Array, shape: Shape) -> Span:
     return Span(table[tiles.SEQUENCE, tile], context, nearest, low, high)
 
 
-class Fetch:
+class PageFetch:
     """Starts and awaits the pages of a block in one of the two buffers."""
 
-    def __init__(self, pages: jax.Ref, table: jax.Ref, buffers: jax.Ref, semaphores: jax.Ref, shape: Shape) -> None:
+    def __init__(self, pages: jax.Ref, table: jax.Ref, buffers: jax.Ref, semaphores: jax.Ref, shape: TileShape) -> None:
         self.pages, self.table, self.buffers, self.semaphores = pages, table, buffers, semaphores
         self.shape = shape
 
@@ -96,7 +96,7 @@ def _attend_block(
     values_ref: jax.Ref,  # float32 [K, M, D]
     at: Span,
     block: jax.Array,
-    shape: Shape,
+    shape: TileShape,
 ) -> None:
     """Take one block of keys into every head's online softmax."""
     keys = shape.block_pages * shape.page_size
@@ -155,10 +155,10 @@ def _kernel(
     total_ref: jax.Ref,
     values_ref: jax.Ref,
     *,
-    shape: Shape,
+    shape: TileShape,
 ) -> None:
     tile, count = pl.program_id(0), pl.num_programs(0)
-    fetch = Fetch(pages_ref, page_table_ref, buffers, semaphores, shape)
+    fetch = PageFetch(pages_ref, page_table_ref, buffers, semaphores, shape)
     mine = span(table_ref, tile, shape)
 
     @pl.when(tile == next_ref[count])
@@ -203,7 +203,7 @@ def run_tiles(
     page_table: jax.Array,  # int32 [N, W]
     sinks: jax.Array | None,  # float32 [K, M]
     *,
-    shape: Shape,
+    shape: TileShape,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
     """[tiles, K, M, D]."""

@@ -1,4 +1,4 @@
-"""The fallback everywhere, a CPU without native kernels included: paged attention in the forms that XLA:CPU runs fast.
+"""Paged attention in the forms that XLA:CPU runs fast: the fallback on every platform.
 
 Decode: rows are sorted by length and taken in chunks; a loop walks over (chunk, block of keys) and never over a block
 that no row of the chunk owns, so time follows the true lengths and not the page table's width. Prefill: a loop over
@@ -50,8 +50,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rekindle_kernels.calls import Call, Implementation, LayerKV
-from rekindle_kernels.pages import as_values
+from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
+from rekindle_kernels.ops.registry import Implementation, anything
+from rekindle_kernels.pages import LayerKV, as_values
 
 MASKED = (
     -1e30
@@ -79,7 +80,7 @@ class Running(NamedTuple):
     values: jax.Array  # float32 [C, K, M, D]
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """A block of keys and values of C rows, L keys each; scales are there for narrow pages."""
 
     keys: jax.Array  # [C, K, L, D]
@@ -88,16 +89,7 @@ class Block(NamedTuple):
     value_scales: jax.Array | None
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What a query may see and how a logit is formed."""
-
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-
-
-def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool) -> Block:
+def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool) -> KeyBlock:
     """Keys and values on `pages` [C, L/S], of which row c owns the first left[c] (≤ 0: none; ≥ L: all)."""
     C, count = pages.shape
     K, S, D = kv.kv_heads, kv.page_size, kv.head_dim
@@ -118,13 +110,13 @@ def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: boo
     keys, values = lax.cond(jnp.min(left) >= count * S, lambda: gather(False), lambda: gather(maskable))
     keys, values = (x.reshape(C, K, count * S, D) for x in (keys, values))
     if kv.scales is None:
-        return Block(keys, values, None, None)
+        return KeyBlock(keys, values, None, None)
     scales = kv.scales.reshape(-1, S)
     key_scales, value_scales = (
         scales.at[rows].get(mode="promise_in_bounds").reshape(C, K, 1, count * S) for rows in (key_rows, key_rows + K)
     )
     seen = jnp.arange(count * S) < left[:, None, None, None]
-    return Block(keys, values, jnp.where(seen, key_scales, 0), jnp.where(seen, value_scales, 0))
+    return KeyBlock(keys, values, jnp.where(seen, key_scales, 0), jnp.where(seen, value_scales, 0))
 
 
 def widen(stored: jax.Array, kv: LayerKV, integer_dots: bool) -> jax.Array:
@@ -157,7 +149,7 @@ def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     )
 
 
-def logits_of(q: jax.Array, block: Block, rules: Rules) -> jax.Array:
+def logits_of(q: jax.Array, block: KeyBlock, options: AttentionOptions) -> jax.Array:
     """Logits [C, K, M, L] of scaled queries q [C, K, M, D]."""
     if block.keys.dtype == jnp.int8:
         parts, scale = two_int8(q, jnp.max(jnp.abs(q), axis=-1, keepdims=True))
@@ -169,10 +161,10 @@ def logits_of(q: jax.Array, block: Block, rules: Rules) -> jax.Array:
         logits = dot("ckmd,cktd->ckmt", q, block.keys)
     if block.key_scales is not None:
         logits = logits * block.key_scales
-    return logits if rules.soft_cap is None else rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
+    return logits if options.soft_cap is None else options.soft_cap * jnp.tanh(logits / options.soft_cap)
 
 
-def weighted_values(weights: jax.Array, block: Block) -> jax.Array:
+def weighted_values(weights: jax.Array, block: KeyBlock) -> jax.Array:
     """Weights [C, K, M, L] times values: [C, K, M, D]."""
     if block.value_scales is not None:
         weights = weights * block.value_scales
@@ -185,9 +177,11 @@ def weighted_values(weights: jax.Array, block: Block) -> jax.Array:
     return (sums[:, :, :M] + sums[:, :, M:] / 254) * scale
 
 
-def absorb(running: Running, q: jax.Array, block: Block, seen: jax.Array | None, rules: Rules) -> Running:
+def absorb(
+    running: Running, q: jax.Array, block: KeyBlock, seen: jax.Array | None, options: AttentionOptions
+) -> Running:
     """Online softmax over one more block; `seen` is a mask that broadcasts to [C, K, M, L], None if there is none."""
-    logits = logits_of(q, block, rules)
+    logits = logits_of(q, block, options)
     if seen is not None:
         logits = jnp.where(seen, logits, MASKED)
     largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1, keepdims=True))
@@ -222,7 +216,12 @@ def pages_per_block(keys: int, page_size: int, table_width: int) -> int:
 
 
 def decode(
-    q: jax.Array, kv: LayerKV, page_table: jax.Array, kv_lens: jax.Array, sinks: jax.Array | None, rules: Rules
+    q: jax.Array,
+    kv: LayerKV,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
 ) -> jax.Array:
     """One query per row: q [R, H, D], page_table [R, W], kv_lens [R] -> float32 [R, H, D]."""
     R, H, D = q.shape
@@ -235,8 +234,10 @@ def decode(
     order = jnp.argsort(-kv_lens) if chunks > 1 else jnp.arange(R)
     whole = lambda x: jnp.pad(x[order], ((0, chunks * chunk - R),) + ((0, 0),) * (x.ndim - 1))  # noqa: E731
     lens, table = whole(kv_lens), padded_table(whole(page_table), per_block)
-    q_sorted = whole(q.astype(jnp.float32) * rules.scale).reshape(chunks * chunk, K, H // K, D)
-    first_key = jnp.zeros_like(lens) if rules.sliding_window is None else jnp.maximum(lens - rules.sliding_window, 0)
+    q_sorted = whole(q.astype(jnp.float32) * options.scale).reshape(chunks * chunk, K, H // K, D)
+    first_key = (
+        jnp.zeros_like(lens) if options.sliding_window is None else jnp.maximum(lens - options.sliding_window, 0)
+    )
 
     # Work list: the blocks [first, last) of each chunk, numbered through.
     by_chunk = lambda x: x.reshape(chunks, chunk)  # noqa: E731
@@ -254,7 +255,7 @@ def decode(
         block = read_block(kv, pages, left, integer_dots=kv.pages.dtype == jnp.int8)
         at = index * keys + jnp.arange(keys)
         seen = (at < here[:, None]) & (at >= rows(first_key)[:, None])
-        new = absorb(Running(*map(rows, running)), rows(q_sorted), block, seen[:, None, None, :], rules)
+        new = absorb(Running(*map(rows, running)), rows(q_sorted), block, seen[:, None, None, :], options)
         if chunks == 1:
             return new
         put = lambda old, x: lax.dynamic_update_slice_in_dim(old, x, c * chunk, 0)  # noqa: E731
@@ -274,7 +275,7 @@ def prefill(
     cu_q_lens: jax.Array,
     num_prefills: jax.Array,
     sinks: jax.Array | None,
-    rules: Rules,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Chunks of prompts: q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, D]."""
     T, H, D = q.shape
@@ -294,27 +295,27 @@ def prefill(
         begin = (item - (ends[s] - -(-q_lens[s] // queries))) * queries  # within the sequence
         kv_len = kv_lens[s]
         token = cu_q_lens[s] + begin
-        mine = lax.dynamic_slice_in_dim(q, token, queries).astype(jnp.float32) * rules.scale
+        mine = lax.dynamic_slice_in_dim(q, token, queries).astype(jnp.float32) * options.scale
         mine = mine.reshape(queries, K, G, D).transpose(1, 2, 0, 3).reshape(1, K, G * queries, D)
         position = kv_len - q_lens[s] + begin + jnp.arange(queries)
         last_key = jnp.minimum(position[-1] + 1, kv_len)
-        first_key = 0 if rules.sliding_window is None else jnp.maximum(position[0] - rules.sliding_window + 1, 0)
+        first_key = 0 if options.sliding_window is None else jnp.maximum(position[0] - options.sliding_window + 1, 0)
 
         def absorb_keys(index: jax.Array, running: Running, all_seen: bool = False) -> Running:
             pages = lax.dynamic_slice(table, (s, index * per_block), (1, per_block))
             block = read_block(kv, pages, (kv_len - index * keys)[None], integer_dots=False)
             if all_seen:
-                return absorb(running, mine, block, None, rules)
+                return absorb(running, mine, block, None, options)
             at = index * keys + jnp.arange(keys)
             seen = (at <= position[:, None]) & (at < kv_len)
-            if rules.sliding_window is not None:
-                seen &= at > position[:, None] - rules.sliding_window
+            if options.sliding_window is not None:
+                seen &= at > position[:, None] - options.sliding_window
             seen = jnp.broadcast_to(seen[None], (G, queries, keys)).reshape(1, 1, G * queries, keys)
-            return absorb(running, mine, block, seen, rules)
+            return absorb(running, mine, block, seen, options)
 
         running = start(mine.shape, by_head)
         bordering = first_key // keys
-        if rules.sliding_window is None:
+        if options.sliding_window is None:
             bordering = jnp.minimum(position[0] + 1, kv_len) // keys
             running = lax.fori_loop(0, bordering, partial(absorb_keys, all_seen=True), running)
         done = finish(lax.fori_loop(bordering, -(-last_key // keys), absorb_keys, running))
@@ -327,36 +328,20 @@ def prefill(
     return lax.fori_loop(0, ends[-1], step, jnp.zeros(q.shape, jnp.float32))[:T]
 
 
-def paged_attention(
-    q: jax.Array,
-    kv: LayerKV,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    num_prefills: jax.Array,
-    *,
-    decode_rows: int,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    """`api.paged_attention`: decode rows and prefill tokens apart."""
-    rules, R = Rules(scale, sliding_window, soft_cap), decode_rows
+def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
+    """`ops.attention.paged_attention`: decode rows and prefill tokens apart."""
+    q, kv, table, lens, R = inputs.q, inputs.kv, inputs.page_table, inputs.kv_lens, options.decode_rows
     parts = []
     if R:
-        parts.append(decode(q[:R], kv, page_table[:R], kv_lens[:R], sinks, rules))
+        parts.append(decode(q[:R], kv, table[:R], lens[:R], inputs.sinks, options))
     if q.shape[0] > R:
-        if page_table.shape[0] == R:
+        if table.shape[0] == R:
             parts.append(jnp.zeros_like(q[R:]))
         else:
-            parts.append(prefill(q[R:], kv, page_table[R:], kv_lens[R:], cu_q_lens, num_prefills, sinks, rules))
+            ends, real = inputs.cu_q_lens, inputs.num_prefills
+            parts.append(prefill(q[R:], kv, table[R:], lens[R:], ends, real, inputs.sinks, options))
     parts = [part.astype(q.dtype) for part in parts]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def supports(call: Call) -> str | None:
-    return None
-
-
-IMPLEMENTATIONS = {"xla": Implementation("xla", paged_attention, supports)}
+ATTENTION = Implementation("xla", paged_attention, anything)

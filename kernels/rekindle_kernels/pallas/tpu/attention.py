@@ -8,22 +8,24 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from rekindle_kernels import tiles, tuning
-from rekindle_kernels.calls import Call, Implementation, LayerKV
+from rekindle_kernels import tuning
+from rekindle_kernels.ops.attention import AttentionCall, AttentionInputs, AttentionOptions
+from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pages import as_values
-from rekindle_kernels.pallas_tpu_kernel import Shape, run_tiles
+from rekindle_kernels.pallas import tiles
+from rekindle_kernels.pallas.tpu.kernel import TileShape, run_tiles
 
 TYPES = ("bfloat16", "float32")
 
 
-def supports(call: Call) -> str | None:
+def supports(call: AttentionCall) -> str | None:
     """The reason why the kernel can't serve the call, or None."""
     if call.q_dtype.name not in TYPES:
         return f"queries are {call.q_dtype.name}, not one of {', '.join(TYPES)}"
     if call.kv_dtype.name not in TYPES:
         return f"pages are {call.kv_dtype.name}, not one of {', '.join(TYPES)}"
     if call.page_size % 8:
-        return f"page size {call.page_size} is no multiple of 8, the rows of a tile"
+        return f"page size {call.page_size} is not a multiple of 8, the rows of a tile"
     if call.head_dim > 256:
         return f"head_dim {call.head_dim} is more than 256"
     return None
@@ -44,27 +46,19 @@ def _pad_rows(rows: int, dtype: jnp.dtype) -> int:
 
 
 def attention(
-    q: jax.Array,
-    kv: LayerKV,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    num_prefills: jax.Array,
+    inputs: AttentionInputs,
+    options: AttentionOptions,
     *,
-    decode_rows: int,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
     config: tuning.Tpu | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """`paged_attention`; block sizes come from `tuning` unless they are given."""
+    """`ops.attention.paged_attention`; block sizes come from `tuning` unless they are given."""
+    q, kv, sinks, decode_rows = inputs.q, inputs.kv, inputs.sinks, options.decode_rows
     tokens, heads, head_dim = q.shape
     group = heads // kv.kv_heads
     pages = as_values(kv.pages, kv)
     config = config or tuning.tpu(kv.dtype, head_dim, kv.page_size, heads, kv.kv_heads)
-    block_pages = max(1, min(config.keys // kv.page_size, page_table.shape[1]))
+    block_pages = max(1, min(config.keys // kv.page_size, inputs.page_table.shape[1]))
 
     def run(tiled: jax.Array, table: jax.Array, span: int) -> jax.Array:
         """tiled [tiles, span, H, D] through the kernel, in the same layout."""
@@ -76,23 +70,25 @@ def attention(
         if sinks is not None:
             each = jnp.tile(sinks.reshape(kv.kv_heads, group), (1, span))
             each = jnp.pad(each, ((0, 0), (0, rows - span * group)))
-        shape = Shape(group, rows, block_pages, kv.page_size, float(scale), soft_cap, sliding_window)
-        out = run_tiles(folded, pages, table, page_table, each, shape=shape, interpret=interpret)
+        shape = TileShape(
+            group, rows, block_pages, kv.page_size, float(options.scale), options.soft_cap, options.sliding_window
+        )
+        out = run_tiles(folded, pages, table, inputs.page_table, each, shape=shape, interpret=interpret)
         out = out[:, :, : span * group].reshape(-1, kv.kv_heads, span, group, head_dim)
         return out.swapaxes(1, 2).reshape(-1, span, heads, head_dim)
 
     parts = []
     if decode_rows:
         with jax.named_scope("decode"):
-            table = _decode_tiles(kv_lens, decode_rows)
+            table = _decode_tiles(inputs.kv_lens, decode_rows)
             parts.append(run(q[:decode_rows, None], table, 1)[:, 0])
     if tokens > decode_rows:
         with jax.named_scope("prefill"):
             span = min(config.tokens, _pad_rows(tokens - decode_rows, q.dtype))
             table = tiles.tile_table(
-                cu_q_lens,
-                kv_lens,
-                num_prefills,
+                inputs.cu_q_lens,
+                inputs.kv_lens,
+                inputs.num_prefills,
                 tokens=tokens - decode_rows,
                 decode_rows=decode_rows,
                 rows_per_token=group,
@@ -112,10 +108,6 @@ def attention(
     return jnp.concatenate(parts) if parts else jnp.zeros_like(q)
 
 
-IMPLEMENTATIONS = {
-    "pallas_tpu": Implementation("pallas_tpu", attention, supports),
-    # The same kernel as plain JAX operations, on any device: slow, for tests.
-    "pallas_tpu_interpret": Implementation(
-        "pallas_tpu_interpret", functools.partial(attention, interpret=True), supports
-    ),
-}
+ATTENTION = Implementation("pallas_tpu", attention, supports)
+# The same kernel as plain JAX operations, on any device: slow, for tests.
+INTERPRETED = Implementation("pallas_tpu_interpret", functools.partial(attention, interpret=True), supports)

@@ -1,4 +1,4 @@
-"""`python -m rekindle_kernels.bench_gpu`: the GPU kernels beside cuDNN and JAX's own, after a check."""
+"""`python -m rekindle_kernels.bench.gpu`: the GPU kernels beside cuDNN and JAX's own, after a check."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rekindle_kernels import deprecated, pages, pallas_gpu, pallas_gpu_write
-from rekindle_kernels.api import current_platform, paged_attention
-from rekindle_kernels.bench import Shape, filled, matmul_rate, medians, read_bandwidth, table
+from rekindle_kernels import deprecated, pages
+from rekindle_kernels.bench.paged_attention import Sizes, filled, matmul_rate, medians, read_bandwidth, table
+from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions, paged_attention
+from rekindle_kernels.ops.registry import current_platform
+from rekindle_kernels.pallas.gpu import attention as kernels
+from rekindle_kernels.pallas.gpu import write_kv as writing
 
 # The shapes that the kernels are judged by: 64 rows of 4096 keys with groups of 8, and prompts of 2048 tokens.
-DECODE = Shape(rows=64, context=4096, heads=64, kv_heads=8, head_dim=128, page_size=16, layers=1)
+DECODE = Sizes(rows=64, context=4096, heads=64, kv_heads=8, head_dim=128, page_size=16, layers=1)
 PREFILL = replace(DECODE, rows=4, context=2048, chunk=2048, heads=32)
 Runs = dict[str, Callable[[], Any]]
 
@@ -33,20 +36,21 @@ def guarded(runs: Runs) -> Runs:
     return kept
 
 
-def decode_runs(shape: Shape) -> Runs:
+def decode_runs(shape: Sizes) -> Runs:
     rows, context, scale = shape.rows, shape.context, shape.head_dim**-0.5
+    options = AttentionOptions(decode_rows=rows, scale=scale)
     kv = filled(shape, rows, "bfloat16", 0)
     q = jax.random.normal(jax.random.key(1), (rows, shape.heads, shape.head_dim), jnp.bfloat16)
     lens = jnp.full((rows,), context, jnp.int32)
     rest = (lens, jnp.zeros(1, jnp.int32), jnp.int32(0))
-    ours = jax.jit(partial(paged_attention, decode_rows=rows, scale=scale))
+    ours = jax.jit(partial(paged_attention, options=options))
     runs: Runs = {
-        name: partial(ours, q, kv, table(shape, rows, widen), *rest)
+        name: partial(ours, AttentionInputs(q, kv, table(shape, rows, widen), *rest))
         for name, widen in (("decode", 1), ("decode, table twice as wide", 2))
     }
     for splits in (1, 2, 4, 8):
-        run = jax.jit(partial(pallas_gpu.attention, decode_rows=rows, scale=scale, splits=splits))
-        runs[f"decode, {splits} splits"] = partial(run, q, kv, table(shape, rows), *rest)
+        run = jax.jit(partial(kernels.attention, options=options, splits=splits))
+        runs[f"decode, {splits} splits"] = partial(run, AttentionInputs(q, kv, table(shape, rows), *rest))
     scaled = q * scale
     k, v = (kv.pages[:, half].swapaxes(0, 1) for half in (0, 1))
     pages_of = table(shape, rows)
@@ -58,14 +62,16 @@ def decode_runs(shape: Shape) -> Runs:
     return runs
 
 
-def prefill_runs(shape: Shape) -> Runs:
+def prefill_runs(shape: Sizes) -> Runs:
     rows, chunk = shape.rows, shape.chunk
     kv = filled(shape, rows, "bfloat16", 0)
     q = jax.random.normal(jax.random.key(1), (rows * chunk, shape.heads, shape.head_dim), jnp.bfloat16)
     starts = jnp.arange(rows + 1, dtype=jnp.int32) * chunk
     lens = jnp.full((rows,), shape.context, jnp.int32)
-    ours = jax.jit(partial(paged_attention, decode_rows=0, scale=shape.head_dim**-0.5))
-    runs: Runs = {"prefill": partial(ours, q, kv, table(shape, rows), lens, starts, jnp.int32(rows))}
+    options = AttentionOptions(decode_rows=0, scale=shape.head_dim**-0.5)
+    ours = jax.jit(partial(paged_attention, options=options))
+    inputs = AttentionInputs(q, kv, table(shape, rows), lens, starts, jnp.int32(rows))
+    runs: Runs = {"prefill": partial(ours, inputs)}
     dense = jnp.ones((rows, chunk, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     for name in ("cudnn", "xla"):
         attend = jax.jit(partial(jax.nn.dot_product_attention, is_causal=True, implementation=name))
@@ -75,13 +81,13 @@ def prefill_runs(shape: Shape) -> Runs:
     return runs
 
 
-def write_runs(shape: Shape, tokens: int) -> Runs:
+def write_runs(shape: Sizes, tokens: int) -> Runs:
     """Writing a step's keys and values; both copy the pages too, since nothing is donated: only compare them."""
     kv = filled(shape, 1, "bfloat16", 0)
     values = jax.random.normal(jax.random.key(1), (tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     at = jnp.arange(tokens)
     rest = (values, values, 1 + at // shape.page_size, at % shape.page_size)
-    kernels = {"scatter": pages.write_kv, "kernel": pallas_gpu_write.write_kv}
+    kernels = {"scatter": pages.write_kv, "kernel": writing.write_kv}
     return {f"write {tokens} tokens, {name}": partial(jax.jit(write), kv, *rest) for name, write in kernels.items()}
 
 
@@ -92,9 +98,10 @@ def check() -> None:
     kv = filled(shape, 3, "bfloat16", 0)
     q = jax.random.normal(jax.random.key(1), (2 + shape.chunk, shape.heads, shape.head_dim), jnp.bfloat16)
     lens, starts = jnp.array([1, 500, 512], jnp.int32), jnp.array([0, shape.chunk], jnp.int32)
-    rest = (table(shape, 3), lens, starts, jnp.int32(1))
-    run = partial(paged_attention, decode_rows=2, scale=shape.head_dim**-0.5)
-    got, want = run(q, kv, *rest), run(q.astype(jnp.float32), kv, *rest, implementation="reference")
+    inputs = AttentionInputs(q, kv, table(shape, 3), lens, starts, jnp.int32(1))
+    run = partial(paged_attention, options=AttentionOptions(decode_rows=2, scale=shape.head_dim**-0.5))
+    got = run(inputs)
+    want = run(replace(inputs, q=q.astype(jnp.float32)), implementation="reference")
     worst = float(jnp.max(jnp.abs(got.astype(jnp.float32) - want)))
     assert worst < 3e-2, f"the compiled kernels are off by {worst}"
 

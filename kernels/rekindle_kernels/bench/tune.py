@@ -1,4 +1,4 @@
-"""`python -m rekindle_kernels.tune`: time block sizes on the device at hand and print the entries for `tuning.py`."""
+"""`python -m rekindle_kernels.bench.tune` times block sizes on the device at hand and prints lines for `tuning.py`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle_kernels import deprecated, pallas_gpu, pallas_tpu, tuning
-from rekindle_kernels.api import current_platform, init_pages
-from rekindle_kernels.calls import LayerKV, needs_scales
+from rekindle_kernels import deprecated, tuning
+from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
+from rekindle_kernels.ops.memory import init_pages
+from rekindle_kernels.ops.registry import current_platform
+from rekindle_kernels.pages import LayerKV, needs_scales
+from rekindle_kernels.pallas.gpu import attention as gpu
+from rekindle_kernels.pallas.tpu import attention as tpu
 
 GROUP, KV_HEADS = 4, 8
 
@@ -48,7 +52,7 @@ def random_pages(num_pages: int, page_size: int, head_dim: int, dtype: str) -> L
 
 def problem(
     head_dim: int, page_size: int, dtype: str, *, rows: int, chunks: int, chunk: int, context: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[AttentionInputs, AttentionOptions]:
     """`rows` decode rows and `chunks` prefill chunks of `chunk` tokens, all with `context` keys in shuffled pages."""
     sequences = rows + chunks
     width = -(-context // page_size)
@@ -56,7 +60,7 @@ def problem(
     table = np.random.default_rng(0).permutation(np.arange(1, sequences * width + 1)).reshape(sequences, width)
     q_dtype = "bfloat16" if needs_scales(dtype) else dtype
     q = jax.random.normal(jax.random.key(1), (rows + chunks * chunk, KV_HEADS * GROUP, head_dim), jnp.float32)
-    arguments = (
+    inputs = AttentionInputs(
         q.astype(q_dtype),
         kv,
         jnp.asarray(table, jnp.int32),
@@ -64,17 +68,19 @@ def problem(
         jnp.arange(chunks + 1, dtype=jnp.int32) * chunk,
         jnp.asarray(chunks, jnp.int32),
     )
-    return arguments, {"decode_rows": rows, "scale": head_dim**-0.5}
+    return inputs, AttentionOptions(decode_rows=rows, scale=head_dim**-0.5)
 
 
 @deprecated.known()
-def seconds(run: Callable[..., jax.Array], arguments: tuple[Any, ...], *, calls: int = 10, rounds: int = 5) -> float:
+def seconds(
+    run: Callable[[AttentionInputs], jax.Array], inputs: AttentionInputs, *, calls: int = 10, rounds: int = 5
+) -> float:
     """Median time of one call; several calls are in flight at once, so that dispatch is not what is measured."""
-    jax.block_until_ready(run(*arguments))
+    jax.block_until_ready(run(inputs))
     times = []
     for _ in range(rounds):
         begin = time.perf_counter()
-        jax.block_until_ready([run(*arguments) for _ in range(calls)])
+        jax.block_until_ready([run(inputs) for _ in range(calls)])
         times.append((time.perf_counter() - begin) / calls)
     return statistics.median(times)
 
@@ -83,15 +89,15 @@ def best(
     attention: Callable[..., jax.Array],
     option: str,
     candidates: Iterable[Any],
-    problems: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    problems: Sequence[tuple[AttentionInputs, AttentionOptions]],
 ) -> tuple[Any, list[float]] | None:
     """The candidate with the least product of times over the problems; those that don't compile are passed over."""
     found: list[tuple[float, Any, list[float]]] = []
     for candidate in candidates:
         try:
             times = [
-                seconds(jax.jit(partial(attention, **options, **{option: candidate})), arguments)
-                for arguments, options in problems
+                seconds(jax.jit(partial(attention, options=options, **{option: candidate})), inputs)
+                for inputs, options in problems
             ]
         except Exception as error:
             print(f"  {candidate}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
@@ -104,7 +110,7 @@ def best(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rekindle_kernels.tune", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rekindle_kernels.bench.tune", description=__doc__)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--page-size", nargs="+", type=int, default=[16, 64])
@@ -116,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if platform not in ("gpu", "tpu"):
         print(f"nothing to tune: the kernels with block sizes run on gpu and tpu, this is {platform}")
         return 1
-    attention = pallas_gpu.attention if platform == "gpu" else pallas_tpu.attention
+    attention = gpu.attention if platform == "gpu" else tpu.attention
     device = tuning.device_kind(platform)
     for dtype, head_dim, page_size in itertools.product(options.dtype, options.head_dim, options.page_size):
         make = partial(problem, head_dim, page_size, dtype, context=options.context)

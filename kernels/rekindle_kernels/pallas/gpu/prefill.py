@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rekindle_kernels import pallas_gpu_block as block
-from rekindle_kernels import tiles
+from rekindle_kernels.ops.attention import AttentionInputs
+from rekindle_kernels.pallas import tiles
+from rekindle_kernels.pallas.gpu import block
 from rekindle_kernels.tuning import GpuPrefill
 
 
@@ -85,12 +86,8 @@ def _prefill_kernel(
 
 
 def prefill(
-    q: jax.Array,  # [T, H, D]
-    paged: block.Paged,
-    kv_lens: jax.Array,  # int32 [N]
-    cu_q_lens: jax.Array,  # int32 [N-R+1]
-    num_prefills: jax.Array,  # int32 []
-    sinks: jax.Array | None,  # [H]
+    inputs: AttentionInputs,
+    paged: block.Paged,  # arrays here, references inside the kernel
     out: jax.Array | None,  # [T, H, D] with the decode rows done; written in place
     *,
     decode_rows: int,
@@ -99,19 +96,20 @@ def prefill(
     interpret: bool = False,
 ) -> jax.Array:
     """[T, H, D]: the tokens from R on are written, the others are those of `out`."""
+    q = inputs.q
     tokens, heads, _ = q.shape
     kv_heads = paged.pages.shape[2]
     group = heads // kv_heads
     table = tiles.tile_table(
-        cu_q_lens,
-        kv_lens,
-        num_prefills,
+        inputs.cu_q_lens,
+        inputs.kv_lens,
+        inputs.num_prefills,
         tokens=tokens - decode_rows,
         decode_rows=decode_rows,
         rows_per_token=group,
         block=config.block_m,
     )
-    arguments: tuple[Any, ...] = (q, paged, table, sinks)
+    arguments: tuple[Any, ...] = (q, paged, table, inputs.sinks)
     aliases = {}
     if out is not None:
         aliases = {len(jax.tree.leaves(arguments)): 0}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rekindle_kernels.calls import LayerKV
-from rekindle_kernels.pages import as_stored, as_values
-from rekindle_kernels.pallas_gpu_block import padded
+from rekindle_kernels.ops.registry import Implementation, anything
+from rekindle_kernels.pages import LayerKV, as_stored, as_values
+from rekindle_kernels.pallas.gpu.block import padded
 
 
 def _round(values: jax.Array) -> jax.Array:
@@ -55,7 +57,7 @@ def _write_kernel(
 def write_kv(
     kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array, *, interpret: bool = False
 ) -> LayerKV:
-    """`pages.write_kv` as one kernel."""
+    """`ops.write_kv.write_kv` as one kernel."""
     pages = as_values(kv.pages, kv)
     leaves = (pages,) if kv.scales is None else (pages, kv.scales)
     out = pl.pallas_call(
@@ -68,3 +70,7 @@ def write_kv(
         name="write_kv",
     )(k, v, page_ids, offsets, *leaves)
     return LayerKV(as_stored(out[0], kv), out[1] if len(out) == 2 else None)
+
+
+WRITE_KV = Implementation("pallas_gpu", write_kv, anything)
+INTERPRETED = Implementation("pallas_gpu_interpret", functools.partial(write_kv, interpret=True), anything)

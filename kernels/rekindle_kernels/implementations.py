@@ -1,0 +1,56 @@
+"""Which implementations each operation has, in order of preference: the first that supports a call serves it.
+
+The others are found by name alone (`implementation=…`). A module is imported when a call first comes to its line.
+"""
+
+from __future__ import annotations
+
+from rekindle_kernels.ops.attention import ATTENTION
+from rekindle_kernels.ops.linear import LINEAR
+from rekindle_kernels.ops.memory import ZEROS
+from rekindle_kernels.ops.norm import RMS_NORM
+from rekindle_kernels.ops.rope import ROPE
+from rekindle_kernels.ops.sampling import DRAW, GREEDY
+from rekindle_kernels.ops.write_kv import WRITE_KV
+
+NATIVE = "rekindle_kernels.native.implementations"
+XLA_ATTENTION, XLA_MEMORY = "rekindle_kernels.xla.attention", "rekindle_kernels.xla.memory"
+XLA_LINEAR, XLA_NORM, XLA_ROPE = "rekindle_kernels.xla.linear", "rekindle_kernels.xla.norm", "rekindle_kernels.xla.rope"
+XLA_SAMPLING = "rekindle_kernels.xla.sampling"
+GPU_ATTENTION, GPU_WRITE = "rekindle_kernels.pallas.gpu.attention", "rekindle_kernels.pallas.gpu.write_kv"
+TPU_ATTENTION = "rekindle_kernels.pallas.tpu.attention"
+REFERENCE = "rekindle_kernels.reference"
+CPU, GPU, TPU, ANYWHERE = ("cpu",), ("gpu",), ("tpu",), ("cpu", "gpu", "tpu")
+
+ATTENTION.register("pallas_gpu", GPU_ATTENTION, "ATTENTION", platforms=GPU)
+ATTENTION.register("pallas_tpu", TPU_ATTENTION, "ATTENTION", platforms=TPU)
+ATTENTION.register("native", NATIVE, "ATTENTION", platforms=CPU)
+ATTENTION.register("xla", XLA_ATTENTION, "ATTENTION", platforms=ANYWHERE)
+ATTENTION.register("reference", REFERENCE, "ATTENTION", platforms=ANYWHERE)
+ATTENTION.register("pallas_gpu_interpret", GPU_ATTENTION, "INTERPRETED")  # for tests, as is the next
+ATTENTION.register("pallas_tpu_interpret", TPU_ATTENTION, "INTERPRETED")
+
+WRITE_KV.register("pallas_gpu", GPU_WRITE, "WRITE_KV", platforms=GPU)
+WRITE_KV.register("native", NATIVE, "WRITE_KV", platforms=CPU)
+WRITE_KV.register("xla", XLA_MEMORY, "WRITE_KV", platforms=ANYWHERE)
+WRITE_KV.register("pallas_gpu_interpret", GPU_WRITE, "INTERPRETED")
+
+LINEAR.register("native", NATIVE, "LINEAR", platforms=CPU)
+LINEAR.register("xla", XLA_LINEAR, "LINEAR", platforms=ANYWHERE)
+
+RMS_NORM.register("native", NATIVE, "RMS_NORM", platforms=CPU)
+RMS_NORM.register("xla", XLA_NORM, "RMS_NORM", platforms=ANYWHERE)
+
+ROPE.register("native", NATIVE, "ROPE", platforms=CPU)
+ROPE.register("xla", XLA_ROPE, "ROPE", platforms=ANYWHERE)
+
+GREEDY.register("native", NATIVE, "GREEDY", platforms=CPU)
+GREEDY.register("xla", XLA_SAMPLING, "GREEDY", platforms=ANYWHERE)
+
+DRAW.register("native", NATIVE, "DRAW", platforms=CPU)
+DRAW.register("xla", XLA_SAMPLING, "DRAW", platforms=ANYWHERE)
+
+ZEROS.register("native", NATIVE, "ZEROS", platforms=CPU)
+ZEROS.register("xla", XLA_MEMORY, "ZEROS", platforms=ANYWHERE)
+
+OPERATIONS = (ATTENTION, WRITE_KV, LINEAR, RMS_NORM, ROPE, GREEDY, DRAW, ZEROS)

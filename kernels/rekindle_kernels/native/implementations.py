@@ -1,0 +1,203 @@
+"""Every operation by native kernels, where `rekindle_kernels.implementations` finds them.
+
+XLA can't differentiate a native call, so each that a model differentiates carries its plain form along: a gradient asks
+that one, value and all.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rekindle_kernels import native
+from rekindle_kernels.activations import gated
+from rekindle_kernels.native import attention, zeros
+from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
+from rekindle_kernels.ops.linear import LinearCall, LinearOptions
+from rekindle_kernels.ops.memory import ZerosCall
+from rekindle_kernels.ops.norm import NormCall
+from rekindle_kernels.ops.registry import Facts, Implementation
+from rekindle_kernels.ops.rope import RopeCall
+from rekindle_kernels.ops.sampling import Choice, SamplingCall, Wanted, block_size
+from rekindle_kernels.ops.write_kv import WriteCall
+from rekindle_kernels.xla import linear as plain_linear
+from rekindle_kernels.xla import norm as plain_norm
+from rekindle_kernels.xla import rope as plain_rope
+
+NOT_BUILT = "its kernel can't be built here: the log says why"
+
+
+def unavailable(call: Facts) -> str | None:
+    """Why no native kernel serves a call with these facts; None if one may."""
+    if call.platform != "cpu":
+        return f"it runs on a CPU, not on {call.platform}"
+    return _missing(os.environ.get("REKINDLE_NATIVE", "1"))
+
+
+@functools.cache
+def _missing(setting: str) -> str | None:
+    """`native.unavailable_reason`, which looks for packages on disk: once, not for each product of each layer."""
+    return native.unavailable_reason()
+
+
+def _like(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """The shape as an array, for functions that read nothing but shape and dtype."""
+    return cast(jax.Array, shape)
+
+
+def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
+    """`ops.attention.paged_attention`."""
+    return attention.paged_attention(
+        inputs.q,
+        inputs.kv,
+        inputs.page_table,
+        inputs.kv_lens,
+        inputs.cu_q_lens,
+        inputs.num_prefills,
+        decode_rows=options.decode_rows,
+        scale=options.scale,
+        sliding_window=options.sliding_window,
+        soft_cap=options.soft_cap,
+        sinks=inputs.sinks,
+    )
+
+
+def writes(call: WriteCall) -> str | None:
+    """Pages of float32 and bfloat16, in whole vectors."""
+    if call.kv_dtype.name not in ("float32", "bfloat16") or call.scaled:
+        return f"pages are {call.kv_dtype.name}, not float32 or bfloat16"
+    if call.head_dim % attention.LANES:
+        return f"the head size {call.head_dim} is not a multiple of {attention.LANES}"
+    reason = unavailable(call)
+    return reason or (None if native.builds(f"write_{call.kv_dtype.name}") else NOT_BUILT)
+
+
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    residual: jax.Array | None,
+    count: jax.Array | None,
+    norm: jax.Array | None,
+    options: LinearOptions,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """`ops.linear.linear`, all of it in one call."""
+    rows, gate, eps = x.size // x.shape[-1], options.gate, 0.0 if norm is None else options.eps
+
+    def plain(
+        x: jax.Array,
+        weight: jax.Array,
+        scale: jax.Array | None,
+        residual: jax.Array | None,
+        count: jax.Array | None,
+        norm: jax.Array | None,
+    ) -> jax.Array:
+        x = x if norm is None else plain_norm.rms_norm(x, norm, eps)
+        y = plain_linear.multiply(x, weight, scale, options.quantize, jnp.float32)
+        y = y if gate is None else gated(y, gate)
+        return y if residual is None else residual + y
+
+    product = partial(native.multiply, eps=eps, gated=gate is not None, quantize_rows=options.quantize == "int8")
+    flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
+    y = native.differentiable(product, plain)(x.reshape(rows, -1), weight, scale, flat, count, norm)
+    return y.reshape(*x.shape[:-1], -1).astype(dtype)
+
+
+def multiplies(call: LinearCall) -> str | None:
+    """Products that are faster than XLA's; norms of whole vectors, and silu, in the same call."""
+    reason = unavailable(call)
+    if reason is not None:
+        return reason
+    if not native.multiplies(call.rows, _like(call.weight), quantize_rows=call.quantize == "int8"):
+        shape = "x".join(map(str, call.weight.shape))
+        return f"XLA is faster for {call.rows} rows times {call.weight.dtype.name} {shape}, or {NOT_BUILT}"
+    if call.norm and not native.norms(_like(call.x)):
+        return f"rows of {call.x.dtype.name} {list(call.x.shape)} have to be normed before"
+    if call.gate is not None and (call.gate != "silu" or not native.gates(_like(call.weight))):
+        return f"{call.gate} of {call.weight.shape[0]} outputs has to be applied behind"
+    return None
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`ops.norm.rms_norm`."""
+    call = native.differentiable(partial(native.rms_norm, eps=eps), partial(plain_norm.rms_norm, eps=eps))
+    return call(x, weight)
+
+
+def norms(call: NormCall) -> str | None:
+    """Two-dimensional float32, rows of whole vectors."""
+    reason = unavailable(call)
+    if reason is not None or native.norms(_like(call.x)):
+        return reason
+    return f"{call.x.dtype.name} {list(call.x.shape)} is not float32 [T, multiple of 32], or {NOT_BUILT}"
+
+
+def rope(
+    qk: jax.Array,
+    qkv: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    norm: jax.Array | None = None,
+    *,
+    heads: int,
+    eps: float = 0.0,
+) -> tuple[jax.Array, ...]:
+    """`ops.rope.rope`."""
+    plain, fast = (partial(form, heads=heads, eps=eps) for form in (plain_rope.rope, native.split))
+    weights = () if norm is None else (norm,)
+    return native.differentiable(fast, plain)(qk, qkv, cos, sin, *weights)
+
+
+def splits(call: RopeCall) -> str | None:
+    """Float32 heads of whole vectors that are rotated."""
+    if call.cos is None:
+        return "it always rotates"
+    reason = unavailable(call)
+    if reason is not None or native.splits(_like(call.qk), _like(call.cos)):
+        return reason
+    return f"{call.qk.dtype.name} heads of {call.qk.shape[-1]} are not float32 in whole vectors, or {NOT_BUILT}"
+
+
+def draw(logits: jax.Array, choice: Choice, wanted: Wanted) -> jax.Array:
+    """`ops.sampling.draw`; each row looks at its own options, whatever is `wanted`."""
+    return native.draw(logits, *choice, block_size(logits.shape[-1]))
+
+
+def chooses(call: SamplingCall) -> str | None:
+    """Float32 logits."""
+    reason = unavailable(call)
+    if reason is not None or native.chooses(_like(call.logits)):
+        return reason
+    return f"logits are {call.logits.dtype.name}, not float32, or {NOT_BUILT}"
+
+
+def untouched(leaves: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.Array]:
+    """`ops.memory.zeros`, whose pages the system makes zero at first touch."""
+    sizes = np.array([leaf.dtype.itemsize for leaf in leaves], np.int32)
+    made: Sequence[jax.Array] = jax.ffi.ffi_call(native.ensure(zeros.NAME), leaves)(sizes)
+    return made
+
+
+def has_untouched(call: ZerosCall) -> str | None:
+    """CPUs under Linux; this kernel needs no compiler."""
+    if call.platform != "cpu" or not zeros.supported():
+        return "only Linux gives CPU memory back as zeros"
+    return None if native.builds(zeros.NAME) else NOT_BUILT
+
+
+ATTENTION = Implementation("native", paged_attention, attention.supports)
+WRITE_KV = Implementation("native", attention.write, writes)
+LINEAR = Implementation("native", linear, multiplies)
+RMS_NORM = Implementation("native", rms_norm, norms)
+ROPE = Implementation("native", rope, splits)
+GREEDY = Implementation("native", native.largest_index, chooses)
+DRAW = Implementation("native", draw, chooses)
+ZEROS = Implementation("native", untouched, has_untouched, give_up=partial(native.give_up, zeros.NAME))

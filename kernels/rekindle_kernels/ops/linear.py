@@ -1,0 +1,89 @@
+"""Rows times a stored matrix, with what surrounds it in a transformer: `linear(x, weight, …)`.
+
+Axes: I inputs, O outputs.
+
+An implementation is chosen by the product alone. It then says which of norm and gate it can take into the same call;
+what it can't is an operation of its own, before or after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from rekindle_kernels.activations import gated
+from rekindle_kernels.ops.norm import rms_norm
+from rekindle_kernels.ops.registry import Registry, current_platform
+
+LINEAR = Registry("linear")  # run(x, weight, scale, residual, count, norm, options, dtype) -> [..., O]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearOptions:
+    """The static options of a product."""
+
+    quantize: str | None = None  # how an int8 weight is multiplied: "int8" rounds rows to int8, "int8-weight" doesn't
+    gate: str | None = None  # an activation: the result is `gated(…, gate)`, half as wide
+    eps: float = 0.0  # of the norm
+
+
+PLAIN = LinearOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCall:
+    """The static facts by which an implementation is chosen."""
+
+    platform: str
+    x: jax.ShapeDtypeStruct
+    weight: jax.ShapeDtypeStruct
+    quantize: str | None = None
+    norm: bool = False
+    gate: str | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of x, over all of its leading axes."""
+        return self.x.size // self.x.shape[-1]
+
+
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    scale: jax.Array | None = None,
+    norm: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    count: jax.Array | None = None,
+    options: LinearOptions = PLAIN,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """x [..., I] · weight [O, I] (· scale [O]) → [..., O] in `dtype`, by default x's own.
+
+    With `norm` [I], x is RMS-normed before. With `options.gate`, the result is the activation of its first half times
+    its second half. `residual`, shaped as the result, is added last. Rows behind the first `count` are undefined.
+    """
+    dtype = jnp.dtype(dtype or x.dtype)
+    call = LinearCall(
+        platform or current_platform(),
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct(weight.shape, weight.dtype),
+        options.quantize,
+    )
+    chosen = LINEAR.choose(call, implementation)
+    if norm is not None and chosen.supports(replace(call, norm=True)) is not None:
+        x, norm = rms_norm(x, norm, options.eps, implementation=implementation, platform=platform), None
+    apart = options.gate
+    if apart is not None and chosen.supports(replace(call, gate=apart)) is None:
+        apart = None
+    if apart is None:
+        y: jax.Array = chosen.run(x, weight, scale, residual, count, norm, options, dtype)
+        return y
+    y = chosen.run(x, weight, scale, None, count, norm, replace(options, gate=None), dtype)
+    y = gated(y, apart)
+    return y if residual is None else residual + y

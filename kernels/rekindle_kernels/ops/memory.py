@@ -1,0 +1,58 @@
+"""Memory for pages: their shapes, and zeros for a tree of shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from rekindle_kernels.ops.registry import Registry, current_platform
+from rekindle_kernels.pages import LayerKV, needs_scales, storage_dtype
+
+ZEROS = Registry("zeros")  # run(leaves) -> one array per ShapeDtypeStruct
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True, slots=True)
+class ZerosCall:
+    """The static facts by which an implementation is chosen."""
+
+    platform: str
+
+
+def zeros(shapes: Tree, *, implementation: str | None = None, platform: str | None = None) -> Tree:
+    """Arrays of zeros for a tree of ShapeDtypeStructs, within a program; on CPU memory that was never touched."""
+    leaves, tree = jax.tree.flatten(shapes)
+    run = ZEROS.choose(ZerosCall(platform or current_platform()), implementation).run
+    made: Tree = jax.tree.unflatten(tree, run(leaves))
+    return made
+
+
+def give_up_zeros(error: Exception, *, platform: str | None = None) -> bool:
+    """After a program that calls `zeros` failed with `error`: use that implementation no more.
+
+    Returns False where none was in use that could be given up, so that the error stands.
+    """
+    tried = ZEROS.on(platform or current_platform())
+    return any(candidate.give_up is not None and candidate.give_up(error) for candidate in tried)
+
+
+def abstract_pages(
+    num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
+) -> LayerKV:
+    """The shapes of `init_pages`, without memory and without tracing."""
+    stored = storage_dtype(dtype, platform or current_platform())
+    shape = (num_pages, 2, kv_heads, page_size, head_dim)
+    scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs_scales(dtype) else None
+    return LayerKV(jax.ShapeDtypeStruct(shape, stored), scales)  # type: ignore[arg-type]
+
+
+def init_pages(
+    num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
+) -> LayerKV:
+    """Zeroed pages of one layer, page 0 included; int8 and fp8 pages come with scales."""
+    shapes = abstract_pages(num_pages, kv_heads, page_size, head_dim, dtype, platform=platform)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -1,0 +1,71 @@
+"""What concerns whole programs: fusing a step's calls, finding the kernels of a stored program, keys, and the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rekindle_kernels import native
+from rekindle_kernels.native import build
+from rekindle_kernels.ops.registry import current_platform
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the operations on a platform make of a program's shape, for those who choose shapes."""
+
+    single_rows: bool  # a program for one row is faster than one for two
+    skips_padding: bool  # tokens that pad a program are not computed
+
+
+def traits(implementation: str | None = None, *, platform: str | None = None) -> Traits:
+    """The traits of programs whose operations run with `implementation` (None: the first that supports each call)."""
+    uses = _uses_native(implementation, platform)
+    return Traits(single_rows=uses, skips_padding=uses and native.chains())
+
+
+def fuse(function: Step, *, implementation: str | None = None, platform: str | None = None) -> Step:
+    """`function`, to be jitted, with runs of operations as one call each; unchanged where nothing can be joined."""
+    fused: Any = native.chained(function) if _uses_native(implementation, platform) else function
+    return fused
+
+
+def unavailable_reason(platform: str | None = None) -> str | None:
+    """Why the kernels for this platform can't be used on this machine, so that XLA does their work; None if they can.
+
+    Calls that a kernel does not support are XLA's all the same.
+    """
+    return native.unavailable_reason() if (platform or current_platform()) == "cpu" else None
+
+
+def environment() -> dict[str, bool]:
+    """What decides between implementations beside the facts of a call: a part of every compiled program's key."""
+    return {"native": native.unavailable_reason() is None, "chains": native.chains()}
+
+
+def kernels_in(executable: bytes) -> list[str]:
+    """Names of the registered kernels that a serialised executable calls; it may name too many, never too few."""
+    return native.called_by(executable)
+
+
+def ensure_kernels(names: Iterable[str]) -> None:
+    """Register these kernels with XLA, building them if need be: before a stored program that calls them is loaded."""
+    for name in names:
+        native.ensure(name)
+
+
+def configure(*, cache_folder: str | Path) -> None:
+    """Keep machine code that this process builds from now on below `cache_folder`, and look for it there.
+
+    The default is `rekindle_kernels` in the user's cache folder.
+    """
+    build.cache_folder = Path(cache_folder)
+
+
+def _uses_native(implementation: str | None, platform: str | None) -> bool:
+    named = implementation in (None, "native")
+    return named and (platform or current_platform()) == "cpu" and native.unavailable_reason() is None

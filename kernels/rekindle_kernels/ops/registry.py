@@ -1,0 +1,107 @@
+"""The implementations of one operation, and the choice among them.
+
+A call of an operation is described by its static facts (platform, shapes, dtypes, options) in a frozen record. Each
+implementation says through `supports(call)` why it can't serve such a call; the first that can is taken. This happens
+while a program is traced, so it costs nothing when the program runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+
+
+class Facts(Protocol):
+    """What every record of a call's static facts has."""
+
+    @property
+    def platform(self) -> str:
+        """Where the call runs: "cpu", "gpu" or "tpu"."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to compute an operation."""
+
+    name: str
+    run: Callable[..., Any]  # takes what the operation's module says
+    supports: Callable[[Any], str | None]  # None, or the reason why it can't serve a call with these facts
+    give_up: Callable[[Exception], bool] | None = None  # after a failure at run time: refuse from now on
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Where an implementation is found; its module is imported when the implementation is first asked for."""
+
+    name: str
+    module: str
+    attribute: str
+    platforms: tuple[str, ...]  # on which it is chosen; one without any runs only where it is named
+
+
+@dataclass(eq=False, slots=True)
+class Registry:
+    """The implementations of one operation, in order of preference."""
+
+    operation: str
+    entries: list[Registered] = field(default_factory=list)
+
+    def register(self, name: str, module: str, attribute: str, *, platforms: tuple[str, ...] = ()) -> None:
+        """Add the implementation that `attribute` of `module` holds, behind those that are there."""
+        assert name not in self.names(), f"{self.operation} has an implementation {name!r} already"
+        self.entries.append(Registered(name, module, attribute, platforms))
+
+    def names(self) -> tuple[str, ...]:
+        """Names that `implementation=` accepts, in order of preference."""
+        return tuple(entry.name for entry in self.entries)
+
+    def load(self, name: str) -> Implementation:
+        """The implementation called `name`; raises ValueError for an unknown one."""
+        for entry in self.entries:
+            if entry.name == name:
+                found: Implementation = getattr(importlib.import_module(entry.module), entry.attribute)
+                return found
+        known = ", ".join(self.names())
+        raise ValueError(f"unknown implementation {name!r} of {self.operation}; there are {known}")
+
+    def on(self, platform: str) -> tuple[Implementation, ...]:
+        """The implementations that are tried on `platform`, in order."""
+        return tuple(self.load(entry.name) for entry in self.entries if platform in entry.platforms)
+
+    def choose(self, call: Facts, implementation: str | None = None) -> Implementation:
+        """The first implementation that supports `call`; a named one that can't raises ValueError with its reason."""
+        if implementation is None:
+            for entry in self.entries:
+                if call.platform in entry.platforms:
+                    candidate = self.load(entry.name)
+                    if candidate.supports(call) is None:
+                        return candidate
+            raise AssertionError(f"no implementation of {self.operation} serves every call on {call.platform}")
+        named = self.load(implementation)
+        reason = named.supports(call)
+        if reason is not None:
+            raise ValueError(
+                f"implementation {implementation!r} of {self.operation} can't serve this call: {reason}; "
+                "pass None to choose one"
+            )
+        return named
+
+    def reasons(self, call: Facts) -> dict[str, str | None]:
+        """What each implementation for the call's platform says: None if it can serve it, or why it can't."""
+        return {candidate.name: candidate.supports(call) for candidate in self.on(call.platform)}
+
+
+def anything(call: Facts) -> None:
+    """`supports` of an implementation that serves every call."""
+
+
+def current_platform() -> str:
+    """The platform that a call traced now runs on: the default device's, else the default backend's."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    name = getattr(device, "platform", device) if device is not None else jax.default_backend()
+    return {"cuda": "gpu", "rocm": "gpu"}.get(str(name), str(name))

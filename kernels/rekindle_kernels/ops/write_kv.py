@@ -1,0 +1,58 @@
+"""Writing a step's keys and values into their pages: `write_kv(kv, k, v, page_ids, offsets)`.
+
+Axes: T tokens, K kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from rekindle_kernels.ops.registry import Registry, current_platform
+from rekindle_kernels.pages import LayerKV
+
+WRITE_KV = Registry("write_kv")  # run(kv, k, v, page_ids, offsets) -> LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCall:
+    """The static facts by which an implementation is chosen."""
+
+    platform: str
+    tokens: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    kv_dtype: jnp.dtype  # LayerKV.dtype
+    scaled: bool  # the pages carry scales
+
+
+def write_kv(
+    kv: LayerKV,
+    k: jax.Array,
+    v: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> LayerKV:
+    """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
+
+    Values are rounded, or quantised with a scale per token and head, to what `kv` holds. Padding tokens write to
+    page 0; which of two tokens with one destination wins is undefined.
+    """
+    call = WriteCall(
+        platform=platform or current_platform(),
+        tokens=k.shape[0],
+        kv_heads=kv.kv_heads,
+        head_dim=kv.head_dim,
+        page_size=kv.page_size,
+        kv_dtype=kv.dtype,
+        scaled=kv.scales is not None,
+    )
+    with jax.named_scope("write_kv"):
+        written: LayerKV = WRITE_KV.choose(call, implementation).run(kv, k, v, page_ids, offsets)
+    return written

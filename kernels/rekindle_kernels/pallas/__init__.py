@@ -1,0 +1,1 @@
+"""Attention over pages as Pallas kernels, for GPUs and for TPUs."""

@@ -1,0 +1,1 @@
+"""Pallas kernels for GPUs, lowered through Triton."""

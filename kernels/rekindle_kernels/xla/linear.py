@@ -1,0 +1,70 @@
+"""Rows times a matrix as one dot, and rounding rows to int8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from rekindle_kernels.ops.linear import LinearCall, LinearOptions
+from rekindle_kernels.ops.registry import Implementation
+
+
+def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:
+    """x [..., I] · weight [O, I], with its scale [O] if it is quantised → [..., O] in `out`."""
+    if quantize == "int8":
+        rows, row_scale = quantize_rows(x)
+        return (_dot(rows, weight, jnp.int32).astype(jnp.float32) * row_scale * scale).astype(out)
+    if quantize == "int8-weight":
+        narrow = narrow_dtype(x)
+        return (_dot(x.astype(narrow), weight.astype(narrow), jnp.float32) * scale).astype(out)
+    # float32 results even from 16-bit operands: XLA:CPU has no fast path for 16-bit results (5–100 times slower).
+    return _dot(x.astype(weight.dtype), weight, jnp.promote_types(out, jnp.float32)).astype(out)
+
+
+def narrow_dtype(x: jax.Array) -> DTypeLike:
+    """The dtype that int8 weights are widened to before they meet x; it holds them exactly."""
+    return jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype
+
+
+def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x [..., I] as int8 and the float32 scale of each row [..., 1]."""
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30) / 127.0
+    return jnp.round(x / scale).astype(jnp.int8), scale
+
+
+def _dot(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.dtype(dtype))
+
+
+def run(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    residual: jax.Array | None,
+    count: jax.Array | None,
+    norm: jax.Array | None,
+    options: LinearOptions,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """`ops.linear.linear`; every row is computed, whatever `count` says."""
+    assert norm is None, "the operation norms before"
+    assert options.gate is None, "the operation gates behind"
+    y = multiply(x, weight, scale, options.quantize, dtype)
+    return y if residual is None else residual + y
+
+
+def supports(call: LinearCall) -> str | None:
+    """Every product; norms and gates are left to XLA's fusions."""
+    if call.norm:
+        return "it takes rows that are normed"
+    if call.gate is not None:
+        return "it gates nothing"
+    return None
+
+
+LINEAR = Implementation("xla", run, supports)

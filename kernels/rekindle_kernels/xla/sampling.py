@@ -1,0 +1,129 @@
+"""Greedy choice and draws without sorting.
+
+Axes: N rows, V vocabulary, B blocks of the vocabulary.
+
+Nothing here sorts the vocabulary (XLA:CPU sorts [16, 49152] in 232 ms). A draw is an inverse-CDF look-up in two
+levels, block then token, which needs two uniforms per row where Gumbel noise needs V. Each operation is compiled into
+every step program (16 ms each on CPU): hence few reductions, and branches by what the caller says is wanted.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rekindle_kernels.ops.registry import Implementation, anything
+from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, Wanted, block_size
+from rekindle_kernels.xla.random import uniforms
+
+MOST_ROUNDS = 64  # each round of rejection halves the candidates at least, on average; a row of NaN never ends
+
+
+def greedy(logits: Array) -> Array:
+    """`ops.sampling.greedy`. `jnp.argmax` reduces pairs and is 8 times slower on CPU."""
+    return _first_equal(logits, logits.max(axis=-1, keepdims=True))
+
+
+def _first_equal(logits: Array, best: Array) -> Array:
+    # A row of NaN equals nothing.
+    return _smallest(logits == best, logits.shape[-1] - 1)
+
+
+def _smallest(hit: Array, otherwise: int) -> Array:
+    """The first index [N] where [N, n] is true. Indices are floats (exact below 2**24): XLA:CPU reduces integers in
+    three more passes, each a kernel to compile and a copy to write."""
+    index = lax.broadcasted_iota(jnp.float32, hit.shape, 1)
+    return jnp.where(hit, index, float(otherwise)).min(axis=-1).astype(jnp.int32)
+
+
+def draw(logits: Array, choice: Choice, wanted: Wanted) -> Array:
+    """`ops.sampling.draw`."""
+    largest = logits.max(axis=-1, keepdims=True)
+    best = _first_equal(logits, largest)
+    with jax.named_scope("draw"):
+        return lax.cond(wanted.draws, lambda: _draw(logits, largest, best, choice, wanted), lambda: best)
+
+
+def _draw(logits: Array, largest: Array, best: Array, choice: Choice, wanted: Wanted) -> Array:
+    rows, vocab = logits.shape
+    drawing = choice.temperature > 0.0
+    # The largest is subtracted first, so that a tiny temperature gives -inf, never NaN.
+    shifted = (logits - largest) / jnp.where(drawing, choice.temperature, 1.0)[:, None]
+    off = jnp.full((rows,), -jnp.inf, jnp.float32)
+    floor = lax.cond(wanted.top_k, lambda: _kth_largest(shifted, choice.top_k, wanted), lambda: off)
+    size = block_size(vocab)
+    shifted = jnp.pad(shifted, ((0, 0), (0, -vocab % size)), constant_values=-jnp.inf).reshape(rows, -1, size)
+    weights = jnp.where(shifted >= floor[:, None, None], jnp.exp(shifted), 0.0)
+    open_ended = ~drawing | (choice.top_p >= 1.0)
+    filtered = wanted.top_p
+
+    def mass_above(level: Array) -> Array:
+        return lax.cond(
+            filtered,
+            lambda: jnp.where(shifted > level[:, None, None], weights, 0.0).sum(axis=(1, 2)),
+            lambda: jnp.zeros_like(level),
+        )
+
+    nucleus = choice.top_p * mass_above(off)
+
+    def attempt(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        round_, token, level, done = carry
+        # min_p is relative to the likeliest token, whose weight is 1. It comes after top-p, which counts all weights.
+        allowed = (shifted > level[:, None, None]) & (weights >= choice.min_p[:, None, None])
+        drawn = _inverse_cdf(jnp.where(allowed, weights, 0.0), *uniforms(choice.seed, choice.position, round_))
+        value = jnp.take_along_axis(shifted.reshape(rows, -1), jnp.maximum(drawn, 0)[:, None], axis=1)[:, 0]
+        inside = (drawn >= 0) & (open_ended | (mass_above(value) < nucleus))
+        token = jnp.where(inside & ~done, drawn, token)
+        return round_ + 1, token, jnp.where(drawn >= 0, value, level), done | inside
+
+    start = (jnp.int32(0), best, off, ~drawing)
+    return lax.while_loop(lambda carry: ~jnp.all(carry[3]) & (carry[0] < MOST_ROUNDS), attempt, start)[1]
+
+
+def _inverse_cdf(weights: Array, first: Array, second: Array) -> Array:
+    """Index [N] into the flattened [N, B, size] weights, drawn with the two uniforms of each row; -1 for none."""
+    _, blocks, size = weights.shape
+    block = _first_above(weights.sum(axis=-1), first)
+    inner = jnp.take_along_axis(weights, jnp.minimum(block, blocks - 1)[:, None, None], axis=1)[:, 0]
+    index = _first_above(inner, second)
+    return jnp.where((block < blocks) & (index < size), block * size + index, -1)
+
+
+def _first_above(weights: Array, uniform: Array) -> Array:
+    """The first index with weight whose cumulated weight exceeds that share of the total; the width if none does."""
+    width = weights.shape[-1]
+    # A product with a triangle: jnp.cumsum is an associative scan on CPU, which takes longer to compile than to run.
+    triangle = lax.broadcasted_iota(jnp.int32, (width, width), 0) <= lax.broadcasted_iota(jnp.int32, (width, width), 1)
+    total = jnp.dot(weights, triangle.astype(jnp.float32), precision="highest")
+    # By rounding, a total may rise where there is no weight.
+    return _smallest((total > uniform[:, None] * total[:, -1:]) & (weights > 0.0), width)
+
+
+def _kth_largest(values: Array, k: Array, wanted: Wanted) -> Array:
+    """The k-th largest of each row of values <= 0, or -inf where k is 0 or beyond the row."""
+    small = min(SMALL_TOP_K, values.shape[-1])
+    top, _ = lax.top_k(values, small)
+    found = jnp.take_along_axis(top, jnp.clip(k - 1, 0, small - 1)[:, None], axis=1)[:, 0]
+    bisected = lax.cond(wanted.large_k, lambda: _bisect(values, k), lambda: found)
+    found = jnp.where(k > small, bisected, found)
+    return jnp.where((k > 0) & (k < values.shape[-1]), found, -jnp.inf)
+
+
+def _bisect(values: Array, k: Array) -> Array:
+    """The k-th largest of values <= 0, by bisection over the bits of their magnitudes, which sort like integers."""
+    magnitudes = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
+    low, high = jnp.full(k.shape, -1, jnp.int32), jnp.full(k.shape, 0x7F800000, jnp.int32)  # the bits of +inf
+
+    def halve(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = carry  # fewer than k values are <= low, at least k are <= high
+        middle = low + (high - low) // 2
+        enough = (magnitudes <= middle[:, None]).astype(jnp.float32).sum(axis=-1) >= k.astype(jnp.float32)
+        return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+
+    _, high = lax.fori_loop(0, 31, halve, (low, high))
+    return -lax.bitcast_convert_type(high, jnp.float32)
+
+
+GREEDY = Implementation("xla", greedy, anything)
+DRAW = Implementation("xla", draw, anything)
