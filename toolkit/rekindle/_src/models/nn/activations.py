@@ -1,4 +1,4 @@
-"""The functions between the matrices of an MLP, by the names that configs give them."""
+"""The activation functions of MLPs, by the names of `ModelConfig.activation`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 
 def activate(x: jax.Array, name: str) -> jax.Array:
+    """The activation of that name, applied to each element."""
     if name == "silu":
         return jax.nn.silu(x)
     if name == "relu":
@@ -15,6 +16,6 @@ def activate(x: jax.Array, name: str) -> jax.Array:
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
-    """[..., 2·I] → act(gate) · up [..., I]."""
+    """Splits [..., 2·I] into gate and up; returns act(gate) · up [..., I]."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return activate(gate, activation) * up

@@ -1,4 +1,4 @@
-"""The parts that the families are put together from.
+"""The layers that families are built from.
 
 T tokens (flat: a whole ragged batch), E hidden size, H query heads, K kv heads, D head dim, I intermediate size.
 """
@@ -20,17 +20,17 @@ from rekindle_kernels import native
 
 
 class Attend(Protocol):
-    """Attention over whatever the caller keeps keys and values in: pages, a dense cache, or nothing.
+    """Attention, supplied by the caller, who chooses where keys and values are kept: in pages, a dense cache, nowhere.
 
-    Called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; the
-    caller stores the keys and values, applies `config.attention[layer]` and returns [T, H, D].
+    It is called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; it
+    stores the keys and values, applies `config.attention[layer]` and returns [T, H, D].
     """
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, /) -> jax.Array: ...
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / deviation · weight + bias over the last axis, computed in float32."""
+    """Layer norm: (x - mean) / deviation · weight + bias over the last axis, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         self.weight = parameter((size,), jnp.float32)
@@ -45,7 +45,7 @@ class LayerNorm(nnx.Module):
 
 
 class RopeTables:
-    """cos and sin of a step's positions, computed once per distinct rope and shared by the layers."""
+    """The cosines and sines of a step's positions, computed once per distinct rope and shared by the layers."""
 
     def __init__(self, config: ModelConfig, positions: jax.Array, lengths: jax.Array | None = None) -> None:
         with jax.named_scope("rope"):
@@ -61,7 +61,7 @@ class RopeTables:
         *,
         use_native: bool,
     ) -> tuple[jax.Array, ...]:
-        """q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D]; v [T, K, D] of qkv."""
+        """Returns q [T, H, D] and k [T, K, D] from qk [T, ≥ H + K, D], normed and rotated, and v [T, K, D] from qkv."""
         both = (qkv.shape[-2] + heads) // 2
 
         def plain(qk: jax.Array, qkv: jax.Array, *tables: jax.Array) -> tuple[jax.Array, ...]:
@@ -81,7 +81,7 @@ class RopeTables:
 
 
 class Attention(nnx.Module):
-    """Fused q, k and v projection, optional norms of q and k, rope, `attend`, output projection."""
+    """An attention layer: fused q, k and v projection, optional norms of q and k, rope, `attend`, output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
         H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
@@ -100,7 +100,7 @@ class Attention(nnx.Module):
         residual: jax.Array | None = None,
         norm: RMSNorm | None = None,
     ) -> jax.Array:
-        """Of norm(x)."""
+        """Computes attention of norm(x), plus `residual` if it is given."""
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x, norm=norm).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
         q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, self.qk_norm, use_native=self.native)
@@ -109,12 +109,12 @@ class Attention(nnx.Module):
         return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype), residual=residual)
 
     def normed(self, qkv: jax.Array) -> jax.Array:
-        """q and k [..., H + K, D] before `qk_norm` and rope; what may follow them is ignored."""
+        """Returns q and k [..., H + K, D] as they go into `qk_norm` and rope. Heads after those are ignored."""
         return qkv
 
 
 class GatedMlp(nnx.Module):
-    """down(act(gate(x)) · up(x)), gate and up fused in one matrix: gate's rows first."""
+    """A gated MLP, down(act(gate(x)) · up(x)). Gate and up are fused in one matrix, gate's rows first."""
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
         inner, E = config.intermediate_size, config.hidden_size
@@ -123,10 +123,10 @@ class GatedMlp(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
-        """Of norm(x)."""
+        """Computes the MLP of norm(x), plus `residual` if it is given."""
         return self.down(self.gate_up(x, norm=norm, gate=self.activation), residual=residual)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap · tanh(x / cap)."""
+    """Limits x smoothly to ±cap: cap · tanh(x / cap). None changes nothing."""
     return x if cap is None else jnp.tanh(x / cap) * cap

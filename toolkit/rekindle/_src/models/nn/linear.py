@@ -1,6 +1,6 @@
-"""Weights as they are stored and multiplied: the one place that knows dtypes, layouts and quantisation.
+"""Linear layers and their weights: this module decides on dtypes, layouts and quantisation.
 
-Every matrix is output-major, `[out, in]`, contracted on its last axis: on CPU the other way round is up to 17 times
+Every matrix is output-major, `[out, in]`, and contracted on its last axis; on CPU the other order is up to 17 times
 slower. Matrices have the dtype the user chose, or are quantised; everything of one dimension (norms, biases, scales)
 and the routers of experts are float32, always.
 
@@ -17,9 +17,9 @@ their bits, `array.view(numpy.uint16)`: XLA:CPU would widen the whole stack to f
 but not a stack of integers. `Precision.value_dtype` tells what such a leaf's values are.
 
 A product of few rows is bound by reading its matrix. On CPU `rekindle_kernels.native` does that at the speed of memory
-where it is installed; XLA:CPU takes half again as long, and 20 times as long for a single row: there callers pad to
-two. It also has the instructions for four int8 at a time, which XLA:CPU has not: products of many rows take less than
-half as long.
+where it is installed. XLA:CPU takes half again as long, and 20 times as long for a single row, so callers pad to two.
+The native kernels also use the instructions for four int8 at a time, which XLA:CPU does not: products of many rows take
+less than half as long.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from rekindle_kernels import native
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
-    """A parameter's shape and dtype; arrays arrive through `merge`."""
+    """A parameter as its shape and dtype. `merge` puts the array in."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) · weight over the last axis (or over `axes` of them), computed in float32."""
+    """RMS norm: x / rms(x) · weight over the last axis, computed in float32. A weight may have more axes."""
 
     def __init__(self, shape: int | tuple[int, ...], eps: float, precision: Precision) -> None:
         self.weight = parameter((shape,) if isinstance(shape, int) else shape, jnp.float32)
@@ -71,7 +71,7 @@ class Matrix(nnx.Module):
 
 
 class Linear(Matrix):
-    """x [..., in] → [..., out]; `norm`, `gate` and `residual` as in `linear`."""
+    """A linear layer, x [..., in] → [..., out], with an optional bias; other options as in `linear`."""
 
     def __init__(
         self, out_features: int, in_features: int, precision: Precision, *, bias: bool = False, quantize: bool = True
@@ -96,7 +96,7 @@ class Linear(Matrix):
 
 
 class Embedding(Matrix):
-    """Token ids [...] → rows [..., E] in the stream's dtype; `linear(x, embedding)` is the tied head."""
+    """The embedding: token ids [...] → rows [..., E] in the stream's dtype. `linear(x, embedding)` is the tied head."""
 
     def __init__(self, vocab_size: int, hidden_size: int, precision: Precision) -> None:
         super().__init__((vocab_size, hidden_size), precision, quantize=precision.quantize_embeddings)
@@ -119,10 +119,11 @@ def linear(
     residual: jax.Array | None = None,
     count: jax.Array | None = None,
 ) -> jax.Array:
-    """norm(x [..., in]) · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own. With `gate`, the
-    name of an activation, it is `gated(…, gate)` [..., out / 2]. Behind the first `count` rows may be anything.
+    """Computes norm(x [..., in]) · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default that of x.
 
-    On CPU all of this is one native call, if it is of the kinds that one knows."""
+    With `gate`, the name of an activation, the result is `gated(…, gate)` [..., out / 2]. Rows after the first `count`
+    are undefined. On CPU all of this is one native call, where the kernel supports the combination.
+    """
     scale = None if matrix.scale is None else matrix.scale[...]
     rows, weight, dtype = x.size // x.shape[-1], matrix.weight[...], jnp.dtype(dtype or x.dtype)
     rounds = matrix.quantize == "int8"
@@ -148,7 +149,7 @@ def linear(
 
 
 def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:
-    """x [..., in] · weight [out, in], with its scale [out] if it is quantised."""
+    """Computes x [..., in] · weight [out, in], with the weight's scale [out] if it is quantised."""
     if quantize == "int8":
         rows, row_scale = quantize_rows(x)
         return (_dot(rows, weight, jnp.int32).astype(jnp.float32) * row_scale * scale).astype(out)
@@ -160,12 +161,12 @@ def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, 
 
 
 def narrow_dtype(x: jax.Array) -> DTypeLike:
-    """What int8 weights are widened to: it holds them exactly."""
+    """The 16-bit dtype that int8 weights are widened to. It represents every int8 exactly."""
     return jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [..., in] as int8 and the float32 scale of each row [..., 1]."""
+    """Quantises x [..., in] to int8; returns it with the float32 scale of each row [..., 1]."""
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30) / 127.0
     return jnp.round(x / scale).astype(jnp.int8), scale
