@@ -1,4 +1,4 @@
-"""Model families, their weights and their checkpoints. Names load their modules at first use, as rekindle's do."""
+"""Model families, their weights and their checkpoints. A name loads its module when it is first used."""
 
 from __future__ import annotations
 

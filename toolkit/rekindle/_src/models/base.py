@@ -1,7 +1,7 @@
-"""A model's one functional form: a static graph and a flat tuple of arrays.
+"""A model in functional form: a static graph and a flat tuple of arrays.
 
-Flax and the families are imported where a model is made or traced: a start that finds its programs and its weights
-kept needs neither, and they would take 0.2 s of its one.
+Flax and the families are imported where a model is made or traced. A start that finds its programs and weights in the
+cache needs neither, and importing them would take 0.2 s of the one second that it takes.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What `merge` gives back."""
+    """A model's module, as `merge` returns it."""
 
     config: ModelConfig
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
     ) -> jax.Array:
-        """tokens, positions [T] → hidden [T, E] after the final norm."""
+        """Computes tokens, positions [T] → hidden [T, E] after the final norm."""
         ...
 
     def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
-        """hidden [N, E] → float32 [N, V], final soft cap included; of `count` rows, where it is given."""
+        """Computes hidden [N, E] → float32 [N, V], with the final soft cap; only the first `count` rows, if given."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Graph:
-    """All that is static in a model; hashable, and equal for equal configs and precisions."""
+    """Everything static in a model. It is hashable, and equal for equal configs and precisions."""
 
     config: ModelConfig
     precision: Precision
@@ -62,8 +62,8 @@ class LoadedModel:
     config: ModelConfig
     graph: Graph
     leaves: tuple[jax.Array, ...]
-    fingerprint: str  # of config and weights: whatever persists is keyed by it
-    folder: Path | None = None  # where tokenizer and templates lie
+    fingerprint: str  # names config and weights; everything persistent is keyed by it
+    folder: Path | None = None  # holds the tokenizer and the chat template
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ def abstract_model(
     *,
     quantize_embeddings: bool = True,
 ) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The model without weights: enough to compile its programs and to know what to load."""
+    """The graph and the shapes of the leaves: enough to compile programs and to know what to load."""
     precision = Precision.of(dtype, quantize, quantize_embeddings=quantize_embeddings)
     _, state = _split(config, precision)
     keyed, _ = jax.tree_util.tree_flatten_with_path(state)
@@ -98,7 +98,7 @@ def abstract_model(
 
 
 def merge(graph: Graph, leaves: Sequence[Any]) -> Model:
-    """The module, inside a program or outside."""
+    """The module that a graph and its leaves (arrays or tracers) make."""
     from flax import nnx
 
     definition, state = _split(graph.config, graph.precision)
@@ -122,7 +122,7 @@ def random_model(
     quantize: str | None = None,
     quantize_embeddings: bool = True,
 ) -> LoadedModel:
-    """Random weights of a sensible spread: for tests, benchmarks and the beginning of training."""
+    """A model with random weights of a sensible spread, for tests, benchmarks and the start of training."""
     graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
     rng = np.random.default_rng(seed)
     leaves = tuple(
@@ -134,7 +134,7 @@ def random_model(
 
 
 def _adopted(values: np.ndarray) -> np.ndarray:
-    """Where loaded weights would lie."""
+    """A copy of the values in memory that the device uses without a further copy, as it does for loaded weights."""
     memory = aligned(values.shape, values.dtype)
     memory[...] = values
     return memory

@@ -12,7 +12,7 @@ from rekindle.errors import UnsupportedModel
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """How one layer attends."""
+    """How one layer's attention is scaled, windowed, capped and rotated."""
 
     scale: float  # multiplies q·k
     sliding_window: int | None = None  # a query sees this many keys, its own included
@@ -22,7 +22,7 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """A layer's experts."""
+    """The mixture of experts of one layer."""
 
     num_experts: int
     top_k: int
@@ -32,7 +32,7 @@ class MoeSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The architecture and sizes of a checkpoint. Hashable: programs and stores are keyed by it."""
+    """The architecture and sizes of a model. It is hashable; programs and stores are keyed by it."""
 
     model_type: str
     vocab_size: int
@@ -55,7 +55,7 @@ class ModelConfig:
     final_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    dtype: str | None = None  # what the checkpoint says its weights are
+    dtype: str | None = None  # of the weights, as config.json says
 
     def __post_init__(self) -> None:
         assert len(self.attention) == self.num_layers, "one AttentionSpec per layer"
@@ -82,13 +82,13 @@ class ModelConfig:
         return tuple(dict.fromkeys(spec.rope for spec in self.attention if spec.rope is not None))
 
     def rope_regime(self, prompt_length: int) -> int:
-        """0, unless the prompt is so long that its keys are rotated otherwise than a shorter prompt's would be.
+        """A number that is equal for prompts whose keys are rotated alike; prefixes are shared between those only.
 
-        Prefixes may be shared between prompts of one regime only.
+        It is 0 up to the length from which a dynamic or longrope model rotates in another way.
         """
         return max((rope.regime(prompt_length) for rope in self.ropes), default=0)
 
     def digest(self) -> str:
-        """The same in every process for the same config."""
+        """A hash of the config that is the same in every process."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

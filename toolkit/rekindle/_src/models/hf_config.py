@@ -74,7 +74,7 @@ class Keys:
         return None if self.nullable("sliding_window", default) is None else self.size("sliding_window", default)
 
     def only(self, name: str, *accepted: Any) -> None:
-        """Raise unless the option is absent or has a value that is implemented."""
+        """Raises `UnsupportedModel` if the option is there with a value that is not implemented."""
         value = self.raw.get(name)
         if value is not None and value not in accepted:
             raise UnsupportedModel(
@@ -140,7 +140,7 @@ class Keys:
     def rope_spec(self, kind: str, options: dict[str, Any], dim: int, theta: float) -> RopeSpec:
         """The `RopeSpec` of one kind. Raises `UnsupportedModel` for an option that the kind needs and lacks."""
         longest = self.get("max_position_embeddings", 0)
-        # A key beside rope_parameters wins over the one within: transformers does so for Phi-3's sake.
+        # As in transformers, where Phi-3 needs it, a key beside rope_parameters wins over the one within.
         original = self.get(
             "original_max_position_embeddings", options.get("original_max_position_embeddings", longest)
         )

@@ -1,4 +1,4 @@
-"""Text in and out: tokenizer, incremental detokenizing, chat templates."""
+"""From text to tokens and back: tokenizer, incremental detokenizer, chat templates."""
 
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import Detokenizer, Pushed

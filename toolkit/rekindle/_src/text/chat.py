@@ -1,4 +1,4 @@
-"""Messages to the prompt that a checkpoint was trained on, by its own Jinja template, as transformers renders it.
+"""Chat messages to a prompt, by the checkpoint's own Jinja template, rendered as transformers does.
 
 Templates are code from a download: they run in Jinja's immutable sandbox, within bounds of time and memory, and see
 plain data only. Whatever one raises becomes a `CheckpointError` or an `InvalidRequest`.
@@ -30,11 +30,11 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "\x00continue\x00"
 MAX_TEMPLATE = 1 << 20  # characters of a template; the longest in use have some 20,000
 _SHOWN = 300  # characters of a template's own message that an error repeats
-_UNTRIMMED = " "  # behind the mark; gone when the template trims the message
+_UNTRIMMED = " "  # follows the mark; a template that trims the message removes it
 
 
 class ChatTemplate:
-    """The template, or named templates, of a checkpoint."""
+    """The chat template of a checkpoint, or several by name."""
 
     def __init__(
         self, templates: str | Mapping[str, str], special: Mapping[str, str] | None = None, *, source: str = "template"
@@ -45,7 +45,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate | None:
-        """From a folder, or None when it brings no template. Files of their own win over tokenizer_config.json."""
+        """The template of a folder, or None if it has none. Template files win over tokenizer_config.json."""
         folder = Path(folder)
         files = {"default": folder / "chat_template.jinja"}
         files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
@@ -176,7 +176,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the assistant wrote; for a prompt it changes nothing."""
+    """The tags `{% generation %} … {% endgeneration %}` around the assistant's words, rendered as their content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -191,7 +191,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscored names, through which a template could reach the interpreter."""
+    """Jinja's namespace, without names that begin with an underscore: they could lead to the interpreter."""
 
     def __init__(*args: Any, **values: Any) -> None:  # a template may store a value called `self`
         own, *rest = args
@@ -215,7 +215,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _words(error: BaseException) -> str:
-    """What an exception says, in one piece of bounded length."""
+    """The message of an exception, cut to `_SHOWN` characters."""
     said = str(error) or type(error).__name__
     return said if len(said) <= _SHOWN else said[: _SHOWN - 3] + "..."
 
@@ -253,7 +253,7 @@ def _environment() -> BoundedEnvironment:
 
 
 def _messages(messages: Messages) -> list[dict[str, Any]]:
-    """Plain copies without `None` fields (templates test for presence), reasoning under the names templates read."""
+    """Plain copies of the messages: no fields that are None, and reasoning under every name that templates read."""
     if isinstance(messages, (str, bytes, Mapping)) or not messages:
         raise InvalidRequest("messages", messages, "is not a list of messages", "Pass [{'role': ..., 'content': ...}]")
     chat = []
@@ -269,7 +269,7 @@ def _messages(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Rebuilt from JSON types: rich objects have methods that the sandbox does not know to be dangerous."""
+    """The value rebuilt from JSON types. Other objects have methods that the sandbox would let a template call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):

@@ -1,7 +1,7 @@
-"""Token ids to text while they arrive: what is delivered is final, and together equals decoding all ids at once.
+"""Token ids to text while they arrive. Text is final once delivered, and its sum equals decoding all ids at once.
 
-tokenizers' own DecodeStream decodes the same way but has no end: bytes of an unfinished character at the end of a reply
-are never delivered, and a run of invalid bytes is held for ever. Hence the two small streams here.
+The DecodeStream of tokenizers decodes the same way but can't be ended: bytes of an unfinished character at the end of a
+reply are never delivered, and a run of invalid bytes is held for ever. The two streams here can be flushed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Pushed(NamedTuple):
-    """Text that is final now, and the stop string that ended the sequence, if one did."""
+    """The text that became final, and the stop string that ended the sequence, or None."""
 
     text: str
     stopped: str | None
@@ -33,7 +33,7 @@ class _Stream(Protocol):
 
 
 class Detokenizer:
-    """The text of one sequence, delivered as soon as no later token can change it.
+    """Decodes one sequence and delivers its text as soon as no later token can change it.
 
     Held back are unfinished characters and everything that may be the beginning of a stop string. Of several stop
     strings the one that is complete first ends the text, the longest if two end together; so the result does not depend
@@ -68,7 +68,7 @@ class Detokenizer:
         self.released = 0
 
     def push(self, token_ids: Sequence[int]) -> Pushed:
-        """Takes the next tokens. After a stop string, tokens are ignored and nothing more comes out."""
+        """Decodes the next tokens. After a stop string, tokens are ignored and no more text is returned."""
         text = []
         for token_id in token_ids:
             if self.stopped is not None:
@@ -78,7 +78,7 @@ class Detokenizer:
         return Pushed("".join(text), self.stopped)
 
     def flush(self) -> str:
-        """What is left when no token follows. It may complete a stop string: see `stopped`."""
+        """The remaining text, when no token follows. It may complete a stop string: see `stopped`."""
         if self.stopped is not None:
             return ""
         text = self._take(self._stream.flush(), final=True)
@@ -110,7 +110,7 @@ class Detokenizer:
         return None if best is None else best[1:]
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of `text` with which some stop string begins."""
+        """The length of the longest end of `text` that is the beginning of a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
             if any(len(stop) > size and stop.startswith(end) for stop in self._stop):
@@ -137,7 +137,7 @@ def _stream(tokenizer: Tokenizer, skip_special_tokens: bool) -> _Stream:
 
 
 class _NoText:
-    """A folder without tokenizer: token ids are all there is."""
+    """The stream of a model without a tokenizer: token ids, no text."""
 
     open = False
 
@@ -149,7 +149,7 @@ class _NoText:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on."""
+    """The byte of each character in GPT-2's alphabet: printable Latin-1 as it is, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
@@ -159,7 +159,7 @@ _BYTES = _byte_of_character()
 
 
 class _ByteLevelStream:
-    """Byte-level BPE: tokens are bytes, so the text is an incremental UTF-8 decoding. 2 to 4 µs a token.
+    """The stream for byte-level BPE: tokens are bytes, decoded incrementally as UTF-8, in 2 to 4 µs each.
 
     Python and Rust both replace each maximal part of an ill-formed sequence by one U+FFFD, so that the result is the
     same as that of tokenizers, invalid bytes included.
@@ -188,7 +188,7 @@ class _ByteLevelStream:
 
 
 class _WindowStream:
-    """Any other decoder: decodes the open tokens behind the last closed one, whose own text is cut off again.
+    """The stream for any other decoder: it decodes the open tokens after the last closed one, and cuts that one's text.
 
     Decoders look one token back: whether a word starts (Strip, WordPiece), whether a token repeats (CTC).
     A run of byte tokens stays open until another token follows, since tokenizers replaces every byte of a run that is
@@ -229,5 +229,5 @@ class _WindowStream:
 
 
 def real_detokenizer(tokenizer: Any) -> Callable[[Sampling], Detokenizer]:
-    """How a request's text is made unless a test says otherwise."""
+    """The factory of detokenizers for a session: one per request, from its sampling options."""
     return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)

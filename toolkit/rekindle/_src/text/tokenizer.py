@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a folder's tokenizer.json; a folder without one still serves token ids."""
+"""Text to token ids and back, by a folder's tokenizer.json. A folder without that file still serves token ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, or an empty one when there is no such file."""
+    """The JSON object in `path`, or an empty one if there is no such file."""
     try:
         found = json.loads(read_plain(path, MAX_FILE))
     except FileNotFoundError:
@@ -51,10 +51,10 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 class Tokenizer:
-    """Encodes and decodes; knows which ids begin and end a sequence.
+    """Encodes and decodes text, and knows which ids begin and end a sequence.
 
-    Whether `encode` adds bos and eos is up to tokenizer.json's post-processor, as in transformers 5, where
-    `add_bos_token` does not count beside that file.
+    The post-processor in tokenizer.json decides whether `encode` adds bos and eos. As in transformers 5,
+    `add_bos_token` is ignored where that file exists.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """From a folder. Without a tokenizer.json the result only knows the eos and bos ids; see `has_text`."""
+        """The tokenizer of a folder. Without tokenizer.json it only knows the eos and bos ids; see `has_text`."""
         folder = Path(folder)
         special = special_tokens(folder)
         model, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @property
     def has_text(self) -> bool:
-        """False for a folder without tokenizer.json, which can be asked with token ids only."""
+        """Whether text can be encoded. False for a folder without tokenizer.json, which takes token ids only."""
         return self._backend is not None
 
     @property
@@ -119,7 +119,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that have a token, added ones included; the model's own vocabulary may be padded beyond it."""
+        """The number of ids that have a token, added ones included. The model's own vocabulary may be larger."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -168,12 +168,12 @@ class Tokenizer:
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that `decode` leaves out."""
+        """The ids that `decode` leaves out by default."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     @functools.cached_property
     def decoder(self) -> dict[str, Any]:
-        """The decoder of tokenizer.json, described; detokenizing chooses its way by it."""
+        """The decoder section of tokenizer.json, by which detokenizing chooses its stream."""
         described = json.loads(self.backend.to_str()).get("decoder") if self.backend.decoder is not None else None
         return described or {}
 

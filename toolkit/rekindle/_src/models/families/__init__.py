@@ -1,1 +1,1 @@
-"""One module per model family: its part of config.json, its layers, its checkpoint manifest."""
+"""One module per model family: how its config.json is read, its layers, and its checkpoint manifest."""

@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each half of a block, soft caps, every other layer slides."""
+"""Gemma 2: norms before and after each half of a block, soft caps, a sliding window in every other layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gemma_fields(keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 class SandwichBlock(Block):
-    """A norm before and after attention, and before and after the MLP."""
+    """A block with norms before and after attention, and before and after the MLP."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
@@ -68,7 +68,7 @@ class Gemma2(Llama):
 
 
 def manifest(config: ModelConfig) -> Manifest:
-    # Gemma stores its norm weights less one.
+    # Gemma checkpoints store norm weights minus one.
     return Manifest(
         outer_sources(config, add=1.0) | blocks(config, attention_sources, sandwich_norm_sources, mlp_sources)
     )

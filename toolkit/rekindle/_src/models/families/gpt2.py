@@ -66,7 +66,7 @@ class Gpt2(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
-        # Looked up, never multiplied: quantising it would save nothing that matters.
+        # Rows are only looked up, so quantising them would save little.
         plain = Precision(weights=precision.weights, stream=precision.stream)
         self.position_embed = Embedding(config.max_position_embeddings, config.hidden_size, plain)
         self.layers = nnx.List([Gpt2Block(config, layer, precision) for layer in range(config.num_layers)])
@@ -115,7 +115,7 @@ def manifest(config: ModelConfig) -> Manifest:
         ):
             sources[f"{ours}.{path}.weight"] = one(f"{theirs}.{name}.weight", rows, transpose=True)
             sources[f"{ours}.{path}.bias"] = one(f"{theirs}.{name}.bias", rows)
-    # Old checkpoints carry the causal mask of every layer.
+    # Old checkpoints contain the causal mask of every layer.
     return Manifest(sources, prefix="transformer.", ignored=(r"h\.\d+\.attn\.(masked_)?bias",))
 
 

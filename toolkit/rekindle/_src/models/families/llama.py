@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x, SmolLM2, and the decoder that most other families vary."""
+"""Llama 2, 3 and 3.x and SmolLM2, and the decoder that most other families are variants of."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 class Block(nnx.Module):
-    """Norm before attention, norm before the MLP."""
+    """One layer: a norm and attention, a norm and the MLP, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
@@ -50,7 +50,7 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Embedding, blocks, final norm, head. Families that differ within the block set `block`."""
+    """The decoder: embedding, blocks, final norm, head. A family that differs within the block sets `block`."""
 
     block: Callable[[ModelConfig, int, Precision], nnx.Module] = Block
 
@@ -68,7 +68,7 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
     ) -> jax.Array:
-        """tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
+        """Computes tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
         with jax.named_scope("embed"):
             x = self.embed(tokens)
             if self.config.embed_scale != 1.0:
@@ -79,7 +79,7 @@ class Llama(nnx.Module):
         return self.norm(x)
 
     def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
-        """hidden [N, E] → float32 [N, V]; what is behind the first `count` rows may be anything."""
+        """Computes hidden [N, E] → float32 [N, V]; rows after the first `count` are undefined."""
         with jax.named_scope("logits"):
             head = self.embed if self.head is None else self.head
             return soft_cap(linear(hidden, head, jnp.float32, count=count), self.config.final_soft_cap)
@@ -90,7 +90,7 @@ def manifest(config: ModelConfig) -> Manifest:
 
 
 def outer_sources(config: ModelConfig, *, add: float = 0.0) -> dict[str, Source]:
-    """Embedding, final norm and, unless tied, the head."""
+    """The sources of the embedding, the final norm and, unless it is tied, the head."""
     V, E = config.vocab_size, config.hidden_size
     sources = {
         "embed.weight": one("model.embed_tokens.weight", V),
@@ -105,7 +105,7 @@ Piece = Callable[[ModelConfig, int], dict[str, Source]]
 
 
 def blocks(config: ModelConfig, *pieces: Piece) -> dict[str, Source]:
-    """The sources of every layer; a piece gives paths relative to the layer."""
+    """The sources of every layer. Each piece gives some of one layer, with paths relative to it."""
     sources: dict[str, Source] = {}
     for layer in range(config.num_layers):
         for piece in pieces:
@@ -129,7 +129,7 @@ def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
 
 
 def qk_norm_sources(config: ModelConfig, layer: int, *, add: float = 0.0) -> dict[str, Source]:
-    """One [D] weight each for all heads of q and of k (Qwen3, Gemma 3)."""
+    """The norms of q and k (Qwen3, Gemma 3): all heads of q share one [D] weight, those of k another."""
     theirs = f"model.layers.{layer}.self_attn"
     return {
         "attention.qk_norm.weight": Source(

@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 class SparseBlock(Block):
-    """Experts where the config has them, a gated MLP elsewhere."""
+    """A block with experts in the layers that the config gives some, and a gated MLP in the others."""
 
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         spec = config.moe[layer] if config.moe else None
@@ -57,7 +57,7 @@ def manifest(config: ModelConfig) -> Manifest:
 def expert_sources(
     config: ModelConfig, layer: int, router: str, experts: str, names: tuple[str, str, str]
 ) -> dict[str, Source]:
-    """A layer's router and stacked experts; `names` are the checkpoint's for gate, up and down."""
+    """The sources of a layer's router and stacked experts; `names` are those of gate, up and down in the checkpoint."""
     spec = config.moe[layer]
     if spec is None:
         return mlp_sources(config, layer)

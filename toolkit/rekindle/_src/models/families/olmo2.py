@@ -1,4 +1,4 @@
-"""OLMo 2: norms after each half of a block only, and over the whole of q and of k."""
+"""OLMo 2: norms only after attention and after the MLP, and norms over all heads of q and of k together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 class WideNormAttention(Attention):
-    """One norm over all heads of q together, one over those of k."""
+    """Attention with one norm over all heads of q together and one over those of k."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
@@ -37,7 +37,7 @@ class WideNormAttention(Attention):
 
 
 class PostNormBlock(Block):
-    """Its norms stand after attention and after the MLP."""
+    """A block that norms the output of attention and that of the MLP."""
 
     def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
         return WideNormAttention(config, layer, precision)

@@ -1,4 +1,4 @@
-"""Phi-3: Llama whose checkpoints have the projections fused already; its long context is longrope."""
+"""Phi-3: Llama with projections that are fused in the checkpoint, and longrope for long contexts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def config(keys: Keys) -> ModelConfig:
     for name in ("rope_scaling", "rope_parameters"):
         options = raw.get(name) or {}
         kind = options.get("rope_type", options.get("type"))
-        if kind in ("su", "yarn"):  # what longrope was called before it had its name
+        if kind in ("su", "yarn"):  # earlier names of longrope
             raw[name] = {**options, "rope_type": "longrope"}
     keys = Keys(raw)
     return decoder(keys, kv_heads_implied=True, eps=1e-5, window=keys.window(), partial_rope=True)

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama where every fourth layer does not rotate."""
+"""SmolLM3: Llama without rotary embeddings in every fourth layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes a `LoadedModel`: checked as a whole first, then read once into its final form."""
+"""Loading a Hugging Face folder: it is checked as a whole, then each tensor is read once into its final form."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?att
 
 
 class Checkpoint(NamedTuple):
-    """A folder that was looked at and not loaded yet."""
+    """A checkpoint folder whose config and headers were read, and whose weights were not."""
 
     folder: Path
     config: ModelConfig
     headers: tuple[Header, ...]
-    fingerprint: str  # of config and weights as they lie there, in no precision yet
+    fingerprint: str  # of config and weights as stored, whatever precision they are loaded in
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +47,7 @@ class Checkpoint(NamedTuple):
 
 
 class _Folder(NamedTuple):
-    """What can be said of a checkpoint without its family."""
+    """A checkpoint folder before its config was understood."""
 
     path: Path
     raw: dict[str, Any]  # config.json
@@ -67,7 +67,7 @@ def _look(model: str | Path) -> _Folder:
 
 
 def inspect(model: str | Path) -> Checkpoint:
-    """Config, tensor index and fingerprint of a folder or hub id; milliseconds, whatever its size."""
+    """Reads config, headers and fingerprint of a folder or hub id. It takes milliseconds, whatever the size."""
     seen = _look(model)
     return seen.of(config_from_hf(seen.raw))
 
@@ -80,7 +80,7 @@ class Reads(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A checkpoint as the model that it becomes in one precision: all that programs need, none of the weights."""
+    """The model that a checkpoint becomes in one precision: everything that programs need, without the weights."""
 
     found: Checkpoint
     graph: Graph
@@ -88,7 +88,7 @@ class Described(NamedTuple):
     dtype: str
     quantize: str | None
     quantize_embeddings: bool
-    kept: Path | None  # where its leaves are kept, or could be
+    kept: Path | None  # the cache slot of its leaves, filled or not; None without a cache
     reads: Reads | None  # what to read for each leaf; None where the leaves are kept already
 
     @property
@@ -105,7 +105,7 @@ def describe(
     quantize_embeddings: bool = True,
     cache_dir: str | Path | None = None,
 ) -> Described:
-    """What `load` would make of a folder or hub id."""
+    """Checks a folder or hub id and describes the model that `load` would return for it."""
     if quantize not in QUANTIZE:
         raise ConfigError("quantize", quantize, "is not known", f"Use one of {', '.join(map(repr, QUANTIZE))}")
     seen = _look(model)
@@ -113,7 +113,7 @@ def describe(
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         asked = resolve_dtype(dtype, None)
         kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings)
-        with _damage_is_told():
+        with _damage_warns():
             known = prepared.known(kept)
     if known is None:
         config = config_from_hf(seen.raw)
@@ -141,8 +141,8 @@ def _check_counts(seen: _Folder, config: ModelConfig) -> None:
 
 
 @contextlib.contextmanager
-def _damage_is_told() -> Iterator[None]:
-    """What is wrong with kept weights costs a second reading of the checkpoint, and nothing else."""
+def _damage_warns() -> Iterator[None]:
+    """Turns damage of cached weights into a warning: the checkpoint is still there and is read again."""
     try:
         yield
     except StoreError as error:
@@ -150,7 +150,7 @@ def _damage_is_told() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json."""
+    """The parsed config.json of a folder. Raises `CheckpointError` if it is missing, unreadable or not an object."""
     path = folder / "config.json"
     try:
         raw = json.loads(read_plain(path, MAX_CONFIG))
@@ -164,9 +164,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None = None) -> str:
-    """ "auto" is bfloat16 on CPU, where 16-bit weights are read twice as fast, and the checkpoint's own elsewhere.
+    """The dtype that "auto" stands for: bfloat16 on CPU, which reads it twice as fast as float32, else the checkpoint's.
 
-    Without a config it may stay "auto".
+    Without a config the result can be "auto" again.
     """
     if dtype != "auto":
         return jnp.dtype(dtype).name
@@ -205,11 +205,11 @@ def read(
     progress: Report | None = None,
     place: reading.Place = reading.place_on_default_device,
 ) -> LoadedModel:
-    """`load` of what was described."""
+    """Loads the weights of a described checkpoint, from the cache if they are there."""
     found, graph, shapes, dtype, quantize, quantize_embeddings, kept, reads = described
     fingerprint = fingerprints.with_precision(found.fingerprint, dtype, quantize, quantize_embeddings)
     if kept is not None:
-        with _damage_is_told():
+        with _damage_warns():
             arrays = prepared.load(kept, graph, shapes, place=place, report=progress)
             if arrays is not None:
                 return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
@@ -224,7 +224,7 @@ def read(
 
 
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
-    """What to read for each leaf. All that is missing, unexpected or wrongly shaped ends up in one error."""
+    """What to read for each leaf. One error lists what is missing, unexpected or wrongly shaped."""
     declared = manifest(found.config)
     entries = _with_prefix({e.name: e for header in found.headers for e in header.entries}, declared)
     wanted = dict(zip(graph.paths, shapes, strict=True))
@@ -256,7 +256,7 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
 
 
 def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
-    """Checkpoints of the bare model, without head, lack the prefix in all names."""
+    """The entries with the prefix that checkpoints of the bare model, without its head, lack in all names."""
     if not declared.prefix or any(name.startswith(declared.prefix) for name in entries):
         return entries
     prefixed = {name for source in declared.sources.values() for name in source.names}
@@ -267,7 +267,7 @@ def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[st
 
 
 def _worth_keeping(leaves: Iterable[reading.LeafPlan], entries: Mapping[str, TensorEntry], *, maps: bool) -> bool:
-    """Not if it is a plain copy that can't be mapped, or is large."""
+    """Whether weights are cached: if they were converted, or if they can be memory-mapped and are not too large."""
     converted = sum(
         entries[name].nbytes
         for leaf in leaves

@@ -1,4 +1,4 @@
-"""A model's folder: the local one, or a hub id's, downloaded once by huggingface_hub."""
+"""Finding a model's folder: a local one, or that of a hub id, which huggingface_hub downloads once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNWANTED = ["consolidated*", "original/*", "adapter*", "onnx/*", "*training_arg
 
 
 def locate(model: str | Path) -> Path:
-    """The folder of `model`. A hub id, `owner/name` or `owner/name@revision`, is only one if no such folder exists."""
+    """The folder of `model`: a path, or `owner/name` or `owner/name@revision` on the hub if no such path exists."""
     folder = Path(model).expanduser()
     if folder.exists():
         return folder

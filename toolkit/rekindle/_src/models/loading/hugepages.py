@@ -1,7 +1,7 @@
 """Host memory for weights that a CPU device adopts: cache-line aligned, and on huge pages where the system has them.
 
-Reading 270 MB of weights for each token crosses 66,000 small pages; on huge ones products of two rows read 39 instead
-of 35 GB/s. numpy asks for them from 4 MB on, which most matrices of a small model are below, so leaves share slabs.
+Reading 270 MB of weights for each token crosses 66,000 small pages; on huge pages, products of two rows read 39 instead
+of 35 GB/s. numpy uses huge pages from 4 MB on, and most matrices of a small model are smaller, so leaves share slabs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 SLAB, HUGE, LINE = 64 << 20, 2 << 20, 64
 
 _lock = threading.Lock()
-_slab: NDArray[np.uint8] = np.empty(0, np.uint8)  # the rest of the latest; arrays keep the slab that they lie in
+_slab: NDArray[np.uint8] = np.empty(0, np.uint8)  # the unused rest of the latest slab; arrays keep theirs alive
 
 
 def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
-    """Memory that begins on a cache line, which XLA:CPU adopts as it is instead of copying it."""
+    """Memory that begins on a cache line. XLA:CPU uses such memory without copying it."""
     global _slab
     count = math.prod(shape) * np.dtype(dtype).itemsize
     taken = -(-count // LINE) * LINE
@@ -38,7 +38,7 @@ def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
 
 
 def huge_pages(size: int) -> NDArray[np.uint8]:
-    """Zeroed memory of its own that begins on a huge page; what is never touched costs nothing."""
+    """A new mapping of zeroed memory that begins on a huge page. Pages that are never touched take no memory."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         raw = np.empty(size + LINE, np.uint8)
         return raw[-raw.ctypes.data % LINE :][:size]

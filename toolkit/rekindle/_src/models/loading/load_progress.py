@@ -1,4 +1,4 @@
-"""How far a load is: bytes, rate and the seconds that remain."""
+"""Progress of a load: bytes read, the rate, and the seconds that remain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class LoadProgress(NamedTuple):
-    """One report. The last one of a load has `done == total`."""
+    """One progress report. The last one of a load has `done == total`."""
 
     done: int  # bytes read
     total: int
@@ -17,12 +17,12 @@ class LoadProgress(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Bytes per second so far."""
+        """The bytes per second so far."""
         return self.done / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def eta(self) -> float:
-        """Seconds that remain at this rate."""
+        """The seconds that remain at this rate."""
         return (self.total - self.done) / self.rate if self.done else float("inf")
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ Report = Callable[[LoadProgress], None]
 
 
 class Meter:
-    """Adds up bytes and reports at most every 50 ms, and once at the end."""
+    """Counts bytes from any thread, and reports at most every 50 ms and once at the end."""
 
     def __init__(self, total: int, report: Report | None) -> None:
         self._total, self._report = total, report
@@ -47,7 +47,7 @@ class Meter:
             self._done += count
 
     def tell(self, *, final: bool = False) -> None:
-        """Reports from the calling thread: workers only add, so that the callback may touch widgets."""
+        """Calls `report` in this thread. Workers only `add`, so that the callback can update widgets."""
         now = time.perf_counter()
         if self._report is None or (not final and now - self._last < 0.05):
             return

@@ -1,4 +1,4 @@
-"""Where a model's parameters come from in a checkpoint, said once per family and free of I/O."""
+"""Where a model's parameters come from in a checkpoint. Each family declares it once, and nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Part(NamedTuple):
-    """One checkpoint tensor's place within a parameter: `parameter[place] = read(name)` (transposed, shifted)."""
+    """The place of one checkpoint tensor in a parameter: `parameter[place] = read(name)`, transposed or shifted."""
 
     name: str
     shape: tuple[int, ...]  # as the checkpoint stores it
@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """How one parameter is put together from checkpoint tensors.
+    """How one parameter is assembled from checkpoint tensors.
 
     The tensors are joined along the parameter's first axis: tensor i fills the next `rows[i]` rows. With `stack`
     each `len(rows)` consecutive names make one matrix of a stack (an expert). With `tiled`, tensor i is repeated to
@@ -32,10 +32,10 @@ class Source:
     stack: bool = False
     tiled: bool = False
     transpose: bool = False  # the checkpoint stores [in, out]
-    add: float = 0.0  # Gemma stores norm weights less one
+    add: float = 0.0  # added to the stored values: Gemma stores norm weights minus one
 
     def parts(self, shape: tuple[int, ...]) -> Iterator[Part]:
-        """The tensors in the parameter's order; `shape` is the parameter's."""
+        """The tensors in the order of the parameter's rows; `shape` is that of the parameter."""
         count = len(self.rows)
         assert len(self.names) == (count * shape[0] if self.stack else count), self.names
         rest = shape[2:] if self.stack else shape[1:]
@@ -52,7 +52,7 @@ class Source:
 
 
 def one(name: str, rows: int, **options: Any) -> Source:
-    """A parameter that is one checkpoint tensor."""
+    """The source of a parameter that is a single checkpoint tensor."""
     return Source(names=(name,), rows=(rows,), **options)
 
 
@@ -71,7 +71,7 @@ class Manifest:
 
 
 def assemble(source: Source, shape: tuple[int, ...], dtype: Any, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
-    """The plain way to build a parameter; loaders that stream do the same part by part."""
+    """Builds a whole parameter in memory. The loader does the same in pieces."""
     result = np.empty(shape, dtype)
     for part in source.parts(shape):
         tensor = np.asarray(read(part.name))

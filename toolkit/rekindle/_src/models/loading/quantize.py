@@ -1,9 +1,9 @@
-"""Float matrices to int8 with one scale per output channel, on the host and in cache-sized pieces.
+"""Quantises float matrices to int8 with one scale per output channel, on the host, in cache-sized pieces.
 
 What each choice costs (`tests/bench/families.py`): perplexity of the embedded model on its held-out documents, and how
 often the likeliest token is that of float32 on random checkpoints of 30 million parameters, all dense families. Random
-weights are the hardest case, since their logits are nearly flat. With random experts it is less, 73 % for bfloat16 and
-35 to 59 % in 8 bits: a token that is routed otherwise is another token.
+weights are the hardest case, since their logits are nearly flat. With random experts the share is lower, 73 % for
+bfloat16 and 35 to 59 % in 8 bits, because a token that is routed to other experts ends up as another token.
 
     float32                                   1.5010     100 %
     bfloat16                                  1.5010      91 to 99 %
@@ -23,7 +23,7 @@ _BLOCK_BYTES = 1 << 18  # of float32: stays in L2; 64 rows of 2048 ran 1.3 times
 
 
 def quantize_into(rows: NDArray[np.generic], weight: NDArray[np.int8], scale: NDArray[np.float32]) -> None:
-    """rows [out, in] of any float dtype → weight int8 [out, in] and scale float32 [out].
+    """Quantises rows [out, in] of any float dtype into weight int8 [out, in] and scale float32 [out].
 
     `weight * scale[:, None]` is within half a scale of `rows`; a row of zeros gets a tiny scale and stays zero.
     """
@@ -39,7 +39,7 @@ def quantize_into(rows: NDArray[np.generic], weight: NDArray[np.int8], scale: ND
 
 
 def quantize(rows: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """A matrix [out, in], or a stack of them [experts, out, in], with its scales [out] or [experts, out]."""
+    """Quantises a matrix [out, in] or a stack [experts, out, in]; returns it with scales [out] or [experts, out]."""
     weight = np.empty(rows.shape, np.int8)
     scale = np.empty(rows.shape[:-1], np.float32)
     width = rows.shape[-1]

@@ -1,4 +1,4 @@
-"""Checkpoint tensors into a model's leaves: in parallel, in pieces, each read once into its final place."""
+"""Reads checkpoint tensors into a model's leaves, in parallel and in pieces, each piece once into its final place."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ Place = Callable[[str, NDArray[Any]], jax.Array]
 
 
 def workers() -> int:
-    """Reading is copying from the page cache or waiting for a disk: more threads than 8 gained nothing."""
+    """How many threads read: at most 8, beyond which neither the page cache nor a disk was faster."""
     return max(2, min(8, os.cpu_count() or 2))
 
 
 def place_on_default_device(path: str, array: NDArray[Any]) -> jax.Array:
-    """Without a copy where the host's memory is the device's: `array` must not be written any more."""
+    """Puts an array on the default device; on CPU without a copy, so `array` must not be written any more."""
     return jax.device_put(array, may_alias=True)
 
 
 class LeafPlan(NamedTuple):
-    """One parameter to build, with the leaf of its scale when it is quantised."""
+    """One parameter to read, and the path of its scale if it is quantised."""
 
     path: str
     source: Source
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     scale: str | None = None
-    stored: np.dtype[Any] | None = None  # the leaf's dtype where it only holds the values' bits
+    stored: np.dtype[Any] | None = None  # the leaf's dtype, if the leaf holds the bits of values of another dtype
 
 
 class _Piece(NamedTuple):
-    """Rows [start, stop) of one part."""
+    """Rows [start, stop) of one part: what one worker reads at a time."""
 
     part: Part
     entry: TensorEntry
@@ -59,7 +59,7 @@ class _Piece(NamedTuple):
 def read_leaves(
     leaves: Sequence[LeafPlan], entries: Mapping[str, TensorEntry], *, place: Place, meter: Meter
 ) -> dict[str, jax.Array]:
-    """path → array on its device. `entries` is checked already: every part is there and has its shape."""
+    """The leaves by path, on their devices. `checkpoint.plan` has checked that `entries` has every part in its shape."""
     done: dict[str, jax.Array] = {}
     pending: collections.deque[tuple[LeafPlan, NDArray[Any], NDArray[Any] | None, list[Future[None]]]] = (
         collections.deque()
@@ -98,7 +98,7 @@ def read_leaves(
 
 def _position(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> tuple[str, int]:
     first = entries[leaf.source.names[0]]
-    return str(first.file), first.offset  # disks like to be read in order
+    return str(first.file), first.offset  # reading in the order of the disk is faster
 
 
 def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Piece]:
@@ -147,7 +147,7 @@ def _read(
 
 
 def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:
-    """A transposed matrix goes in squares that stay in L1: 2.4 GB/s of float32, where numpy's own way ran at 0.9."""
+    """Copies values, a transposed matrix in squares that fit L1: 2.4 GB/s of float32, where numpy's copy ran at 0.9."""
     if values.ndim != 2 or values.flags.c_contiguous:
         target[...] = values
         return
@@ -158,11 +158,11 @@ def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:
 
 
 def _borrow(scratch: threading.local, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The worker's own memory, used again for the next piece: fresh pages would be faulted in every time."""
+    """Scratch memory of this worker, reused for the next piece: new memory would cost page faults every time."""
     count = math.prod(shape) * dtype.itemsize
     memory: NDArray[np.uint8] | None = getattr(scratch, "memory", None)
     if memory is None or memory.nbytes < count:
         memory = np.empty(max(count, CHUNK), np.uint8)
-        if count <= 2 * CHUNK:  # the odd huge row or transposed tensor is not kept
+        if count <= 2 * CHUNK:  # memory for a rare huge row or transposed tensor is not kept
             scratch.memory = memory
     return memory[:count].view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""New weights for a model that programs were compiled for: the same graph, shapes and dtypes, another fingerprint."""
+"""Replacing a model's weights by others of the same graph, shapes and dtypes, so that compiled programs still fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | None = None) -> LoadedModel:
-    """`model` with other leaves; every difference in names, shapes and dtypes is listed in one error.
+    """`model` with other weights. One error lists the differences in names, shapes and dtypes.
 
     `weights` is another loaded model, a module of the same family, its nnx state, or arrays by path such as
     `layers.0.mlp.down.weight`. The result takes `fingerprint`, else the loaded model's own, else a new random
@@ -50,7 +50,7 @@ def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | 
         )
     if fingerprint is None:
         fingerprint = weights.fingerprint if isinstance(weights, LoadedModel) else f"state-{uuid.uuid4().hex}"
-    # An array that is committed to its device where the old one was not would be another program to jax.jit.
+    # To jax.jit, an array that is committed to its device where the old one was not means another program.
     placed = tuple(_put(leaves[path], old) for path, old in wanted.items())
     folder = weights.folder if isinstance(weights, LoadedModel) else model.folder
     return dataclasses.replace(model, leaves=placed, fingerprint=fingerprint, folder=folder or model.folder)
@@ -58,7 +58,9 @@ def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | 
 
 def _put(new: Any, old: jax.Array) -> jax.Array:
     if not isinstance(new, jax.Array):
-        new = np.array(new)  # a copy: on CPU, jax may adopt the caller's memory, which the caller may write again
+        new = np.array(
+            new
+        )  # a copy: on CPU, jax may use the caller's memory itself, which the caller may write to later
     return jax.device_put(new, old.sharding if old.committed else None)
 
 

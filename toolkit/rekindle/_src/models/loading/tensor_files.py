@@ -1,6 +1,7 @@
-"""safetensors files: which ones a folder has, their headers checked against their sizes, and reads into given memory.
+"""safetensors files: finding those of a folder, checking headers against sizes, reading tensors into given memory.
 
-Own reader, because loading wants the bytes in memory that already is the final array. Measured on 537 MB of float32:
+The reader is our own, because loading needs the bytes in memory that already is the final array.
+Measured on 537 MB of float32:
 `safetensors.safe_open` peaked at 1025 MiB resident, since mapped pages count beside the arrays, and took 0.21 s of CPU
 time (1.1 s with a copy into aligned memory); reading straight into the arrays peaked at 512 MiB and took 0.07 s.
 """
@@ -39,7 +40,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class TensorEntry(NamedTuple):
-    """Where one tensor lies."""
+    """One tensor's place in a file."""
 
     name: str
     file: Path
@@ -64,7 +65,7 @@ class Header(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the model, in the order of their names."""
+    """The safetensors files of a model, sorted by name. Raises `CheckpointError` if there are none, or not all."""
     if not folder.is_dir():
         what = "is a file; pass the folder it lies in" if folder.exists() else "does not exist; check the path"
         raise CheckpointError(f"{folder} {what}.")
@@ -107,7 +108,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file. A file that is cut off, foreign or inconsistent raises and is named."""
+    """The header of one file. Raises `CheckpointError` if it is truncated, inconsistent or of another format."""
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -158,7 +159,7 @@ def read_into(entry: TensorEntry, start: int, out: NDArray[Any]) -> None:
 
 
 def views(header: Header, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-    """The tensors of a file where they lie in its `content`."""
+    """The tensors of a file as views of its `content`."""
     return {
         entry.name: content[entry.offset : entry.offset + entry.nbytes].view(entry.numpy_dtype).reshape(entry.shape)
         for entry in header.entries
@@ -166,9 +167,9 @@ def views(header: Header, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]
 
 
 def write(path: Path, described: Mapping[str, Any], arrays: Iterable[NDArray[Any]]) -> None:
-    """A safetensors file: `described` has each tensor's dtype, shape and nbytes, `arrays` brings them in that order.
+    """Writes a safetensors file. `described` has each tensor's dtype, shape and nbytes; `arrays` yields them in order.
 
-    The first one begins at a multiple of `ALIGNMENT`; between tensors the format allows no gaps.
+    The first tensor begins at a multiple of `ALIGNMENT`. The format allows no gaps between tensors.
     """
     header: dict[str, Any] = {}
     offset = 0

@@ -1,4 +1,4 @@
-"""The parts that the families are put together from.
+"""The layers that families are built from.
 
 T tokens (flat: a whole ragged batch), E hidden size, H query heads, K kv heads, D head dim, I intermediate size.
 """
@@ -19,17 +19,17 @@ from rekindle._src.models.precision import Precision
 
 
 class Attend(Protocol):
-    """Attention over whatever the caller keeps keys and values in: pages, a dense cache, or nothing.
+    """Attention, supplied by the caller, who chooses where keys and values are kept: in pages, a dense cache, nowhere.
 
-    Called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; the
-    caller stores the keys and values, applies `config.attention[layer]` and returns [T, H, D].
+    It is called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; it
+    stores the keys and values, applies `config.attention[layer]` and returns [T, H, D].
     """
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, /) -> jax.Array: ...
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / deviation · weight + bias over the last axis, computed in float32."""
+    """Layer norm: (x - mean) / deviation · weight + bias over the last axis, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         self.weight = parameter((size,), jnp.float32)
@@ -44,7 +44,7 @@ class LayerNorm(nnx.Module):
 
 
 class RopeTables:
-    """cos and sin of a step's positions, computed once per distinct rope and shared by the layers."""
+    """The cosines and sines of a step's positions, computed once per distinct rope and shared by the layers."""
 
     def __init__(self, config: ModelConfig, positions: jax.Array, lengths: jax.Array | None = None) -> None:
         with jax.named_scope("rope"):
@@ -69,7 +69,7 @@ class RopeTables:
 
 
 class Attention(nnx.Module):
-    """Fused q, k and v projection, optional norms of q and k, rope, `attend`, output projection."""
+    """An attention layer: fused q, k and v projection, optional norms of q and k, rope, `attend`, output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
         H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
@@ -98,12 +98,12 @@ class Attention(nnx.Module):
         return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype), residual=residual)
 
     def normed(self, qkv: jax.Array) -> jax.Array:
-        """q and k [..., H + K, D] before `qk_norm` and rope; what may follow them is ignored."""
+        """Returns q and k [..., H + K, D] as they go into `qk_norm` and rope. Heads after those are ignored."""
         return qkv
 
 
 class GatedMlp(nnx.Module):
-    """down(act(gate(x)) · up(x)), gate and up fused in one matrix: gate's rows first."""
+    """A gated MLP, down(act(gate(x)) · up(x)). Gate and up are fused in one matrix, gate's rows first."""
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
         inner, E = config.intermediate_size, config.hidden_size
@@ -117,5 +117,5 @@ class GatedMlp(nnx.Module):
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap · tanh(x / cap)."""
+    """Limits x smoothly to ±cap: cap · tanh(x / cap). None changes nothing."""
     return x if cap is None else jnp.tanh(x / cap) * cap

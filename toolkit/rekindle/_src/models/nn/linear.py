@@ -1,6 +1,6 @@
-"""Weights as they are stored and multiplied: the one place that knows dtypes, layouts and quantisation.
+"""Linear layers and their weights: this module decides on dtypes, layouts and quantisation.
 
-Every matrix is output-major, `[out, in]`, contracted on its last axis: on CPU the other way round is up to 17 times
+Every matrix is output-major, `[out, in]`, and contracted on its last axis; on CPU the other order is up to 17 times
 slower. Matrices have the dtype the user chose, or are quantised; everything of one dimension (norms, biases, scales)
 and the routers of experts are float32, always.
 
@@ -37,12 +37,12 @@ from rekindle_kernels import LinearOptions, gated
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
-    """A parameter's shape and dtype; arrays arrive through `merge`."""
+    """A parameter as its shape and dtype. `merge` puts the array in."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) · weight over the last axis (or over `axes` of them), computed in float32."""
+    """RMS norm: x / rms(x) · weight over the last axis, computed in float32. A weight may have more axes."""
 
     def __init__(self, shape: int | tuple[int, ...], eps: float, precision: Precision) -> None:
         self.weight = parameter((shape,) if isinstance(shape, int) else shape, jnp.float32)
@@ -63,7 +63,7 @@ class Matrix(nnx.Module):
 
 
 class Linear(Matrix):
-    """x [..., in] → [..., out]; `norm`, `gate` and `residual` as in `linear`."""
+    """A linear layer, x [..., in] → [..., out], with an optional bias; other options as in `linear`."""
 
     def __init__(
         self, out_features: int, in_features: int, precision: Precision, *, bias: bool = False, quantize: bool = True
@@ -88,7 +88,7 @@ class Linear(Matrix):
 
 
 class Embedding(Matrix):
-    """Token ids [...] → rows [..., E] in the stream's dtype; `linear(x, embedding)` is the tied head."""
+    """The embedding: token ids [...] → rows [..., E] in the stream's dtype. `linear(x, embedding)` is the tied head."""
 
     def __init__(self, vocab_size: int, hidden_size: int, precision: Precision) -> None:
         super().__init__((vocab_size, hidden_size), precision, quantize=precision.quantize_embeddings)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token is multiplied by its chosen experts only.
+"""Mixtures of experts: each token is multiplied with the matrices of its chosen experts only.
 
 T tokens, E hidden size, G experts, k chosen experts per token, M = T·k rows after routing, sorted by expert.
 """
@@ -17,17 +17,17 @@ from rekindle_kernels import LinearOptions, gated, narrow_dtype, quantize_rows
 
 
 class Stack(Matrix):
-    """One matrix per expert, [G, out, in]."""
+    """The matrices of all experts as one parameter, [G, out, in]."""
 
     def __init__(self, shape: tuple[int, int, int], precision: Precision) -> None:
         super().__init__(shape, precision)
         self.values: str | None = None
         if precision.loop_experts and self.quantize is None and jnp.dtype(precision.weights).itemsize == 2:
             self.values = precision.weights
-            self.weight = parameter(shape, jnp.uint16)  # as bits: linear.py says why
+            self.weight = parameter(shape, jnp.uint16)  # the bits of 16-bit floats; linear.py explains why
 
     def one(self, x: jax.Array, expert: jax.Array) -> jax.Array:
-        """x [rows, in] times one expert's matrix → [rows, out]."""
+        """Computes x [rows, in] · one expert's matrix → [rows, out]."""
         weight = jax.lax.dynamic_index_in_dim(self.weight[...], expert, keepdims=False)
         if self.values is not None:
             weight = jax.lax.bitcast_convert_type(weight, jnp.dtype(self.values))
@@ -39,7 +39,7 @@ class Stack(Matrix):
         return rekindle_kernels.linear(x, weight, scale=scale, options=options, implementation="xla")
 
     def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        """x [M, in], the first sizes[0] rows for expert 0 and so on → [M, out]."""
+        """Computes x [M, in] → [M, out], the first sizes[0] rows with expert 0, the next sizes[1] with expert 1, …"""
         weight = self.weight[...]
         if self.quantize is None:
             return _ragged_dot(x.astype(weight.dtype), weight, sizes, jnp.float32).astype(x.dtype)
@@ -55,7 +55,7 @@ class Stack(Matrix):
 
 
 class Experts(nnx.Module):
-    """Router, fused gate_up [G, 2·I, E] and down [G, E, I]."""
+    """An MLP of experts: a router, and the matrices gate_up [G, 2·I, E] and down [G, E, I]."""
 
     def __init__(self, config: ModelConfig, spec: MoeSpec, precision: Precision) -> None:
         G, E, inner = spec.num_experts, config.hidden_size, spec.intermediate_size
@@ -66,7 +66,7 @@ class Experts(nnx.Module):
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
-        """norm(x) (+ residual) [..., E] → [..., E]."""
+        """Computes the experts of norm(x) [..., E] → [..., E], plus `residual` if it is given."""
         x = x if norm is None else norm(x)
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("route"):
@@ -80,14 +80,14 @@ class Experts(nnx.Module):
             else:
                 out = self.down.grouped(gated(self.gate_up.grouped(rows, sizes), self.activation), sizes)
         with jax.named_scope("combine"):
-            # Back into token order by a gather: XLA:CPU runs a scatter one element at a time.
+            # A gather restores the order of the tokens: XLA:CPU runs a scatter one element at a time.
             out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
             y = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=-2)
         y = y.astype(x.dtype).reshape(x.shape)
         return y if residual is None else residual + y
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Weights float32 [T, k] and experts int32 [T, k] of each token."""
+        """The weights float32 [T, k] and the experts int32 [T, k] of each token."""
         scores = jax.nn.softmax(self.router(x.astype(jnp.float32)), axis=-1)
         weights, chosen = jax.lax.top_k(scores, self.spec.top_k)
         if self.spec.normalize:
@@ -95,7 +95,7 @@ class Experts(nnx.Module):
         return weights, chosen
 
     def loop(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """rows [M, E] sorted by expert → [M, E], a block of one expert's rows at a time.
+        """Computes rows [M, E], sorted by expert, → [M, E], a block of rows of one expert at a time.
 
         XLA:CPU computes `ragged_dot` by multiplying all rows with all experts: 64 experts, 8 per token, [384, 512]
         in float32 took 218, 497 and 2473 ms for 2, 32 and 256 tokens, where this loop took 1, 6 and 14.
@@ -119,7 +119,7 @@ class Experts(nnx.Module):
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """Twice an expert's average share, from 2 (one row is slow) to 64 (more gained nothing)."""
+    """The rows of a block: twice an expert's average share, from 2 (one row is slow) to 64 (no gain beyond)."""
     return min(64, max(2, 1 << (max(1, 2 * rows // experts) - 1).bit_length()))
 
 

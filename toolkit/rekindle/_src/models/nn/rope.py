@@ -1,4 +1,4 @@
-"""Rotary position embeddings: what a checkpoint asks for, its frequencies, and the tables that one step shares.
+"""Rotary position embeddings: their options, their frequencies, and the tables of a step.
 
 T tokens, F rotated frequencies (half of the rotated part of a head).
 """
@@ -19,7 +19,7 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """One rope of a model; the layers that share it share its tables."""
+    """One rotary embedding of a model. Layers with equal specs share tables."""
 
     theta: float
     dim: int  # how many of a head's dimensions are rotated: its first ones
@@ -41,13 +41,13 @@ class RopeSpec:
         return self.kind in ("dynamic", "longrope")
 
     def regime(self, length: int) -> int:
-        """Sequences whose prompt lengths have the same regime rotate the keys of a shared prefix alike."""
+        """A number that is equal for prompt lengths at which the keys of a shared prefix are rotated alike."""
         if not self.depends_on_length or length <= self.original_length:
             return 0
         return 1 if self.kind == "longrope" else length
 
     def frequencies(self, *, long: bool = False) -> NDArray[np.float32]:
-        """Radians per position [F], in float32 step by step as transformers computes them."""
+        """The radians per position [F], rounded to float32 after each operation as transformers does."""
         exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
         periods = np.power(np.float32(self.theta), exponents)
         plain = np.float32(1.0) / periods
@@ -63,7 +63,7 @@ class RopeSpec:
         return plain
 
     def _llama3(self, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Long wavelengths are stretched, short ones kept, those between interpolated."""
+        """Frequencies of Llama 3: long wavelengths are stretched, short ones kept, those between interpolated."""
         wavelengths = np.float32(2 * math.pi) / plain
         low, high = self.low_freq_factor, self.high_freq_factor
         smooth = (np.float32(self.original_length) / wavelengths - np.float32(low)) / np.float32(high - low)
@@ -73,7 +73,7 @@ class RopeSpec:
         return np.where(medium, between, stretched).astype(np.float32)
 
     def _yarn(self, plain: NDArray[np.float32], stretched: NDArray[np.float32]) -> NDArray[np.float32]:
-        """A linear ramp over the dimensions, between those that turn often and those that turn rarely."""
+        """Frequencies of YaRN: a linear ramp from the dimensions that turn often to those that turn rarely."""
 
         def dimension(turns: float) -> float:
             return self.dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -90,7 +90,7 @@ class RopeSpec:
 
 
 def attention_factor(kind: str, factor: float, original_length: int, options: dict[str, Any]) -> float:
-    """What cos and sin are multiplied by when the checkpoint doesn't say."""
+    """The factor of cos and sin for a checkpoint that gives none."""
     if kind == "yarn":
 
         def scaled(weight: float) -> float:
@@ -105,11 +105,11 @@ def attention_factor(kind: str, factor: float, original_length: int, options: di
 
 
 def tables(spec: RopeSpec, positions: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [..., F] in float32.
+    """The tables cos and sin [..., F] in float32.
 
-    `lengths` says for each token how long its sequence is taken to be, which only length-dependent kinds read. None
-    means `positions + 1`: what decoding token by token gives, and the only choice under which the keys of a prefix
-    don't depend on what follows. Transformers takes the length of the whole prompt: max(prompt length, position + 1).
+    `lengths` is the sequence length to assume for each token; only length-dependent kinds read it. None means
+    `positions + 1`: what decoding token by token gives, and the only choice under which the keys of a prefix do not
+    depend on what follows. Transformers assumes max(prompt length, position + 1).
     """
     at = positions.astype(jnp.float32)[..., None]
     frequencies: jax.Array | NDArray[np.float32] = spec.frequencies()
