@@ -18,10 +18,11 @@ from helpers.driving import CONTEXT, Driver, plain_logits, plain_tokens, tiny_co
 from helpers.fakes import DictTier
 from rekindle._src.bench import reference
 from rekindle._src.core.config import Sampling
-from rekindle._src.core.records import PageMove, StepPlan
+from rekindle._src.core.records import PageMove, Row, StepPlan
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs.kv_layout import payload_layout
+from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import ConfigError, InvalidRequest, SessionClosed, StoreError
@@ -306,6 +307,31 @@ def test_a_request_that_can_not_be_prepared_is_left_out_and_its_neighbours_are_e
     lives.append(driver.add(prompts[1], Sampling(max_tokens=6)))
     driver.finish(lives)
     assert [live.outputs for live in lives] == [expected(prompts[index], 6) for index in (0, 2, 1)]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_row_that_can_not_be_packed_is_left_out_whatever_the_reason(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    prompts = [prompt_of(80, 9), prompt_of(81, 12), prompt_of(82, 7)]
+    first, offender, last = [driver.add(prompt, Sampling(max_tokens=5)) for prompt in prompts]
+    columns = Upload._columns
+
+    def broken(upload: Upload, row: Row, constants: Constants) -> tuple[int, int, int, int]:
+        if row.request is offender.request:
+            raise OverflowError("a defect")
+        return columns(upload, row, constants)
+
+    monkeypatch.setattr(Upload, "_columns", broken)
+    parts = [(offender, 12)] if alone else [(first, 9), (offender, 12), (last, 7)]
+    result = driver.runner.fetch(driver.runner.dispatch(driver.plan(parts)))
+    assert [type(row.error) for row in result.rows if row.request_id == offender.request.id] == [OverflowError]
+    driver.commit(result, [first, offender, last])
+    monkeypatch.undo()
+    driver.remove(offender)
+    again = driver.add(prompts[1], Sampling(max_tokens=5))
+    driver.finish([first, last, again])
+    assert [live.outputs for live in (first, last, again)] == [expected(prompts[i], 5) for i in (0, 2, 1)]
 
 
 @pytest.mark.parametrize(
