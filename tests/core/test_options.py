@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 import typing
@@ -45,8 +46,8 @@ def test_names_and_types_are_those_of_the_dataclass(options: type, record: type,
 
 @pytest.mark.parametrize("record", [Sampling, EngineConfig])
 def test_the_docstring_has_every_option_with_its_default(record: type) -> None:
-    table = (record.__doc__ or "").partition("Options:\n")[2]
-    told = dict(re.findall(r"^        (\w+) \((.*?\)?)\): \S", table, re.MULTILINE))
+    table = inspect.cleandoc(record.__doc__ or "").partition("Options:\n")[2]
+    told = dict(re.findall(r"^    (\w+) \((.*?\)?)\): \S", table, re.MULTILINE))
     assert list(told) == [field.name for field in dataclasses.fields(record)]
     plain = record()
     for name, text in told.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rekindle
@@ -21,6 +22,11 @@ anyio_test = pytest.mark.anyio
         ({"a": 1}, {}, "prompt"),
         ([[1], 5.0], {}, "prompt"),
         ([-1], {}, "prompt"),
+        (None, {}, "prompt"),
+        ({1, 2}, {}, "prompt"),
+        (np.array(5), {}, "prompt"),
+        (np.array([0.5]), {}, "prompt"),
+        ([10**5000], {}, "prompt"),
         ("x", {"temprature": 1}, "temprature"),
         ("x", {"max_tokens": 0}, "max_tokens"),
         ("x", {"n": 10_000}, "n"),

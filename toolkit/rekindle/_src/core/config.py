@@ -183,6 +183,8 @@ class Sampling(html.Record):
 
     def _several(self, name: str, wanted: str) -> tuple[Any, ...]:
         value = getattr(self, name)
+        if type(value) is tuple:
+            return value
         if isinstance(value, str) and name != "stop_token_ids":
             return (value,)
         if not isinstance(value, (str, bytes, Mapping)):
@@ -200,6 +202,8 @@ class Sampling(html.Record):
 
     def _whole(self, name: str) -> None:
         value = getattr(self, name)
+        if type(value) is int:
+            return
         try:
             if isinstance(value, bool):
                 raise TypeError
@@ -210,6 +214,8 @@ class Sampling(html.Record):
 
     def _number(self, name: str) -> None:
         value = getattr(self, name)
+        if type(value) is float and math.isfinite(value):
+            return
         number = math.nan
         if not isinstance(value, (bool, str)):
             with contextlib.suppress(Exception):
@@ -236,7 +242,7 @@ class Sampling(html.Record):
                 raise InvalidRequest(name, options[name], "is not a sampling option", fix)
         if base is not None and not isinstance(base, Sampling):
             raise InvalidRequest("sampling", base, "is not a Sampling", "Pass rekindle.Sampling(…), or only keywords")
-        return dataclasses.replace(base if base is not None else cls(), **options)
+        return cls(**options) if base is None else dataclasses.replace(base, **options)
 
     @property
     def greedy(self) -> bool:

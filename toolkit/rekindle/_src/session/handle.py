@@ -27,8 +27,8 @@ _ids = itertools.count()
 class Handle(Call[T]):
     """One prompt's request: await it for its completion, iterate over it for its deltas, cancel it from any thread.
 
-    `submit` hands it over at once; otherwise that happens when it is first awaited or iterated, and waits while the
-    queue is full. A request is aborted when an await of it is cancelled, and when its handle is dropped. With `n`
+    `submit` queues it at once; otherwise that happens when it is first awaited or iterated, and waits while the queue
+    is full. A request is aborted when an await of it is cancelled, and when its handle is dropped. With `n`
     above 1 the result is a list, and the deltas of all sequences come as they are made, told apart by `index`.
     """
 
@@ -93,12 +93,12 @@ class Handle(Call[T]):
 
     @property
     def done(self) -> bool:
-        """Whether it ended, in whatever way."""
+        """Whether it has ended: finished, failed or aborted."""
         return self._mailbox.ended
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with, if it did."""
+        """The error that ended it, or None."""
         return self._mailbox.error
 
     @property
@@ -114,7 +114,7 @@ class Handle(Call[T]):
 
     @property
     def status(self) -> Status:
-        """Where it is; of several sequences, the first that has not ended."""
+        """The state of the request; of several sequences, that of the first one that has not ended."""
         results = self._mailbox.results
         if self._mailbox.ended:
             error = self._mailbox.error
@@ -134,7 +134,7 @@ class Handle(Call[T]):
     # Its life.
 
     def submit(self) -> None:
-        """Hand it over now; raises `QueueFull` when there is no place."""
+        """Queue it now; raises `QueueFull` when there is no place."""
         self._host.check()
         limiter = self._host.limiter
         self._fits()
@@ -146,7 +146,7 @@ class Handle(Call[T]):
         self._hand_over()
 
     async def admit(self) -> None:
-        """Hand it over as soon as there is a place."""
+        """Queue it as soon as there is a place."""
         if self._submitted or self._mailbox.ended:
             return
         self._host.check()
@@ -275,7 +275,7 @@ class Handle(Call[T]):
 
 
 class Stream(AsyncIterator[TextDelta]):
-    """One reader's place in the deltas of a handle; several may read the same one."""
+    """An iterator over the deltas of a handle; several can read the same handle, each at its own pace."""
 
     def __init__(self, handle: Handle[Any]) -> None:
         self._handle = handle
@@ -302,7 +302,7 @@ class Stream(AsyncIterator[TextDelta]):
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """End it, as `break` does."""
+        """Stop reading. The request of `session.stream` is aborted, as it is by `break`."""
         self._leave()
 
     def _leave(self) -> None:
@@ -334,7 +334,7 @@ class SyncStream(Iterator[TextDelta]):
             raise StopIteration from None
 
     def close(self) -> None:
-        """End it, as `break` does."""
+        """Stop reading. The request of `session.stream` is aborted, as it is by `break`."""
         self._stream._leave()
 
     if not TYPE_CHECKING:
@@ -344,7 +344,7 @@ class SyncStream(Iterator[TextDelta]):
 
 
 class Batch(Call[list[T]]):
-    """Several prompts' requests; its result is the list of theirs. If one fails, the others are aborted."""
+    """The requests of several prompts: await it for the list of their results. If one fails, the others are aborted."""
 
     def __init__(self, handles: Sequence[Handle[T]]) -> None:
         self.handles: list[Handle[T]] = list(handles)
@@ -369,13 +369,13 @@ class Batch(Call[list[T]]):
             raise
 
     def cancel(self) -> None:
-        """Abort all of them."""
+        """Abort all of the requests."""
         for handle in self.handles:
             handle.cancel()
 
     @property
     def done(self) -> bool:
-        """Whether all of them ended, in whatever way."""
+        """Whether all of the requests have ended: finished, failed or aborted."""
         return all(handle.done for handle in self.handles)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""`rekindle.open` and `open_sync`: everything slow about opening happens in the session's own threads."""
+"""`rekindle.open` and `open_sync`. Everything slow about opening happens in the session's own threads."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ PromptLike = str | Sequence[int] | np.ndarray
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a caller gave."""
+    """One prompt as it was given: text, or token ids."""
 
     text: str | None
     token_ids: IntArray | None
@@ -26,16 +26,17 @@ class Prompt:
 
 
 def parse(prompt: Any) -> tuple[list[Prompt], bool]:
-    """The prompts in what a caller gave, and whether that was a list of them."""
+    """The prompts of a request, and whether they were given as a list of prompts."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return [parse_one(prompt)], False
-    if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+    if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes) and getattr(prompt, "ndim", 1) != 0:
         check_batch(len(prompt))
         return [parse_one(one) for one in prompt], True
     raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str, a list of ints, or a list")
 
 
 def parse_one(prompt: Any) -> Prompt:
+    """A prompt that is text or token ids; anything else raises `InvalidRequest`."""
     if isinstance(prompt, str):
         check_prompt(len(prompt), "characters")
         return Prompt(prompt, None)
@@ -43,17 +44,27 @@ def parse_one(prompt: Any) -> Prompt:
         raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str or a list of ints")
     ids = np.asarray(prompt)
     if ids.min() < 0 or ids.max() >= 2**31:
-        raise InvalidRequest("prompt", prompt, "holds numbers that are no token ids", "Use whole numbers from 0")
+        raise InvalidRequest("prompt", prompt, "holds numbers that are not token ids", "Use whole numbers from 0")
     return Prompt(None, ids.astype(np.int32))
 
 
 def _is_ids(prompt: Any) -> bool:
-    if isinstance(prompt, str | bytes | Mapping) or not (hasattr(prompt, "__len__") and len(prompt)):
+    if isinstance(prompt, str | bytes | Mapping):
         return False
-    check_prompt(len(prompt), "token ids")
-    array = prompt if hasattr(prompt, "dtype") else None
-    if array is None:
-        return isinstance(prompt, Sequence) and all(
-            hasattr(token, "__index__") and not isinstance(token, bool) for token in prompt
+    if hasattr(prompt, "dtype"):
+        return (
+            getattr(prompt, "ndim", 0) == 1
+            and len(_bounded_ids(prompt)) > 0
+            and bool(np.issubdtype(prompt.dtype, np.integer))
         )
-    return array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
+    return (
+        isinstance(prompt, Sequence)
+        and len(_bounded_ids(prompt)) > 0
+        and all(hasattr(token, "__index__") and not isinstance(token, bool) for token in prompt)
+    )
+
+
+def _bounded_ids(prompt: Any) -> Any:
+    """The prompt, unless it is too long to be looked at id by id."""
+    check_prompt(len(prompt), "token ids")
+    return prompt

@@ -1,4 +1,4 @@
-"""The public object: everything a caller can do with an open session."""
+"""The session: what a caller can do with an open model beside making requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig, Sampling
@@ -29,6 +29,9 @@ from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.scheduling.explain import Explanation
 
 
 class Session(Requests):
@@ -67,7 +70,7 @@ class Session(Requests):
 
     @classmethod
     def attached(cls, host: Host, engine: Engine) -> Self:
-        """The session of a host that has opened."""
+        """A session over a host that has already opened."""
         session = cls.__new__(cls)
         session._attach(host, engine)
         return session
@@ -136,10 +139,10 @@ class Session(Requests):
         self._host.check()
         return ProgramReport.of(self._engine.runner)
 
-    def explain(self, request: Handle[Any] | Completion | str) -> Any:
-        """Why a request waits, was preempted, hit or missed the cache, in words and numbers."""
+    def explain(self, request: Handle[Any] | Completion | str) -> Explanation:
+        """Why a request waits, was preempted, or hit or missed the cache. Takes a handle, a completion or an id."""
         request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
-        found = self._client.ask(lambda: self._engine.scheduler.explain(request_id))
+        found: Explanation | None = self._client.ask(lambda: self._engine.scheduler.explain(request_id))
         if found is None:
             raise InvalidRequest(
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
@@ -205,6 +208,7 @@ class Session(Requests):
         return Once(self._step, name="step")
 
     def step_sync(self) -> StepReport | None:
+        """`step` for code without an event loop."""
         return self.step().result_sync()
 
     async def _step(self) -> StepReport | None:
@@ -218,10 +222,10 @@ class Session(Requests):
     # Its end.
 
     async def aclose(self, *, drain: float = 0.0) -> None:
-        """End it: requests may go on for `drain` seconds, then they end with `SessionClosed`. Harmless when repeated.
+        """Close the session: requests may go on for `drain` seconds, then they end with `SessionClosed`.
 
-        Returns when the device memory has been given back and the threads are gone, or after a few seconds if the
-        device hangs.
+        Closing it again is harmless. Returns when the device memory has been given back and the threads are gone, or
+        after a few seconds if the device hangs.
         """
         if self._host.forked:
             return  # its threads are the parent's

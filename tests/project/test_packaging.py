@@ -1,0 +1,64 @@
+"""What pip builds: an editable install that editors can follow, and a wheel with everything that is not Python."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+import rekindle
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(util.find_spec("hatchling") is None, reason="hatchling is not installed")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git tracks, since a build writes beside its sources."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in names.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, copy / name)
+    return copy
+
+
+def built(checkout: Path, hook: str, target: Path) -> zipfile.ZipFile:
+    """The wheel that a hook of PEP 517 or PEP 660 builds."""
+    code = f"import hatchling.build; print(hatchling.build.{hook}({str(target)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=120, check=True
+    )
+    return zipfile.ZipFile(target / done.stdout.split()[-1])
+
+
+def test_the_wheel_has_what_the_packages_have(checkout: Path, tmp_path: Path) -> None:
+    with built(checkout, "build_wheel", tmp_path) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        metadata = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
+    sources = {
+        path.relative_to(folder).as_posix()
+        for folder in (checkout / "toolkit", checkout / "kernels")
+        for path in folder.glob("rekindle*/**/*")
+        if path.is_file()
+    }
+    assert packed == sources
+    assert {"rekindle/py.typed", "rekindle_kernels/py.typed", "rekindle/_src/notebook/static/panel.js"} <= packed
+    assert "rekindle/tiny/model/config.json" in packed
+    assert f"\nVersion: {rekindle.__version__}\n" in metadata
+
+
+def test_the_editable_install_is_a_plain_path_file(checkout: Path, tmp_path: Path) -> None:
+    """Type checkers don't run import hooks: they read folders out of .pth files."""
+    with built(checkout, "build_editable", tmp_path) as wheel:
+        (path,) = [name for name in wheel.namelist() if name.endswith(".pth")]
+        folders = wheel.read(path).decode().split("\n")
+    assert {Path(folder) for folder in folders if folder} == {checkout / "toolkit", checkout / "kernels"}
