@@ -7,8 +7,9 @@ used only where nobody else could have put anything into it:
 - every folder above belongs to this user or the system, and nobody else can exchange what is in it: it is not writable
   by everybody unless sticky, as /tmp is, nor by a group other than this user's own.
 
-A store that several users share on purpose has a key instead: REKINDLE_CACHE_KEY names a file that they all can read.
-What is code is then signed, and nothing is loaded whose signature does not fit.
+A cache that several users share on purpose has a key instead: REKINDLE_CACHE_KEY names a file that they all can read.
+What is code, in `SIGNED` folders, is then signed, and nothing is loaded whose signature does not fit. Weights and pages
+are not signed: they stay subject to the rules above.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # This folder was made by rekindle. All of it can be made again; see `rekindle cache --help`.
 """
 KINDS = ("compilations", "fingerprints", "native", "pages", "programs", "snapshots", "weights")  # folders in a cache
+SIGNED = ("native", "programs")  # of them, those whose files are signed where there is a key
 KEY_VARIABLE = "REKINDLE_CACHE_KEY"
 MIN_KEY = 16  # bytes
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -45,11 +47,14 @@ def distrust_reason(folder: Path) -> str | None:
 
     A folder that does not exist yet is judged by those above it. With a key, signatures are trusted, not folders.
     """
+    try:
+        if is_shared(folder):
+            return None
+    except OSError as error:
+        return f"{error.filename}, which {KEY_VARIABLE} names, {error.strerror}"
     if not hasattr(os, "getuid"):
         return None
     try:
-        if signing_key() is not None:
-            return None
         _check_above(Path(os.path.abspath(folder.parent)).parent)
         for path in (folder.parent, folder):
             _check_own(path, path.lstat())
@@ -68,12 +73,12 @@ def make_folder(folder: Path) -> None:
     for path in (*reversed(cache_folder.parents), cache_folder, folder):
         if not path.exists():
             with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o777 if signing_key() else 0o700)
+                path.mkdir(mode=0o777 if is_shared(folder) else 0o700)
     if not (cache_folder / TAG).exists() and folder.name in KINDS:
         there = {path.name for path in cache_folder.iterdir() if not path.name.startswith(".")}
         if there <= {*KINDS, TAG}:  # else it is also used for something that is not ours
             write(cache_folder / TAG, [TAG_TEXT.encode()])
-    if hasattr(os, "getuid") and signing_key() is None and folder.name in KINDS:
+    if hasattr(os, "getuid") and not is_shared(folder) and folder.name in KINDS:
         mode = folder.stat().st_mode
         if mode & 0o055:  # made by an earlier version: prompts lie in it
             folder.chmod(stat.S_IMODE(mode) & ~0o055)
@@ -83,6 +88,7 @@ def read(path: Path, *, inside: Path | None = None) -> bytes:
     """The content of a file, if it and the folders between it and `inside` are this user's. Raises `NotPrivate`."""
     if inside is not None:
         check(path.parent, inside=inside)
+    shared = inside is not None and is_shared(inside)
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
         descriptor = os.open(path, flags)
@@ -94,12 +100,15 @@ def read(path: Path, *, inside: Path | None = None) -> bytes:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise NotPrivate(path, "is not a regular file")
-        _check_own(path, found)
+        if not shared:
+            _check_own(path, found)
         return file.read()
 
 
 def check(path: Path, *, inside: Path) -> None:
     """Raise `NotPrivate` unless a file and the folders between it and `inside` are this user's."""
+    if is_shared(inside):
+        return
     for at in (path, *path.parents):
         if at == inside:
             break
@@ -111,7 +120,7 @@ def write(path: Path, parts: Iterable[bytes], *, mode: int = 0o600) -> None:
     own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with open(os.open(own, flags, 0o666 if signing_key() else mode), "wb") as file:
+        with open(os.open(own, flags, 0o666 if is_shared(path.parent) else mode), "wb") as file:
             file.writelines(parts)
         os.replace(own, path)
     except BaseException:
@@ -121,8 +130,8 @@ def write(path: Path, parts: Iterable[bytes], *, mode: int = 0o600) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Leave the files in `folder` to this user alone, but for stores that are shared with a key."""
-    if signing_key() is not None or not hasattr(os, "getuid"):
+    """Let only this user read `folder` and what is in it, unless the folder around it is shared with a key."""
+    if is_shared(folder.parent) or not hasattr(os, "getuid"):
         return
     for at, _, files in os.walk(folder):
         os.chmod(at, 0o700)
@@ -144,8 +153,13 @@ def stored_name(name: str) -> str:
     return name if signing_key() is None else checksum(name)
 
 
+def is_shared(folder: Path) -> bool:
+    """Whether what is in `folder` is signed, so that it does not matter who can write it."""
+    return folder.name in SIGNED and signing_key() is not None
+
+
 def signing_key() -> bytes | None:
-    """The key of a shared store. A key file that can't be read, is short or anybody can write is an OSError."""
+    """The key of a shared cache. A key file that can't be read, is short or is open to everybody is an OSError."""
     path = os.environ.get(KEY_VARIABLE)
     return _key(os.path.expanduser(path)) if path else None
 
@@ -155,14 +169,14 @@ def _key(path: str) -> bytes:
     with open(path, "rb") as file:
         mode, content = os.fstat(file.fileno()).st_mode, file.read()
     if hasattr(os, "getuid") and mode & (stat.S_IWOTH | stat.S_IROTH):
-        raise NotPrivate(Path(path), f"is open to everybody, and {KEY_VARIABLE} names it: chmod o-rw it")
+        raise NotPrivate(Path(path), "is open to everybody: chmod o-rw it")
     if len(content) < MIN_KEY:
         raise OSError(errno.EINVAL, f"has {len(content)} bytes, and a key needs {MIN_KEY}", path)
     return hashlib.blake2b(content, digest_size=32).digest()
 
 
 def _check_own(path: Path, found: os.stat_result) -> None:
-    if not hasattr(os, "getuid") or signing_key() is not None:
+    if not hasattr(os, "getuid"):
         return
     if stat.S_ISLNK(found.st_mode):
         raise NotPrivate(path, "is a symbolic link: name the folder itself")

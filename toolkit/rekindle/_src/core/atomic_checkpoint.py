@@ -5,8 +5,8 @@ remove what the first is writing. Readers open the files in `<path>/<ITEM>` them
 more, which only writers pay.
 
 What is found damaged is renamed and not removed, so that a mistake of ours costs no data. Only a proven mismatch is
-damage: a checksum that does not fit, a file that is cut off or missing. A disk, a file server or a process that is short
-of something answers with errors that pass (`is_passing`), and these prove nothing.
+damage: a checksum that does not fit, a file that is cut off or missing. A failing disk, a file server that is away or
+a lack of descriptors or memory gives errors that pass (`is_passing`), and these prove nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rekindle_kernels import private_files
 ONE_AT_A_TIME = threading.Lock()
 PARTIAL, DAMAGED = "partial-", "damaged-"  # what names of unfinished and of damaged checkpoints begin with
 ITEM = "rekindle"  # the item of such a checkpoint, hence the folder that its files are in
-KEPT_DAMAGED = 2  # in one folder; the oldest are removed
+KEPT_DAMAGED = 2  # in one folder
 STALE_SECONDS = 3600.0  # an unfinished checkpoint that nothing was written to for so long has lost its writer
 _unfinished: set[Path] = set()
 
@@ -78,13 +78,13 @@ def remove(path: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, so that its name is free; the `KEPT_DAMAGED` latest of a folder are kept."""
+def set_aside(path: Path, *, keep: int = KEPT_DAMAGED) -> None:
+    """Rename a damaged checkpoint, so that its name is free; the `keep` latest of a folder stay, others are removed."""
     with contextlib.suppress(OSError):
         aside = path.rename(path.with_name(f"{DAMAGED}{uuid.uuid4().hex}"))
         os.utime(aside)
         earlier = sorted(path.parent.glob(f"{DAMAGED}*"), key=lambda one: one.stat().st_mtime)
-        for one in earlier[:-KEPT_DAMAGED]:
+        for one in earlier[:-keep]:
             shutil.rmtree(one, ignore_errors=True)
 
 

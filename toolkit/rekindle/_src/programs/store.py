@@ -84,7 +84,9 @@ class ExecutableStore:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             if is_passing(error):
-                self._say(key, f"stored program {key} can't be read now ({reason}); it stays, and is compiled meanwhile")
+                self._say(
+                    key, f"stored program {key} can't be read now ({reason}); it stays, and is compiled meanwhile"
+                )
             else:
                 self._say(key, f"stored program {key} can't be used ({reason}); it is set aside and compiled again")
                 set_aside(path)

@@ -1,10 +1,10 @@
 """The structure of a program's arguments and results as JSON, so that no pickle has to be read to call it.
 
-    "*"                       an array
-    null                      None
-    ["tuple", …]              as "list"
-    ["dict", {key: …}]        keys are strings
-    ["module:Class", …]       a NamedTuple of rekindle's own
+"*"                       an array
+null                      None
+["tuple", …]              as "list"
+["dict", {key: …}]        keys are strings
+["module:Class", …]       a NamedTuple of rekindle's own
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _build(found: Any) -> Any:
     if name in ("tuple", "list"):
         return tuple(children) if name == "tuple" else children
     module, _, attribute = name.partition(":")
-    kind = getattr(importlib.import_module(module), attribute) if module.split(".")[0] in PACKAGES else None
+    kind: Any = getattr(importlib.import_module(module), attribute) if module.split(".")[0] in PACKAGES else None
     if not _is_record(kind):
         raise ValueError(f"{name} is not a record of rekindle's own")
     return kind(*children)

@@ -208,7 +208,9 @@ class DiskTier:
             private_files.make_folder(self.pages_folder)
             free = shutil.disk_usage(self.pages_folder).free
             if free < 2 * size:
-                raise StoreError(f"{size >> 20} MiB of pages were not saved: {free >> 20} MiB are free. Free some space")
+                raise StoreError(
+                    f"{size >> 20} MiB of pages were not saved: {free >> 20} MiB are free. Free some space"
+                )
             write_segment(path, self.identity.fields(), fresh)
             self._add(Segment.open(path))
         except OSError as error:

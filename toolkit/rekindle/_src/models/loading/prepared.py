@@ -27,7 +27,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +47,8 @@ from rekindle._src.core.atomic_checkpoint import (
     write_checkpoint,
 )
 from rekindle._src.models.base import Graph
+from rekindle._src.models.loading import file_lease, graph_json, mmap_weights, reading, tensor_files
 from rekindle._src.models.loading import fingerprint as fingerprints
-from rekindle._src.models.loading import graph_json, mmap_weights, reading, tensor_files
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import one
 from rekindle.errors import CheckpointError, StoreError
@@ -69,6 +69,7 @@ _hurry = threading.Event()
 _one_at_a_time = threading.Lock()
 _registered = False
 Leaf = jax.Array | np.ndarray[Any, Any]
+Checked = Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 _log = logging.getLogger(__name__)
 
 
@@ -100,7 +101,7 @@ def known(kept: Path) -> Known | None:
     try:
         content = private_files.read(kept / ITEM / _MODEL, inside=kept.parent)
         text = content[_SUM:]
-        if private_files.checksum(kept.name, text).encode() != content[:_SUM]:
+        if _text_sum(text) != content[:_SUM]:
             raise CheckpointError(f"the checksum of {_MODEL} does not match")
         found = json.loads(text)
         shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in found["leaves"])
@@ -111,19 +112,21 @@ def known(kept: Path) -> Known | None:
         raise _unusable(kept, error) from error
 
 
+def _text_sum(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=_SUM // 2).hexdigest().encode()
+
+
 def _unusable(kept: Path, error: Exception) -> StoreError:
     """Says why kept weights can't be used. What is damaged is set aside; an error that passes leaves it in place."""
     if is_passing(error):
         return StoreError(f"the laid-out weights in {kept} can't be read now, and stay ({error})")
-    set_aside(kept)
+    set_aside(kept, keep=1)  # they are large
     return StoreError(f"the laid-out weights in {kept} are damaged and were set aside ({error})")
 
 
 def _distrusted(kept: Path) -> str | None:
     """Why nothing is read from this cache or kept in it; logged the first time."""
     reason = private_files.distrust_reason(kept.parent)
-    if reason is None and private_files.signing_key() is not None:
-        reason = f"{kept.parent} is shared with a key, which signs programs and not weights"
     if reason is not None:
         _tell_once(reason)
     return reason
@@ -131,7 +134,7 @@ def _distrusted(kept: Path) -> str | None:
 
 @functools.cache
 def _tell_once(reason: str) -> None:
-    _log.warning("laid-out weights are neither used nor kept: %s", reason)
+    _log.warning("laid-out weights are not used and not kept: %s", reason)
 
 
 def load(
@@ -148,14 +151,11 @@ def load(
     wanted = dict(zip(graph.paths, shapes, strict=True))
     try:
         private_files.check(kept / ITEM / _FILE, inside=kept.parent)
-        leaves, content = _read(kept / ITEM / _FILE, wanted, place, report)
+        leaves = _read(kept / ITEM / _FILE, wanted, place, report)
     except (CheckpointError, OSError, ValueError, KeyError) as error:  # the checkpoint itself is still there
         raise _unusable(kept, error) from error
     with contextlib.suppress(OSError):  # the order in which they are pruned; in a read-only cache it just stays
         os.utime(kept)
-    if content is not None:
-        with contextlib.suppress(RuntimeError):  # no thread to be had
-            mmap_weights.move_later(content)
     return leaves
 
 
@@ -223,7 +223,7 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf]) ->
         return
     described = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
     text = json.dumps({"graph": graph_json.encode(graph), "leaves": described, "dtype": dtype}).encode()
-    model = private_files.checksum(kept.name, text).encode() + text
+    model = _text_sum(text) + text
     try:
         write_checkpoint(kept, functools.partial(_write, model, dict(zip(graph.paths, leaves, strict=True))))
     except Exception:
@@ -271,8 +271,8 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
 
 def _read(
     path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], place: reading.Place, report: Report | None
-) -> tuple[tuple[jax.Array, ...], mmap_weights.Bytes | None]:
-    """The leaves, and the mapped memory that they are views of; None where they were read."""
+) -> tuple[jax.Array, ...]:
+    """The leaves of a kept file, each compared with its checksum."""
     header = tensor_files.read_header(path)
     sums = json.loads((path.parent / _SUMS).read_text())
     entries = {entry.name: entry for entry in header.entries}
@@ -285,13 +285,9 @@ def _read(
             raise CheckpointError(f"{path}: the checksum of {name} does not match.")
         return array
 
-    def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        mmap_weights.bring(array)
-        return checked(name, array)
-
     meter = Meter(sum(entry.nbytes for entry in header.entries), report)
-    content = _mapped(path) if maps(place) else None
-    if content is None:
+    arrays = _mapped(header, place, checked, meter) if maps(place) else None
+    if arrays is None:
         leaves = [
             reading.LeafPlan(name, one(name, leaf.shape[0]), tuple(leaf.shape), np.dtype(leaf.dtype))
             for name, leaf in wanted.items()
@@ -299,25 +295,44 @@ def _read(
         arrays = reading.read_leaves(
             leaves, entries, place=lambda name, array: place(name, checked(name, array)), meter=meter
         )
-    else:
-        arrays = {}
+    meter.tell(final=True)
+    return tuple(arrays[name] for name in wanted)
+
+
+def _mapped(
+    header: tensor_files.Header, place: reading.Place, checked: Checked, meter: Meter
+) -> dict[str, jax.Array] | None:
+    """The leaves where their file is mapped; None where it can't be, or where others could change it meanwhile."""
+    try:
+        lease = file_lease.take(header.file)
+    except OSError:
+        return None
+
+    def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        mmap_weights.bring(array)
+        return checked(name, array)
+
+    arrays = dict[str, jax.Array]()
+    watched = None
+    try:
+        try:
+            content = mmap_weights.view(header.file)
+        except OSError:
+            return None
         lying = tensor_files.views(header, content)
         with ThreadPoolExecutor(reading.workers(), thread_name_prefix="rekindle-load") as pool:
             for name, array in zip(lying, pool.map(brought, lying, lying.values()), strict=True):
                 arrays[name] = place(name, array)
                 meter.add(array.nbytes)
                 meter.tell()
-    meter.tell(final=True)
-    return tuple(arrays[name] for name in wanted), content
+        with contextlib.suppress(RuntimeError):  # no thread to be had
+            watched = mmap_weights.move_later(content, lease)
+    finally:
+        if watched is None and lease is not None:
+            lease.release()
+    return arrays
 
 
 def maps(place: reading.Place) -> bool:
     """Whether kept weights are used where their file is mapped."""
     return place is reading.place_on_default_device and jax.default_backend() == "cpu"
-
-
-def _mapped(path: Path) -> mmap_weights.Bytes | None:
-    try:
-        return mmap_weights.view(path)
-    except OSError:
-        return None
