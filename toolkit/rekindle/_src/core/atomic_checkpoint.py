@@ -66,7 +66,7 @@ def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def abandon() -> None:
-    """Remove what this process is still writing: it ends."""
+    """Remove the checkpoints that this process is still writing, because it ends."""
     for own in list(_unfinished):
         _remove_all(own)
 
@@ -126,7 +126,7 @@ class _Files:
 
 
 class _Handler:
-    """What Orbax calls to write the one item of such a checkpoint, or to find where its files are."""
+    """Writes the one item of such a checkpoint for Orbax, or tells where its files are."""
 
     async def save(self, directory: Any, checkpointable: _Files) -> Awaitable[None]:
         async def write() -> None:
@@ -151,7 +151,7 @@ class _Handler:
 
 
 class _Orbax:
-    """Orbax with the handler above; imported at first use."""
+    """Orbax with the handler above. It is imported at first use."""
 
     def __init__(self) -> None:
         from orbax.checkpoint import v1

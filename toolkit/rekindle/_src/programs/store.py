@@ -182,7 +182,7 @@ class ProgramStore:
 
     store: ExecutableStore
     model: str
-    identity: str  # of everything but the program's name
+    identity: str  # a digest of everything that determines a program but its name
 
     def load(self, name: str) -> Any:
         return self.store.load(self._key(name))

@@ -35,7 +35,7 @@ _LENGTH = 8  # bytes before the header that say how long it is
 
 
 class Page(NamedTuple):
-    """What a page is, apart from its payload."""
+    """What is known of a page, apart from its payload."""
 
     digest: bytes
     parent: bytes  # digest of the page before it, or of the root
@@ -124,7 +124,7 @@ def leaves_in(header: dict[str, Any]) -> tuple[LeafSpec, ...]:
 
 
 def checksum(digest: bytes, data: Any) -> int:
-    """Of one page; the digest takes part, so that exchanged pages are noticed."""
+    """The checksum of a page's payload. It includes the digest, so that exchanged pages are noticed."""
     return zlib.crc32(data, zlib.crc32(digest))
 
 
@@ -214,7 +214,7 @@ class Segment:
 
 
 def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page, Payload]]) -> None:
-    """A new checkpoint at `path`, complete or absent. Payloads are taken one at a time."""
+    """Write a new checkpoint at `path`, complete or absent. Payloads are taken one at a time."""
 
     def write(folder: Path) -> None:
         written: list[Page] = []
@@ -236,7 +236,7 @@ def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page
 
 
 def write_index(path: Path, header: dict[str, Any], pages: Sequence[Page], page_size: int) -> None:
-    """A checkpoint that lists pages and holds none."""
+    """Write a checkpoint that lists pages and holds no payloads."""
     data = encode(header, records_of(pages, page_size))
 
     def write(folder: Path) -> None:

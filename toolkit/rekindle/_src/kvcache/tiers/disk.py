@@ -32,7 +32,7 @@ from rekindle_kernels import private_files
 log = logging.getLogger("rekindle.cache")
 SMALL = 4 << 20  # segments below this are merged when there are MANY of them
 MANY = 16
-RUN_BYTES, MOST_PAGES = 4 << 20, 256  # of one read, so that several threads share what a request needs
+RUN_BYTES, MOST_PAGES = 4 << 20, 256  # in one read, so that several threads share what a request needs
 FRESH_SECONDS = 600.0
 _TOUCH_SECONDS = 60.0
 _MOST_FAILURES = 3  # reads of one segment that may fail before this session asks it no more
@@ -43,7 +43,7 @@ class DiskStatistics(html.Record):
     """Sizes now, and counts since the session was opened."""
 
     pages: int  # that this session knows
-    bytes: int  # of the whole folder, other models included
+    bytes: int  # in the whole folder, other models included
     budget: int
     segments: int
     written: int
@@ -59,14 +59,14 @@ class Run(NamedTuple):
     digests: list[bytes]
 
     def continues(self, segment: Segment, index: int) -> bool:
-        """Whether that page can be part of it."""
+        """Whether the page at `index` of `segment` can be added to the run."""
         count = len(self.digests)
         small = count < MOST_PAGES and (count + 1) * segment.page_bytes <= RUN_BYTES
         return segment is self.segment and index == self.first + count and small
 
 
 class DiskTier:
-    """Thread-safe: some threads read for requests while another one saves."""
+    """Pages on disk. Thread-safe: some threads read for requests while another one saves."""
 
     def __init__(self, folder: Path, budget: int, identity: Identity) -> None:
         self.folder, self.budget = folder, budget
@@ -196,7 +196,7 @@ class DiskTier:
     # -- writing
 
     def write(self, pages: Iterable[tuple[Page, Payload]]) -> int:
-        """Keep pages as one new segment; how many. Raises StoreError if the disk is too full or can't be written."""
+        """Keep pages as one new segment; returns how many. StoreError if the disk is too full or can't be written."""
         fresh = [(page, payload) for page, payload in pages if page.digest not in self._index]
         if not fresh:
             return 0
@@ -268,11 +268,11 @@ class DiskTier:
         return DiskStatistics(len(self), total, self.budget, len(self._segments), self.written, self.read, self.damaged)
 
     def others(self) -> set[str]:
-        """Roots of pages that belong to other identities."""
+        """Root keys, in hex, of the other models whose pages are kept here."""
         return {path.name.split("-")[0] for path in self._paths()} - {self.identity.root.hex()}
 
     def say(self, what: str, text: str) -> None:
-        """Log it once."""
+        """Log `text`, once for each `what`."""
         if what not in self._said:
             self._said.add(what)
             log.warning(text)

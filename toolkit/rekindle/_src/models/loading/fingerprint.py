@@ -29,8 +29,8 @@ from rekindle_kernels import private_files
 
 _log = logging.getLogger(__name__)
 SMALL = 16 << 20
-_SAMPLES, _BLOCK = 64, 4096  # cold reads of a disk: the budget of 100 ms holds for any number of files
-_VOLATILE = ("_name_or_path", "transformers_version")  # of config.json: say nothing about the model
+_SAMPLES, _BLOCK = 64, 4096  # in all files together: cold reads of a disk have to fit into 100 ms
+_VOLATILE = ("_name_or_path", "transformers_version")  # keys of config.json that say nothing about the model
 
 
 def folder_fingerprint(config: Mapping[str, Any], headers: Sequence[Header]) -> str:

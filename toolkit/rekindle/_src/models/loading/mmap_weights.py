@@ -1,7 +1,7 @@
-"""A file as memory without reading it, and after a while on huge pages, at the same addresses.
+"""Weights used where their file is mapped, and moved to huge pages after a while, at the same addresses.
 
-Mapping a file is done at once, and what lies in the page cache is found there. Copying 700 MB of it into memory of
-one's own takes 0.1 s, and was seen to take 1.8 s in a virtual machine that is lent its memory page by page.
+Mapping a file takes no time, and content in the page cache is used where it is. Copying 700 MB of it into memory of
+our own takes 0.1 s, and was seen to take 1.8 s in a virtual machine that gets its memory page by page.
 
 The page cache has small pages, though: decoding one to eight sequences with weights of 270 MB took 3 to 8 % longer than
 on huge ones. So once the session has begun, a thread copies piece after piece to huge pages and has the system put
@@ -37,7 +37,7 @@ from rekindle._src.models.loading.hugepages import huge_pages
 
 PIECE = 32 << 20  # bytes that are moved at a time
 DELAY = 5.0  # seconds in which a new session has the machine to itself
-SHARE = 0.25  # of the time after that, in which pieces are moved
+SHARE = 0.25  # the part of the time after that in which pieces are moved
 WATCH = 1.0  # seconds between two looks at a lease, which Linux waits 45 s for
 
 KINDS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -128,7 +128,7 @@ def _move_pieces(owner: weakref.ref[Bytes], place: int, size: int, lease: FileLe
 
 
 def _wait(seconds: float, owner: weakref.ref[Bytes], lease: FileLease | None) -> bool:
-    """Sleep, unless the lease breaks or the memory is no longer used; whether the lease breaks."""
+    """Sleep for some seconds, or until the lease breaks or the memory is no longer used. True if the lease breaks."""
     if lease is None:
         time.sleep(seconds)
         return False

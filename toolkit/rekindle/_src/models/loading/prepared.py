@@ -57,8 +57,8 @@ from rekindle_kernels import native, private_files
 MIN_BYTES = 64 << 20  # smaller checkpoints are read again faster than Orbax is imported (0.3 s)
 MAX_ENTRIES = 4  # sets of weights kept per cache folder, the least recently used leaves first
 MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were converted, not just to be mapped
-DELAY = 3.0  # seconds before weights are written: the first answer of a model is waited for, and needs the processor
-AT_EXIT = 4.0  # seconds that a process which ends stays for that; a notebook's kernel is killed after 5
+DELAY = 3.0  # seconds before weights are written: a user waits for the first answer, which needs the processor
+AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
 _VERSION = "3"
 _FILE = "weights.safetensors"
 _SUMS = "checksums.json"
@@ -90,7 +90,7 @@ class Known(NamedTuple):
     """All that a session needs to know of a model before it has its weights."""
 
     graph: Graph
-    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # one per leaf
     dtype: str
 
 
