@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import stat
 import uuid
@@ -32,6 +33,7 @@ KINDS = ("compilations", "fingerprints", "native", "pages", "programs", "snapsho
 SIGNED = ("native", "programs")  # of them, those whose files are signed where there is a key
 KEY_VARIABLE = "REKINDLE_CACHE_KEY"
 MIN_KEY = 16  # bytes
+log = logging.getLogger("rekindle.cache")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -65,6 +67,12 @@ def distrust_reason(folder: Path) -> str | None:
     except OSError as error:
         return f"{error.filename} can't be looked at: {error.strerror}"
     return None
+
+
+@cache
+def tell_once(reason: str) -> None:
+    """Log that the cache is not used, once for each reason, whichever of its parts notices first."""
+    log.warning("the cache is not used, so what it would keep is made again at each start: %s", reason)
 
 
 def make_folder(folder: Path) -> None:

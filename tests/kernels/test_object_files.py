@@ -9,7 +9,7 @@ import pytest
 
 from helpers.faults import full_disk
 from rekindle_kernels.native import build
-from rekindle_kernels.private_files import TAG
+from rekindle_kernels.private_files import TAG, tell_once
 
 pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here")
 NAME, CODE = "some_kernel", b"machine code" * 1000
@@ -18,7 +18,7 @@ NAME, CODE = "some_kernel", b"machine code" * 1000
 @pytest.fixture
 def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
-    build._tell_once.cache_clear()
+    tell_once.cache_clear()
     return tmp_path / "cache" / "native"
 
 
@@ -39,7 +39,7 @@ def test_what_others_could_have_written_is_not_loaded(native: Path, caplog: pyte
     file.chmod(0o600)
     assert build._stored(NAME) == CODE
     native.chmod(0o777)
-    with caplog.at_level(logging.WARNING, "rekindle.native"):
+    with caplog.at_level(logging.WARNING, "rekindle.cache"):
         assert build._stored(NAME) is None
         build._store("another", CODE)
         assert build._stored("another") is None

@@ -17,9 +17,14 @@ from helpers.faults import NAMES, PASSING, unreadable
 from rekindle._src.core.atomic_checkpoint import DAMAGED, KEPT_DAMAGED
 from rekindle._src.programs.store import META, PROGRAM, ExecutableStore
 from rekindle.errors import StoreError
-from rekindle_kernels.private_files import KEY_VARIABLE
+from rekindle_kernels.private_files import KEY_VARIABLE, tell_once
 
 KEY = "a" * 32
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said_yet() -> None:
+    tell_once.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +95,7 @@ def test_a_poisoned_entry_of_somebody_else_is_not_run(
         case "link":
             program.rename(tmp_path / "elsewhere")
             program.symlink_to(tmp_path / "elsewhere")
-    with caplog.at_level(logging.WARNING, "rekindle.store"):
+    with caplog.at_level(logging.WARNING):
         assert not loads(folder)
     assert not trace.exists()
     assert len(caplog.records) == 1

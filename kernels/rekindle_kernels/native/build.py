@@ -229,10 +229,5 @@ def _trusted() -> bool:
     """Whether the folder is this user's own; if it is not, this is said once and kernels are compiled at each start."""
     reason = private_files.distrust_reason(folder())
     if reason is not None:
-        _tell_once(reason)
+        private_files.tell_once(reason)
     return reason is None
-
-
-@cache
-def _tell_once(reason: str) -> None:
-    log.warning("native kernels are compiled at each start and not kept: %s", reason)

@@ -13,6 +13,7 @@ from helpers.stored_pages import IDENTITY, chain
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.tiers.disk import MANY, DiskTier
 from rekindle.errors import StoreError
+from rekindle_kernels.private_files import tell_once
 
 passing = pytest.mark.parametrize("number", PASSING, ids=NAMES)
 
@@ -93,6 +94,7 @@ def test_in_a_folder_that_others_can_write_nothing_is_read_or_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier(tmp_path).write(chain(0, 4))
+    tell_once.cache_clear()
     (tmp_path / "pages").chmod(0o777)
     before = sorted(path.name for path in (tmp_path / "pages").iterdir())
     with caplog.at_level(logging.WARNING, "rekindle.cache"):

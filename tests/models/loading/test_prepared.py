@@ -343,7 +343,7 @@ def test_a_full_or_unwritable_disk_only_costs_the_next_start(
 ) -> None:
     cache.write_text("a file where the folder should be")
     load(folder, cache)
-    assert "not kept" in caplog.text
+    assert "the cache is not used" in caplog.text
     cache.unlink()
     monkeypatch.setattr(prepared.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10))
     load(folder, cache)

@@ -68,7 +68,7 @@ class ExecutableStore:
         # Its presence says that an earlier process could not serialise programs here.
         self._compilations = folder.parent / "compilations"
         if self.distrusted is not None:
-            self._say("distrusted", f"programs are compiled at each start and not stored: {self.distrusted}")
+            private_files.tell_once(self.distrusted)
         elif self._compilations.is_dir() and private_files.distrust_reason(self._compilations) is None:
             self._fall_back()
 

@@ -82,7 +82,7 @@ class DiskTier:
         self._said: set[str] = set()
         self.distrusted = private_files.distrust_reason(self.pages_folder)  # why nothing is read or written here
         if self.distrusted is not None:
-            self.say("distrusted", f"pages are neither read from disk nor saved: {self.distrusted}")
+            private_files.tell_once(self.distrusted)
 
     @property
     def pages_folder(self) -> Path:

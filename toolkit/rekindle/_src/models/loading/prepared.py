@@ -128,13 +128,8 @@ def _distrusted(kept: Path) -> str | None:
     """Why nothing is read from this cache or kept in it; logged the first time."""
     reason = private_files.distrust_reason(kept.parent)
     if reason is not None:
-        _tell_once(reason)
+        private_files.tell_once(reason)
     return reason
-
-
-@functools.cache
-def _tell_once(reason: str) -> None:
-    _log.warning("laid-out weights are not used and not kept: %s", reason)
 
 
 def load(
