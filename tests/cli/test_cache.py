@@ -10,7 +10,9 @@ import pytest
 
 from rekindle._src.cli.cache import entries, parse_size, prune
 from rekindle._src.cli.main import main
+from rekindle._src.core.atomic_checkpoint import PARTIAL
 from rekindle.errors import ConfigError
+from rekindle_kernels.private_files import TAG, TAG_TEXT
 
 
 @pytest.fixture
@@ -20,6 +22,7 @@ def folder(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x" * 1000)
         os.utime(path, (1e9 - age * 100, 1e9 - age * 100))
+    (tmp_path / TAG).write_text(TAG_TEXT)
     return tmp_path
 
 
@@ -40,9 +43,9 @@ def test_pruning_drops_the_least_recently_used(folder: Path) -> None:
 def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "ls", "--json", "--cache-dir", str(folder)]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 3
-    assert main(["cache", "prune", "--to", "1kB", "--cache-dir", str(folder)]) == 0
+    assert main(["cache", "prune", "--to", "1kB", "--yes", "--cache-dir", str(folder)]) == 0
     assert "dropped 2 entries" in capsys.readouterr().out
-    assert main(["cache", "clear", "--cache-dir", str(folder)]) == 0
+    assert main(["cache", "clear", "--yes", "--cache-dir", str(folder)]) == 0
     assert entries(folder) == []
 
 
@@ -56,3 +59,62 @@ def test_a_wrong_size_says_how_to_write_one(folder: Path, capsys: pytest.Capture
         parse_size("lots")
     assert main(["cache", "prune", "--to", "lots", "--cache-dir", str(folder)]) == 1
     assert "--to" in capsys.readouterr().err
+
+
+def lines(path: Path) -> str:
+    return path.read_text() if path.exists() else "gone"
+
+
+@pytest.mark.parametrize("action", ["prune", "clear"])
+def test_a_folder_that_rekindle_did_not_make_is_left_alone(
+    folder: Path, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--cache-dir` of a home folder removed a thesis."""
+    (folder / TAG).unlink()
+    for name in ("documents/thesis.tex", "pages/thesis.tex"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("years")
+    assert main(["cache", action, "--to", "0", "--yes", "--cache-dir", str(folder)]) == 1
+    assert TAG in capsys.readouterr().err
+    assert lines(folder / "documents/thesis.tex") == lines(folder / "pages/thesis.tex") == "years"
+    (folder / TAG).write_text(TAG_TEXT)
+    assert main(["cache", action, "--to", "0", "--yes", "--cache-dir", str(folder)]) == 0
+    assert lines(folder / "documents/thesis.tex") == "years", "not one of the known folders"
+
+
+def test_links_are_neither_followed_nor_removed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "photo").write_text("1998")
+    (folder / "snapshots").symlink_to(elsewhere)
+    (folder / "pages" / "link").symlink_to(elsewhere)
+    assert main(["cache", "clear", "--yes", "--cache-dir", str(folder)]) == 0
+    assert lines(elsewhere / "photo") == "1998"
+    assert (folder / "snapshots").is_symlink() and (folder / "pages" / "link").is_symlink()
+    assert entries(folder) == []
+
+
+def test_what_is_being_written_stays(folder: Path) -> None:
+    """The writer gave up for good when its unfinished folder went."""
+    new, old = (folder / "pages" / f"{PARTIAL}{name}" / "deep" for name in ("new", "old"))
+    for path in (new, old):
+        path.mkdir(parents=True)
+        (path / "file").write_text("half")
+    for path in (old / "file", old, old.parent):
+        os.utime(path, (1e9, 1e9))
+    os.utime(new.parent, (1e9, 1e9))  # what counts is the file in it
+    assert main(["cache", "clear", "--yes", "--cache-dir", str(folder)]) == 0
+    assert lines(new / "file") == "half" and not old.parent.exists()
+
+
+def test_it_shows_what_goes_and_asks(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["cache", "clear", "--cache-dir", str(folder)]
+    assert main(command) == 1, "standard input is no terminal"
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("new", "middle", "old", "--yes")) and len(entries(folder)) == 3
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for answer, left in (("", 3), ("n", 3), ("y", 0)):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        assert main(command) == (1 if left else 0)
+        assert len(entries(folder)) == left

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rekindle._src.kvcache import page_digest
+from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page, Payload
-from rekindle._src.kvcache.persist.snapshot import Identity
 
 IDENTITY = Identity("weights", "float32", 4, "test")
 Pair = tuple[Page, Payload]

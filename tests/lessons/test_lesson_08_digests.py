@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 SCRIPT = """
 import numpy as np
 from rekindle._src.kvcache import PagePool, PrefixCache
-from rekindle._src.kvcache.persist.snapshot import Identity
+from rekindle._src.kvcache.persist.identity import Identity
 for weights in ("mine", "others"):
     cache = PrefixCache(PagePool(8), 4, Identity(weights, "float32", 4).root)
     node = cache.graft(np.arange(12, dtype=np.int32))

@@ -128,7 +128,7 @@ def test_a_foreign_format_is_refused(tmp_path: Path) -> None:
     store = ExecutableStore(tmp_path)
     key = save(store)
     meta = tmp_path / key / META
-    meta.write_text(meta.read_text().replace('"format": 2', '"format": 99'))
+    meta.write_text(meta.read_text().replace('"format": 3', '"format": 99'))
     with pytest.raises(StoreError, match="99"):
         store.load(key)
 

@@ -6,6 +6,7 @@ and llvmlite alone. The file's name is a digest of what the code depends on: the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
@@ -15,7 +16,6 @@ import os
 import platform
 import re
 import sys
-import tempfile
 import threading
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from rekindle_kernels import private_files
 from rekindle_kernels.native import zeros
 from rekindle_kernels.native.plan import ENTRIES, SLOTS, slot
 
@@ -198,20 +199,33 @@ def _common() -> bytes:
 
 
 def _stored(name: str) -> bytes | None:
+    """Object code that was kept, if only this user can have written it."""
     try:
-        content = (folder() / f"{name}-{digest(name)}.o").read_bytes()
+        if not _trusted():
+            return None
+        content = private_files.read(_file(name), inside=folder())
     except OSError:
         return None
     checksum, code = content[:16], content[16:]
-    return code if hashlib.blake2b(code, digest_size=16).digest() == checksum else None
+    return code if bytes.fromhex(private_files.checksum(_file(name).name, code)) == checksum else None
 
 
 def _store(name: str, code: bytes) -> None:
     """Complete or absent; a folder that can't be written costs a compilation at the next start and nothing else."""
-    try:
-        folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as file:
-            file.write(hashlib.blake2b(code, digest_size=16).digest() + code)
-        os.replace(file.name, folder() / f"{name}-{digest(name)}.o")
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        if _trusted():
+            private_files.make_folder(folder())
+            checksum = bytes.fromhex(private_files.checksum(_file(name).name, code))
+            private_files.write(_file(name), [checksum, code])
+
+
+def _file(name: str) -> Path:
+    return folder() / f"{name}-{private_files.stored_name(digest(name))}.o"
+
+
+def _trusted() -> bool:
+    """Whether the folder is this user's own; if it is not, this is said once and kernels are compiled at each start."""
+    reason = private_files.distrust_reason(folder())
+    if reason is not None:
+        private_files.tell_once(reason)
+    return reason is None

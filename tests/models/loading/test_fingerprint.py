@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -90,6 +91,7 @@ def test_what_a_copy_keeps(folder: Path, tmp_path: Path, large: bool) -> None:
 
 def test_the_blobs_of_a_hub_cache_are_named_by_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "SMALL", 0)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     made = checkpoints.write(tmp_path / "made", RAW)
     names = []
     for number, digest in enumerate(("a" * 64, "a" * 64, "b" * 64)):
@@ -102,6 +104,41 @@ def test_the_blobs_of_a_hub_cache_are_named_by_their_content(tmp_path: Path, mon
         (snapshot / "model.safetensors").symlink_to(blobs / digest)
         names.append(of(snapshot))
     assert names[0] == names[1] != names[2]
+
+
+def test_a_checkpoint_can_not_take_the_name_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to blobs/<digest> outside the hub's cache was believed: the real model answered with these weights."""
+    monkeypatch.setattr(fingerprint, "SMALL", 0)
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    names, digest = {}, ""
+    for where, seed in (("hub/models--real", 0), ("elsewhere/real", 0), ("elsewhere/evil", 1)):
+        made = checkpoints.write(tmp_path / "made" / where, RAW, seed=seed)
+        content = (made / "model.safetensors").read_bytes()
+        digest = digest or hashlib.sha256(content).hexdigest()  # of the real one
+        blobs, snapshot = tmp_path / where / "blobs", tmp_path / where / "snapshots" / "x"
+        blobs.mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        (blobs / digest).write_bytes(content)
+        shutil.copy(made / "config.json", snapshot)
+        (snapshot / "model.safetensors").symlink_to(blobs / digest)
+        names[where] = of(snapshot)
+    assert names["elsewhere/real"] == names["hub/models--real"] != names["elsewhere/evil"]
+
+
+def test_a_content_is_hashed_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "weights"
+    file.write_bytes(b"one")
+    hashed, real = [], hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *args: (hashed.append(args), real(*args))[1])
+    first = fingerprint.content_sha256(file)
+    assert fingerprint.content_sha256(file) == first == hashlib.sha256(b"one").hexdigest()
+    assert len(hashed) == 1
+    times = file.stat()
+    file.write_bytes(b"two")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert fingerprint.content_sha256(file) == hashlib.sha256(b"two").hexdigest()
 
 
 def test_each_precision_has_its_own(folder: Path) -> None:

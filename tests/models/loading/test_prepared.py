@@ -265,8 +265,8 @@ DAMAGE = {
     "truncated": lambda cache: os.truncate(only_file(cache, "weights.safetensors"), 5000),
     "a flipped bit": lambda cache: flip(only_file(cache, "weights.safetensors"), -100),
     "a header of another": lambda cache: flip(only_file(cache, "weights.safetensors"), 20),
-    "a flipped bit of the model": lambda cache: flip(only_file(cache, "model.pickle"), 100),
-    "no model": lambda cache: only_file(cache, "model.pickle").write_bytes(b""),
+    "a flipped bit of the model": lambda cache: flip(only_file(cache, "model.json"), 100),
+    "no model": lambda cache: only_file(cache, "model.json").write_bytes(b""),
     "no checksums": lambda cache: only_file(cache, "checksums.json").unlink(),
     "no weights": lambda cache: only_file(cache, "weights.safetensors").unlink(),
     "an empty folder": lambda cache: [path.unlink() for path in kept(cache)[0].rglob("*") if path.is_file()],
@@ -308,8 +308,8 @@ def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path,
         loaded = load(folder, cache)
     assert_same(loaded, checkpoint.load(folder, quantize="int8"))
     for path in left:  # an hour later the remains are swept
-        if path.exists():
-            os.utime(path, (0, 0))
+        for written in (*path.rglob("*"), path) if path.exists() else ():
+            os.utime(written, (0, 0))
     load(folder, cache, "int8-weight")
     assert not [path for path in kept(cache) if path in left and path.name.startswith("partial-")]
 
@@ -356,7 +356,7 @@ def test_a_full_or_unwritable_disk_only_costs_the_next_start(
 ) -> None:
     cache.write_text("a file where the folder should be")
     load(folder, cache)
-    assert "not kept" in caplog.text
+    assert "the cache is not used" in caplog.text
     cache.unlink()
     monkeypatch.setattr(prepared.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10))
     load(folder, cache)

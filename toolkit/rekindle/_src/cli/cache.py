@@ -1,23 +1,32 @@
-"""`rekindle cache ls|prune|clear`: look at and trim what persists on disk."""
+"""`rekindle cache ls|prune|clear`: look at and trim what persists on disk.
+
+Only what rekindle put there is removed: entries of known folders, in a cache folder with rekindle's CACHEDIR.TAG. Links
+are neither followed nor removed, and what a process is writing stays.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
-import shutil
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rekindle._src.core.atomic_checkpoint import PARTIAL, is_stale, remove
 from rekindle._src.core.config import cache_folder
-from rekindle.errors import ConfigError
+from rekindle.errors import ConfigError, StoreError
+from rekindle_kernels.private_files import KINDS, TAG, TAG_TEXT
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class CacheItem(NamedTuple):
-    """One thing that can be dropped on its own: a folder or a file two levels below the cache directory."""
+    """One thing that can be removed on its own: a folder or a file two levels below the cache directory."""
 
     path: Path
     kind: str  # the folder it is in: programs, pages, snapshots, weights
@@ -26,6 +35,7 @@ class CacheItem(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Carry out one action; 1 if it was not confirmed or not everything could be removed."""
     folder = cache_folder(arguments.cache_dir)
     found = entries(folder)
     match arguments.action:
@@ -34,36 +44,97 @@ def run(arguments: argparse.Namespace) -> int:
         case "ls":
             _print(folder, found)
         case "prune":
-            _report(prune(found, parse_size(arguments.to)))
+            return _remove(folder, beyond(found, parse_size(arguments.to)), arguments.yes)
         case "clear":
-            _report(prune(found, 0))
+            return _remove(folder, found, arguments.yes)
     return 0
 
 
 def entries(folder: Path) -> list[CacheItem]:
-    """Everything below `folder`, most recently used first."""
+    """Everything of rekindle's below `folder`, most recently used first, without what is being written."""
     found = []
-    for kind in sorted(folder.iterdir()) if folder.is_dir() else []:
-        for path in sorted(kind.iterdir()) if kind.is_dir() else []:
-            files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-            stats = [file.stat() for file in files]
-            used = max((max(stat.st_atime, stat.st_mtime) for stat in stats), default=path.stat().st_mtime)
-            found.append(CacheItem(path, kind.name, sum(stat.st_size for stat in stats), used))
+    for kind in KINDS:
+        for path in _inside(folder / kind):
+            if path.name.startswith((PARTIAL, ".")) and not is_stale(path):
+                continue
+            with contextlib.suppress(OSError):  # another process removed it meanwhile
+                files: list[str | Path] = [os.path.join(at, name) for at, _, names in os.walk(path) for name in names]
+                stats = [os.lstat(file) for file in files or [path]]
+                used = max(max(stat.st_atime, stat.st_mtime) for stat in stats)
+                found.append(
+                    CacheItem(path, kind, sum(stat.st_size for stat in stats if files or path.is_file()), used)
+                )
     return sorted(found, key=lambda entry: -entry.used)
 
 
-def prune(found: list[CacheItem], keep: int) -> list[CacheItem]:
-    """Drop the least recently used entries until at most `keep` bytes are left; returns what went."""
-    total, dropped = 0, []
+def beyond(found: Sequence[CacheItem], keep: int) -> list[CacheItem]:
+    """The least recently used entries, without which at most `keep` bytes are left."""
+    total, gone = 0, []
     for entry in found:
         total += entry.size
         if total > keep:
-            if entry.path.is_dir():
-                shutil.rmtree(entry.path, ignore_errors=True)
-            else:
+            gone.append(entry)
+    return gone
+
+
+def prune(found: Sequence[CacheItem], keep: int) -> list[CacheItem]:
+    """Remove the least recently used entries until at most `keep` bytes are left; returns those that are gone."""
+    gone = beyond(found, keep)
+    for entry in gone:
+        if entry.path.is_symlink():
+            continue
+        if entry.path.is_dir():
+            remove(entry.path)
+        else:
+            with contextlib.suppress(OSError):
                 entry.path.unlink(missing_ok=True)
-            dropped.append(entry)
-    return dropped
+    return [entry for entry in gone if not os.path.lexists(entry.path)]
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What lies in a folder, without links; nothing if it is one itself."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if not path.is_symlink())
+
+
+def _remove(folder: Path, gone: Sequence[CacheItem], confirmed: bool) -> int:
+    """Show what is about to go, ask, and remove it."""
+    if not gone:
+        print(f"{folder}: nothing to remove")
+        return 0
+    _check_marked(folder)
+    _print(folder, gone, "to be removed")
+    if not confirmed and not _ask(f"Remove {len(gone)} entries? [y/N] "):
+        print("nothing was removed; --yes removes without asking")
+        return 1
+    dropped = prune(gone, 0)
+    print(f"dropped {len(dropped)} entries, {sum(entry.size for entry in dropped) / 2**20:.1f} MiB")
+    for entry in gone:
+        if entry not in dropped:
+            print(f"could not be removed: {entry.path}", file=sys.stderr)
+    return 0 if len(dropped) == len(gone) else 1
+
+
+def _check_marked(folder: Path) -> None:
+    """Raise StoreError unless rekindle made this folder."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        tag = folder / TAG
+        if not tag.is_symlink() and tag.read_text() == TAG_TEXT:
+            return
+    raise StoreError(
+        f"nothing was removed: {folder} has no {TAG} of rekindle's, so it is also used for other things. Check "
+        f"--cache-dir, or remove its folders {', '.join(KINDS)} yourself"
+    )
+
+
+def _ask(question: str) -> bool:
+    if not sys.stdin.isatty():
+        return False
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def parse_size(text: str) -> int:
@@ -74,12 +145,9 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def _print(folder: Path, found: list[CacheItem]) -> None:
-    print(f"{folder}: {sum(entry.size for entry in found) / 2**20:.1f} MiB in {len(found)} entries")
+def _print(folder: Path, found: Sequence[CacheItem], what: str = "") -> None:
+    size = sum(entry.size for entry in found) / 2**20
+    print(f"{folder}: {size:.1f} MiB in {len(found)} entries{what and ' ' + what}")
     for entry in found:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         print(f"  {entry.kind:10} {entry.size / 2**20:9.1f} MiB  {used}  {entry.path.name}")
-
-
-def _report(dropped: list[CacheItem]) -> None:
-    print(f"dropped {len(dropped)} entries, {sum(entry.size for entry in dropped) / 2**20:.1f} MiB")

@@ -77,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     cache.add_argument("action", choices=("ls", "prune", "clear"))
     cache.add_argument("--cache-dir", help="the cache directory")
     cache.add_argument("--to", default="4GiB", help="prune: keep at most this much, newest first (default 4GiB)")
+    cache.add_argument("--yes", action="store_true", help="prune, clear: remove without asking")
     cache.add_argument("--json", action="store_true", help="ls: print the entries as JSON")
 
     bench = commands.add_parser(

@@ -1,51 +1,121 @@
 """Folders of files that Orbax commits: complete or absent, written one at a time, read without importing Orbax.
 
-Orbax commits a checkpoint as a whole or not at all. It is written under a name of its own and renamed, because of two
-writers of one path Orbax lets the second remove what the first is writing. Readers open the files in `<path>/<ITEM>`
-themselves: importing Orbax takes 0.1 s and more, which only those pay who write.
+A checkpoint is written under a name of its own and renamed, because when two writers share a path Orbax lets the second
+remove what the first is writing. Readers open the files in `<path>/<ITEM>` themselves: importing Orbax takes 0.1 s and
+more, which only writers pay.
+
+What is found damaged is renamed and not removed, so that a mistake of ours costs no data. Only a proven mismatch is
+damage: a checksum that does not fit, a file that is cut off or missing. A failing disk, a file server that is away or
+a lack of descriptors or memory gives errors that pass (`is_passing`), and these prove nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from rekindle_kernels import private_files
+
 # Orbax's operations signal each other through counters of the whole process: two saves in two threads, even to
 # different paths, were seen to create each other's folders or to wait for one another until a timeout.
 ONE_AT_A_TIME = threading.Lock()
-PARTIAL = "partial-"
+PARTIAL, DAMAGED = "partial-", "damaged-"  # what names of unfinished and of damaged checkpoints begin with
 ITEM = "rekindle"  # the item of such a checkpoint, hence the folder that its files are in
+KEPT_DAMAGED = 2  # in one folder
+STALE_SECONDS = 3600.0  # an unfinished checkpoint that nothing was written to for so long has lost its writer
 _unfinished: set[Path] = set()
 
 
 def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` fills the folder of a new Orbax checkpoint, which is at `path` when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """`write` fills the folder of a new Orbax checkpoint, which is at `path` when this returns; raises OSError.
+
+    Only this user can read what is written, unless the store is shared with a key.
+    """
+    private_files.make_folder(path.parent)
     own = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
     _unfinished.add(own)
+    failed: list[OSError] = []
+
+    def write_or_remember(folder: Path) -> None:
+        try:
+            write(folder)
+        except OSError as error:
+            failed.append(error)
+            raise
+
     try:
-        orbax().save(own, write)
+        orbax().save(own, write_or_remember)
+        private_files.make_private(own)
         own.rename(path)
-    except BaseException:
-        _remove(own)
+    except BaseException as error:
+        _remove_all(own)
+        if failed and not isinstance(error, OSError):  # Orbax wraps what its threads raise
+            raise failed[0] from error
         raise
     finally:
         _unfinished.discard(own)
 
 
 def abandon() -> None:
-    """Remove what this process is still writing: it ends."""
+    """Remove the checkpoints that this process is still writing, because it ends."""
     for own in list(_unfinished):
-        _remove(own)
+        _remove_all(own)
 
 
-def _remove(own: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a checkpoint. It is renamed first: a removal that is killed half way leaves no half checkpoint."""
+    with contextlib.suppress(OSError):
+        gone = path.rename(path.with_name(f"{PARTIAL}{uuid.uuid4().hex}"))
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def set_aside(path: Path, *, keep: int = KEPT_DAMAGED) -> None:
+    """Rename a damaged checkpoint, so that its name is free; the `keep` latest of a folder stay, others are removed."""
+    with contextlib.suppress(OSError):
+        aside = path.rename(path.with_name(f"{DAMAGED}{uuid.uuid4().hex}"))
+        os.utime(aside)
+        earlier = sorted(path.parent.glob(f"{DAMAGED}*"), key=lambda one: one.stat().st_mtime)
+        for one in earlier[:-keep]:
+            shutil.rmtree(one, ignore_errors=True)
+
+
+def is_finished(name: str) -> bool:
+    """Whether this is the name of a checkpoint that can be used: neither unfinished nor set aside."""
+    return not name.startswith((PARTIAL, DAMAGED))
+
+
+def is_stale(path: Path) -> bool:
+    """Whether nothing in `path` was written to for `STALE_SECONDS`. What can't be looked at is not."""
+    try:
+        newest = path.lstat().st_mtime
+        for at, folders, files in os.walk(path):
+            newest = max([newest, *(os.lstat(os.path.join(at, name)).st_mtime for name in (*folders, *files))])
+    except OSError:
+        return False
+    return time.time() - newest > STALE_SECONDS
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether a read failed for a reason that says nothing about the file: the next attempt may succeed."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            return True
+        if isinstance(error, OSError):
+            return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        error = error.__cause__
+    return False
+
+
+def _remove_all(own: Path) -> None:
     for left in own.parent.glob(f"{own.name}*"):  # Orbax writes to a name of its own, which starts like this one
         shutil.rmtree(left, ignore_errors=True)
 
@@ -56,7 +126,7 @@ class _Files:
 
 
 class _Handler:
-    """What Orbax calls to write the one item of such a checkpoint, or to find where its files are."""
+    """Writes the one item of such a checkpoint for Orbax, or tells where its files are."""
 
     async def save(self, directory: Any, checkpointable: _Files) -> Awaitable[None]:
         async def write() -> None:
@@ -81,7 +151,7 @@ class _Handler:
 
 
 class _Orbax:
-    """Orbax with the handler above; imported at first use."""
+    """Orbax with the handler above. It is imported at first use."""
 
     def __init__(self) -> None:
         from orbax.checkpoint import v1

@@ -16,8 +16,8 @@ _MOST_DECODE = 0.25  # a step with a larger share of decode rows says little abo
 
 
 class _Rate:
-    """Seconds per unit: the median of the latest measurements, since one that shared its time with a compilation, or
-    with another process, can be a thousand times too long."""
+    """Seconds per unit: the median of the latest measurements. A single one can be a thousand times too long when it
+    shared its time with a compilation or with another process."""
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_MEMORY)
@@ -53,9 +53,9 @@ class Rates(html.Record):
 
 
 class CostModel:
-    """Decides whether to copy a prefix or to compute it again; what is not measured yet counts as free.
+    """Decides whether to copy a prefix or to compute it again. A copy that was not measured yet counts as free.
 
-    `mode` overrides it for everything: "always" or "never" copy.
+    `mode` overrides the decision: "always" or "never" copy.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -65,7 +65,8 @@ class CostModel:
         self._compute, self._copy, self._load = _Rate(), _Rate(), _Rate()
 
     def observe(self, result: StepResult) -> None:
-        """A committed step: what its tokens cost, unless copies or decoding took part of its time, or they were few."""
+        """Measure what the tokens of a committed step cost. Steps that copied pages, decoded much or had few tokens say
+        little about that and are left out."""
         plan = result.plan
         if (
             not plan.restore
@@ -81,7 +82,7 @@ class CostModel:
         self._load.measured(pages, seconds)
 
     def fetch_seconds(self, pages: int, *, from_disk: int = 0) -> float:
-        """To bring `pages` to the device, `from_disk` of which are not in host memory yet."""
+        """How long it takes to bring `pages` to the device, `from_disk` of which are not in host memory yet."""
         return pages * (self._copy.value or 0.0) + from_disk * (self._load.value or 0.0)
 
     def compute_seconds(self, pages: int) -> float | None:
@@ -89,7 +90,7 @@ class CostModel:
         return None if rate is None else pages * self.page_size * rate
 
     def worth(self, pages: int, *, from_disk: int = 0) -> bool:
-        """Bringing `pages` back is expected to be quicker than computing them."""
+        """Whether bringing `pages` back is expected to be quicker than computing them."""
         if self.mode != "measured":
             return self.mode == "always"
         compute = self.compute_seconds(pages)

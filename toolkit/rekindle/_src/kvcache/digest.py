@@ -2,8 +2,8 @@
 
 A digest chains over every page before it from a root that stands for model, weights, KV dtype and layout, so equal
 digests mean equal KV content, here or in a process of next year. It is computed only for pages that leave the device.
-A key is 64 bits over the same prefix, computed for a whole prompt at once; whoever finds a page by its key compares the
-tokens as well, so a collision costs a missed hit and never a wrong one.
+A key is 64 bits over the same prefix, computed for a whole prompt at once. A page that is found by its key is used only
+if its tokens are equal too, so a collision costs a missed hit and never causes a wrong one.
 """
 
 from __future__ import annotations

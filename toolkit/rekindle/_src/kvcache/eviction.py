@@ -1,8 +1,9 @@
-"""Which page leaves the device next: the leaf that nobody holds with the lowest score; of equals, the least recent.
+"""Which page leaves the device next: among the leaves without a holder the one with the lowest score.
 
-A page that is used scores the square root of its uses above what left last, so that popularity counts but ages: pages
-of one score leave in the order of their last use, and a once popular one follows when enough others have come and
-gone. Of the policies in simulate.py this one stays closest to the best in hindsight over all loads.
+The score of a page is set when it is used: the square root of its number of uses, plus the score of the page that left
+last. So popularity counts but ages: once enough other pages have come and gone, a page that used to be popular leaves
+too. Pages with equal scores leave in the order of their last use. Among the policies in simulate.py this one stays
+closest to the best possible choice, over all loads.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ class EvictionQueue:
         return len(self._heap)
 
     def used(self, node: Node, now: float) -> None:
-        """It counts as used now."""
+        """Record that `node` is used now: sets its time and its score."""
         node.last_use = now
         node.score = self._floor + math.sqrt(1 + node.visits)
 
     def offer(self, node: Node) -> None:
+        """Add `node` to the heap if its page can be evicted."""
         if not self._evictable(node):
             return
         heapq.heappush(self._heap, (node.score, node.last_use, next(self._order), node))
@@ -55,6 +57,7 @@ class EvictionQueue:
         return None
 
     def clear(self) -> None:
+        """Forget all entries and scores."""
         self._heap.clear()
         self._floor = 0.0
 

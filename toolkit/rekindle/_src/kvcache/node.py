@@ -1,4 +1,4 @@
-"""Nodes of the prefix tree and the table that finds them: one full page of tokens each, by the key of its whole prefix.
+"""Nodes of the prefix tree, one full page of tokens each, and the table that finds them by the key of their prefix.
 
 Finding a prefix costs one dictionary access per page and one comparison of all tokens at once, whatever the size of
 the tree. Iterating gives parents before children.
@@ -15,10 +15,10 @@ from rekindle._src.kvcache.digest import page_digest
 
 
 class Node:
-    """Its identity is the object; the tree owns and changes it.
+    """One page of tokens after its parent's. Nodes are compared by object; only the tree changes them.
 
-    A node has its page on the device, or its payload in the host tier under its digest, or both. Nodes with a device
-    page are closed upwards: the parent of such a node has a device page too. The root has depth 0 and no page.
+    A node has its page on the device, or its payload in a lower tier under its digest, or both. If a node has a device
+    page, so has its parent. The root has depth 0 and no page.
     """
 
     __slots__ = (
@@ -33,12 +33,12 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1  # pages up to and including this one
         self.page = 0  # on the device; 0 is none
         self.children = 0
-        self.device_children = 0  # of them, those with a device page
+        self.device_children = 0  # children that have a device page
         self.visits = 0  # admissions that hit it
         self.last_use = last_use
         self.score = 0.0  # the eviction policy's: grows with use
         self.pins = 0  # how many pins cover it
-        self.digest: bytes | None = None  # computed when somebody asks
+        self.digest: bytes | None = None  # computed at first use
 
     def __repr__(self) -> str:
         return f"Node(depth={self.depth}, page={self.page}, visits={self.visits}, children={self.children})"
@@ -65,7 +65,7 @@ class NodeTable:
         return self._nodes.get(node.key) is node
 
     def find(self, parent: Node, keys: Sequence[int], tokens: IntArray) -> list[Node]:
-        """The known nodes that continue `parent` with `tokens`, exactly compared; `keys` are those of the pages."""
+        """The known nodes after `parent` for `tokens`, whose pages have `keys`. Tokens are compared exactly."""
         nodes: list[Node] = []
         get = self._nodes.get
         for key in keys:
@@ -82,7 +82,7 @@ class NodeTable:
         return nodes if same.all() else nodes[: int(same.argmin())]
 
     def depth(self, keys: Sequence[int], *, on_device: bool) -> int:
-        """How many leading pages are known (and on the device), by bisection and without comparing tokens."""
+        """How many leading pages are known, or are on the device; by bisection and without comparing tokens."""
         low, high, get = 0, len(keys), self._nodes.get
         while low < high:
             middle = (low + high) // 2
@@ -117,6 +117,7 @@ class NodeTable:
         return nodes
 
     def remove(self, node: Node) -> None:
+        """Take a node without children and without a device page out of the tree."""
         assert node.parent is not None, "the root stays"
         assert not node.children + node.page, f"{node} is in use"
         del self._nodes[node.key]
@@ -144,7 +145,7 @@ class NodeTable:
         return digest
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless keys, counts and the closure of device pages hold; walks the whole tree."""
+        """Raise AssertionError unless keys and counts are right and parents of device pages have one; walks it all."""
         below: dict[Node, list[Node]] = {}
         for key, node in self._nodes.items():
             parent = node.parent

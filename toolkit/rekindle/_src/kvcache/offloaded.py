@@ -11,46 +11,51 @@ from rekindle._src.kvcache.node import Node, NodeTable
 
 
 class TierLike(Protocol):
-    """Where payloads of pages live that left the device; the runner moves them. All of it is called by one thread.
+    """Where the payloads of pages are that left the device; the runner moves them. One thread calls all of it.
 
-    What was there when a match asked stays there at least until the next `trim`, and while it is held.
+    A payload that was there when a match asked stays there until the next `trim`, and for as long as it is held.
     """
 
     def __contains__(self, digest: bytes, /) -> bool:
-        """It can be restored now."""
+        """Whether the payload can be restored now."""
 
     def knows(self, digest: bytes, /) -> bool:
-        """It can be restored now, or after a while."""
+        """Whether the payload can be restored now or after it was fetched."""
 
     def wants(self, digest: bytes, /) -> bool:
-        """Its page is about to leave the device: should it be read out? It counts as used now."""
+        """Whether a page that is about to leave the device should be read out. It counts as used now."""
 
-    def touch(self, digest: bytes, /) -> None: ...
+    def touch(self, digest: bytes, /) -> None:
+        """Record that the payload is used now."""
 
-    def hold(self, digest: bytes, /) -> None: ...
+    def hold(self, digest: bytes, /) -> None:
+        """Keep the payload until as many calls of `release`."""
 
-    def release(self, digest: bytes, /) -> None: ...
+    def release(self, digest: bytes, /) -> None:
+        """Undo one `hold`."""
 
     def discard(self, digest: bytes, /) -> None:
         """Its payload can't be used: it is never offered again, so that the page is computed."""
 
     def trim(self) -> None:
-        """Drop what is beyond the budget."""
+        """Drop payloads beyond the budget."""
 
-    def clear(self) -> None: ...
+    def clear(self) -> None:
+        """Forget every payload."""
 
     def worth(self, pages: int, /) -> bool:
-        """Copying that many pages is expected to be quicker than computing them."""
+        """Whether copying that many pages is expected to be quicker than computing them."""
 
     def observe(self, result: StepResult, /) -> None:
-        """A step was committed: measure."""
+        """Measure what a committed step cost."""
 
 
 class OffloadedNodes:
     """A node stays known while its payload is in the host tier or on its way there, or while a child is known.
 
-    The tier prunes by its own rules and tells nobody, so nodes are asked about when a match reaches them, and two at a
-    time whenever a page leaves the device: what the tier dropped does not pile up, at a constant cost.
+    The tier drops payloads by its own rules and does not report it. So a node is looked up in the tier when a match
+    reaches it, and two nodes whenever a page leaves the device: nodes without a payload do not pile up, and the cost of
+    each eviction is constant.
     """
 
     def __init__(self, table: NodeTable, host_tier: TierLike | None) -> None:
@@ -63,10 +68,11 @@ class OffloadedNodes:
         return len(self._nodes)
 
     def add(self, node: Node) -> None:
+        """Take in a node that has no device page."""
         self._nodes[node] = None
 
     def depart(self, node: Node) -> PageMove | None:
-        """The move that brings the page of `node` to the host tier, unless it is there or there is no tier."""
+        """The move that brings the page of `node` to the host tier; None if it is there already or there is no tier."""
         if self._tier is None:
             return None
         digest = self._table.digest_of(node)
@@ -76,18 +82,19 @@ class OffloadedNodes:
         return PageMove(node.page, digest)
 
     def offload_done(self, moves: Sequence[PageMove]) -> None:
+        """The step that read these pages out was committed or has failed: from now on the tier decides what is kept."""
         self._departing.difference_update(move.digest for move in moves)
 
     def on_disk(self, node: Node) -> bool:
-        """Its payload can be read after a while: it has to be fetched first."""
+        """Whether its payload can be fetched from disk."""
         return self._tier is not None and self._tier.knows(self._table.digest_of(node))
 
     def restorable(self, node: Node) -> bool:
-        """Its payload can be read now."""
+        """Whether its payload is in host memory, so that a step can restore it."""
         return self._tier is not None and self._table.digest_of(node) in self._tier
 
     def forget(self, node: Node) -> None:
-        """Remove nodes whose payload is nowhere, from a leaf upwards."""
+        """Remove `node` if it is a leaf whose payload is in no tier, then its parent likewise, and so on upwards."""
         while node in self._table and not (node.page or node.children or node.pins or self._kept(node)):
             assert node.parent is not None, "the root is not in the table"
             self._table.remove(node)
@@ -96,6 +103,7 @@ class OffloadedNodes:
             node = node.parent
 
     def sweep(self) -> None:
+        """Look up the next two nodes in the tier, and remove those whose payload is gone."""
         for _ in range(min(2, len(self._nodes))):
             node, _none = self._nodes.popitem(last=False)
             if node in self._table and not node.page:

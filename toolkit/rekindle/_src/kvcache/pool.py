@@ -87,7 +87,7 @@ class PagePool:
         self._refs[index] = refs + 1
 
     def release(self, pages: Pages) -> None:
-        """One reference less to each of `pages`; what nobody references any more is free again."""
+        """One reference less to each of `pages`; pages without references are free again."""
         if not len(pages):
             return
         index = np.asarray(pages, np.int32)
@@ -111,7 +111,7 @@ class PagePool:
         self.kept += len(index)
 
     def drop(self, page: int) -> None:
-        """The prefix cache gives its reference to `page` up."""
+        """The prefix cache gives up its reference to `page`."""
         assert self._kept[page], f"page {page} is not in the cache"
         self._kept[page] = False
         self._refs[page] -= 1

@@ -1,4 +1,4 @@
-"""What the prefix tree counts."""
+"""The prefix tree's statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CacheStatistics(html.Record):
     pinned_pages: int
     forgotten_nodes: int
     matches: int  # admissions that looked for a prefix
-    hits: int  # of them, those that found one
+    hits: int  # matches that found one
     device_hit_pages: int
     host_hit_pages: int
     published_pages: int

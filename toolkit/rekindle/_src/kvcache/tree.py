@@ -1,14 +1,15 @@
-"""The prefix tree: finds the cached pages of a prompt, takes over computed ones, and says which leave the device.
+"""The prefix tree: finds the cached pages of a prompt, takes over computed pages, chooses which leave the device.
 
     match ─► lock (+ restore)      an admission takes the pages it found
     publish                        a committed step filled pages; duplicates are merged into the page that is there
-    unreference                    a sequence let go of its pages
-    evict                          pages are short: leaves leave, to the host tier if there is one
-    offload_done, restore_done, detach   the step that moved pages was committed / failed
+    unreference                    a sequence has released its pages
+    evict                          pages are short: leaves go, to the host tier if there is one
+    offload_done, restore_done     the step that moved pages was committed or has failed
+    detach                         the step that restored pages has failed
     to_fetch                       pages that have to be read from disk before a match can use them
 
-What a snapshot needs: iterate over the cache for nodes (parents first) with `key, parent, page, visits, last_use`;
-`tokens_of`, `prefix_of` and `digest_of` of one; `graft` makes a prefix known whose payloads the host tier has.
+For snapshots: iterating gives the nodes, parents first, with `key, parent, page, visits, last_use`; `tokens_of`,
+`prefix_of` and `digest_of` describe one; `graft` makes a prefix known whose payloads a lower tier has.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PrefixMatch(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What a sequence goes on with after its pages were taken over."""
+    """The node and the pages that a sequence uses after the tree took over those it had."""
 
     node: Node  # the deepest one
     pages: list[int]  # its pages from now on
@@ -64,7 +65,7 @@ class PrefixCache:
         self.pool, self.page_size, self.root_key = pool, page_size, root_key
         self.host_tier, self.clock = host_tier, clock
         self.version = 0  # changes whenever a match may turn out differently
-        self.generation = 0  # counts resets: a sequence of an older generation neither publishes nor settles
+        self.generation = 0  # counts resets: a sequence of an older generation neither publishes nor releases
         self.pinned_pages = 0
         self._forgotten = 0
         self._counts = {field.name: 0 for field in dataclasses.fields(CacheStatistics)[5:]}
@@ -98,25 +99,25 @@ class PrefixCache:
         return self._table.digest_of(node)
 
     def has(self, node: Node) -> bool:
-        """It is still part of the tree."""
+        """Whether `node` is still part of the tree."""
         return node in self._table
 
     def find(self, tokens: IntArray) -> list[Node]:
-        """The known nodes of a prompt, wherever their payloads are; counts nothing."""
+        """The known nodes of a prompt, in whichever tier their payloads are. Statistics and scores do not change."""
         return self._table.find(self.root, self.keys(tokens), tokens)
 
     def in_host_memory(self, node: Node) -> bool:
-        """Its payload is in host memory."""
+        """Whether the payload of `node` is in host memory."""
         return self._offloaded.restorable(node)
 
     # -- looking up
 
     def probe(self, keys: Sequence[int]) -> int:
-        """About how many leading pages are on the device: quick, by keys alone, without comparing tokens."""
+        """About how many leading pages are on the device. Quick: it looks at keys alone, not at tokens."""
         return self._table.depth(keys, on_device=True)
 
     def match(self, keys: Sequence[int], tokens: IntArray) -> PrefixMatch:
-        """The longest prefix of `tokens` whose pages are on the device or in the host tier, exactly compared."""
+        """The longest prefix of `tokens` with pages on the device or in host memory; tokens are compared exactly."""
         nodes = self._table.find(self.root, keys, tokens)
         on_device = 0
         for node in nodes:
@@ -133,8 +134,10 @@ class PrefixCache:
         return PrefixMatch(nodes[:usable], on_device)
 
     def to_fetch(self, keys: Sequence[int], tokens: IntArray) -> tuple[list[bytes], int]:
-        """Digests of the pages that have to be fetched before all that is known of `tokens` can be matched, and how
-        many other pages below the device this would make usable."""
+        """Digests of the pages to fetch from disk, so that every known page of `tokens` can be matched.
+
+        The count is how many other pages, which are in host memory already, would be usable then too.
+        """
         digests, near = [], 0
         for node in self._table.find(self.root, keys, tokens):
             if node.page:
@@ -212,9 +215,9 @@ class PrefixCache:
     def graft(
         self, tokens: IntArray, *, after: Node | None = None, visits: int = 0, last_use: float = 0.0
     ) -> Node | None:
-        """Make known that lower tiers may have every full page of `tokens`, which follow `after` or the root.
+        """Make every full page of `tokens` known, which follow `after` or the root; lower tiers may have the payloads.
 
-        Returns the last node, or None on a collision.
+        Returns the last node, or None if a key is taken by another prefix.
         """
         nodes = self.graft_path(tokens, after=after)
         if nodes is None:
@@ -225,7 +228,7 @@ class PrefixCache:
         return nodes[-1] if nodes else after or self.root
 
     def graft_path(self, tokens: IntArray, *, after: Node | None = None) -> list[Node] | None:
-        """As `graft`, for all nodes; new ones have a `last_use` of 0."""
+        """Like `graft`, but returns all nodes; new nodes have a `last_use` of 0."""
         parent = self.root if after is None else after
         keys = page_keys(tokens, self.page_size, first=parent.depth, previous=parent.key)
         known = self._table.find(parent, keys, tokens)
@@ -241,8 +244,8 @@ class PrefixCache:
     # -- letting go
 
     def unreference(self, node: Node) -> None:
-        """A sequence whose deepest published node this is has released its pages."""
-        # It was in use until now. Its ancestors can keep an older time: they leave after it in any case.
+        """A sequence has released its pages, the deepest of which is that of `node`."""
+        # It was in use until now. Its ancestors may keep an older time, since they leave after it in any case.
         self._leaves.used(node, self.clock())
         self._leaves.offer(node)
 
@@ -265,20 +268,23 @@ class PrefixCache:
         return moves
 
     def offload_done(self, moves: Sequence[PageMove]) -> None:
-        """Payloads read out have reached the host tier, or never will: from now on it is asked about them."""
+        """The step that read out these pages was committed or has failed.
+
+        Until now their nodes were kept without asking the host tier; from now on the tier decides.
+        """
         self._offloaded.offload_done(moves)
         self.version += bool(moves)
         if self.host_tier is not None:
             self.host_tier.trim()
 
     def restore_done(self, moves: Sequence[PageMove]) -> None:
-        """Restored pages have their content, or never will."""
+        """The step that restored these pages was committed or has failed: the host tier may drop their payloads."""
         if self.host_tier is not None:
             for move in moves:
                 self.host_tier.release(move.digest)
 
     def detach(self, moves: Sequence[PageMove]) -> None:
-        """Restored pages never got their content because their step failed: they and all below leave the device."""
+        """The step that should have restored these pages has failed: they and all below them leave the device."""
         broken = {move.page for move in moves}
         gone = [node for node in self if node.page and (node.page in broken or _below(node, broken))]
         for node in reversed(gone):
@@ -317,7 +323,7 @@ class PrefixCache:
         return sum(bool(node.pins) for node in self._table.find(self.root, self.keys(tokens), tokens))
 
     def reset(self, root_key: bytes | None = None) -> None:
-        """Forget everything, pins included. Pages that sequences hold stay theirs and return to the pool after them."""
+        """Forget everything, pins included. Pages that sequences hold return to the pool when these release them."""
         for node in self:
             if node.page:
                 if node.pins:
@@ -360,7 +366,7 @@ class PrefixCache:
     # -- inside
 
     def _attach(self, node: Node, page: int) -> None:
-        """Give a node its device page; the caller makes the pool keep it."""
+        """Give a node its device page. The caller tells the pool to keep the page."""
         assert node.parent is not None
         node.page = page
         node.parent.device_children += 1

@@ -1,7 +1,7 @@
-"""What determines a compiled program, as one digest: two processes with equal digests would compile the same code.
+"""The key of a compiled program: a digest of all that determines it. Equal keys mean equal code, in any process.
 
 The key is made of causes (sources, versions, device, model, config), not of the HLO, because computing the HLO
-means tracing and tracing is what a stored program saves. Whatever is not known to be irrelevant is part of the key.
+means tracing, which is what a stored program saves. Everything that is not known to be irrelevant is part of the key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import rekindle_kernels
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.loading.fingerprint import files_digest
 
-# Options that neither enter a shape nor a program; every other one is part of the key, so a new one is safe by default.
+# Options that change neither a shape nor a program. All others are part of the key, so a new one is safe by default.
 NOT_IN_PROGRAMS = frozenset(
     {
         "cache_dir", "device_memory", "disk_memory", "host_memory", "log_every", "max_queue", "policy", "precompile",
@@ -33,7 +33,7 @@ JAX_OPTIONS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion", "jax_debug_nans", "jax_debug_infs", "jax_disable_jit", "jax_platforms",
 )  # fmt: skip
-SOURCES = ("models", "programs", "execution")  # of the toolkit, beside all of the kernels
+SOURCES = ("models", "programs", "execution")  # folders of the toolkit; the kernels are added as a whole
 
 
 def config_fields(config: EngineConfig) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def config_fields(config: EngineConfig) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Everything outside the session that programs depend on."""
+    """Everything outside the session that programs depend on: sources, versions, device, processor, flags."""
     device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
     if isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
@@ -67,7 +67,7 @@ def environment() -> dict[str, Any]:
 
 
 def digest(fields: dict[str, Any]) -> str:
-    """The same for equal fields in every process."""
+    """A digest of `fields`, the same in every process for equal fields."""
     text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -78,7 +78,7 @@ def usable_cpus() -> int:
 
 @functools.cache
 def cpu_features() -> str:
-    """A digest of the instruction sets, since host code is compiled for exactly these."""
+    """A digest of the processor's instruction sets, since host code is compiled for exactly these."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = next(line for line in lines if line.startswith(("flags", "Features")))
@@ -90,7 +90,7 @@ def cpu_features() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Of every source file that programs are made from."""
+    """A digest of every source file that programs are made from."""
     private = Path(__file__).parent.parent
     folders = [*(private / name for name in SOURCES), Path(rekindle_kernels.__file__).parent]
     return files_digest(path for folder in folders for path in sorted(folder.rglob("*.py")))

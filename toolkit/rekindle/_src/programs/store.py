@@ -1,22 +1,21 @@
 """Executables that outlive the process: serialised ahead-of-time programs in Orbax checkpoints, loaded without tracing.
 
 One checkpoint per program below `<cache_dir>/programs`, named by the digest of all that determines it; complete or
-absent, so processes may share a store. Whatever is wrong with an entry or with the disk, the answer is to compile again
-and to say so once.
+absent, so processes may share a store. Whatever is wrong with an entry or with the disk, the program is compiled again
+and the reason is logged once.
+
+A stored program is machine code, and JAX reads it through pickle: loading one is running it. So nothing is loaded from
+a folder that somebody else could have written to, nor, where the store has a key, what is not signed with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import os
-import pickle
-import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,25 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, write_checkpoint
+from rekindle._src.core.atomic_checkpoint import (
+    DAMAGED,
+    ITEM,
+    is_finished,
+    is_passing,
+    is_stale,
+    remove,
+    set_aside,
+    write_checkpoint,
+)
 from rekindle._src.core.gc_pause import gc_paused
-from rekindle._src.programs import program_key
+from rekindle._src.programs import program_key, stored_trees
 from rekindle.errors import StoreError
-from rekindle_kernels import ensure_kernels, kernels_in
+from rekindle_kernels import ensure_kernels, kernels_in, private_files
 
 log = logging.getLogger("rekindle.store")
-FORMAT = 2
+FORMAT = 3
 _UNSERIALISABLE = "this backend's programs can't be serialised: JAX's compilation cache keeps them, and they are traced"
 PROGRAM, META = f"{ITEM}/program", f"{ITEM}/meta.json"
-STALE_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,54 +64,66 @@ class ExecutableStore:
         self._lock = threading.Lock()
         self._said: set[str] = set()
         self._writable = True
+        self.distrusted = private_files.distrust_reason(folder)  # why nothing is loaded or stored here
         # Its presence says that an earlier process could not serialise programs here.
         self._compilations = folder.parent / "compilations"
-        if self._compilations.is_dir():
+        if self.distrusted is not None:
+            private_files.tell_once(self.distrusted)
+        elif self._compilations.is_dir() and private_files.distrust_reason(self._compilations) is None:
             self._fall_back()
 
     def load(self, key: str) -> Any:
         """The executable, ready to be called. Raises `StoreError` with the reason why there is none."""
-        path = self.folder / key
+        if self.distrusted is not None:
+            raise StoreError(f"not loaded: {self.distrusted}")
+        path = self._path(key)
         if not path.is_dir():
             raise StoreError(_UNSERIALISABLE if self._compilations.is_dir() else "not stored yet")
         try:
             compiled = _loaded(path)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            self._say(key, f"stored program {key} can't be used ({reason}); it is dropped and compiled again")
-            self._drop(path)
+            if is_passing(error):
+                self._say(
+                    key, f"stored program {key} can't be read now ({reason}); it stays, and is compiled meanwhile"
+                )
+            else:
+                self._say(key, f"stored program {key} can't be used ({reason}); it is set aside and compiled again")
+                set_aside(path)
             raise StoreError(reason) from error
         with contextlib.suppress(OSError):
-            os.utime(path)  # what LRU goes by; a read-only store just keeps its order
+            os.utime(path)  # the order in which programs leave; in a read-only store it just stays
         return compiled
 
     def save(self, key: str, compiled: Any, *, name: str, model: str, compile_seconds: float) -> bool:
-        """Keep it; False, said once, where the backend can't serialise or the disk can't be written."""
+        """Store it. False, with a warning the first time, where the backend can't serialise or the disk is full."""
         if not self._writable or not threading.main_thread().is_alive():  # Orbax needs an interpreter that lives
+            return False
+        if self.distrusted is not None:
             return False
         try:
             executable, in_tree, out_tree = serialize_executable.serialize(compiled)
         except Exception as error:
             self._say("serialise", f"{_UNSERIALISABLE}, in {self._compilations} ({type(error).__name__}: {error})")
             with contextlib.suppress(OSError):
-                self._compilations.mkdir(parents=True, exist_ok=True)
+                private_files.make_folder(self._compilations)
                 self._fall_back()
             return False
+        path = self._path(key)
         try:
-            trees = pickle.dumps((in_tree, out_tree))
             meta = {
                 "format": FORMAT,
                 "name": name,
                 "model": model,
                 "compile_seconds": compile_seconds,
-                "trees": len(trees),
-                "checksum": _checksum(trees + executable),
+                "arguments": stored_trees.encode(in_tree),
+                "results": stored_trees.encode(out_tree),
                 "native": kernels_in(executable),
             }
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _write(self.folder / key, trees + executable, meta)
+            meta["checksum"] = _checksum(path.name, meta, executable)
+            _write(path, executable, meta)
         except Exception as error:
-            if (self.folder / key).is_dir():
+            if path.is_dir():
                 return True  # another process was faster; both compiled the same
             self._writable = not isinstance(error, OSError)
             self._say("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
@@ -124,18 +143,16 @@ class ExecutableStore:
         return sorted(found, key=lambda entry: -entry.used)
 
     def prune(self) -> None:
-        """Drop what is beyond the capacity, what a killed process left half written, and what nobody can read."""
+        """Remove what is beyond the capacity, and entries that are old and unfinished or can't be read."""
         with self._lock:
             total, kept = 0, self.entries()
             for count, entry in enumerate(kept, 1):
                 total += entry.size
                 if count > self.capacity or total > self.max_bytes:
-                    self._drop(self.folder / entry.key)
-            readable = {entry.key for entry in kept}
+                    remove(self.folder / entry.key)
             for path in self.folder.iterdir() if self.folder.is_dir() else ():
-                with contextlib.suppress(OSError):
-                    if path.name not in readable and time.time() - path.stat().st_mtime > STALE_SECONDS:
-                        self._drop(path)
+                if path.is_dir() and not path.name.startswith(DAMAGED) and _is_broken(path) and is_stale(path):
+                    remove(path)
 
     def _fall_back(self) -> None:
         """Have JAX keep compilations of this process from now on, unless the user already has it do so elsewhere."""
@@ -147,11 +164,11 @@ class ExecutableStore:
 
     def _paths(self) -> list[Path]:
         with contextlib.suppress(OSError):
-            return [path for path in self.folder.iterdir() if path.is_dir() and not path.name.startswith(PARTIAL)]
+            return [path for path in self.folder.iterdir() if path.is_dir() and is_finished(path.name)]
         return []
 
-    def _drop(self, path: Path) -> None:
-        shutil.rmtree(path, ignore_errors=True)
+    def _path(self, key: str) -> Path:
+        return self.folder / private_files.stored_name(key)
 
     def _say(self, what: str, text: str) -> None:
         if what not in self._said:
@@ -165,7 +182,7 @@ class ProgramStore:
 
     store: ExecutableStore
     model: str
-    identity: str  # of everything but the program's name
+    identity: str  # a digest of everything that determines a program but its name
 
     def load(self, name: str) -> Any:
         return self.store.load(self._key(name))
@@ -187,17 +204,28 @@ def _write(path: Path, payload: bytes, meta: dict[str, Any]) -> None:
 
 def _loaded(path: Path) -> Any:
     """The executable, after the native kernels that it calls: tracing would have registered them."""
-    meta = json.loads((path / META).read_text())
+    meta = json.loads(private_files.read(path / META, inside=path.parent))
     if meta["format"] != FORMAT:
         raise StoreError(f"it has format {meta['format']}, this version reads {FORMAT}")
-    payload = (path / PROGRAM).read_bytes()
-    if _checksum(payload) != meta["checksum"]:
+    executable = private_files.read(path / PROGRAM, inside=path.parent)
+    checksum = meta.pop("checksum")
+    if _checksum(path.name, meta, executable) != checksum:
         raise StoreError("its checksum does not match")
     with gc_paused():
         ensure_kernels(meta["native"])
-        trees = pickle.loads(payload[: meta["trees"]])
-        return serialize_executable.deserialize_and_load(payload[meta["trees"] :], *trees)
+        trees = stored_trees.decode(meta["arguments"]), stored_trees.decode(meta["results"])
+        return serialize_executable.deserialize_and_load(executable, *trees)
 
 
-def _checksum(payload: bytes) -> str:
-    return hashlib.blake2b(payload, digest_size=16).hexdigest()
+def _is_broken(path: Path) -> bool:
+    """Whether an entry lacks its description, or has one that can't be one. An error that passes proves nothing."""
+    try:
+        json.loads((path / META).read_text())["name"]
+        return not (path / PROGRAM).exists()
+    except Exception as error:
+        return not is_passing(error)
+
+
+def _checksum(name: str, meta: dict[str, Any], executable: bytes) -> str:
+    """Over everything that is stored under `name`, but this."""
+    return private_files.checksum(name, json.dumps(meta, sort_keys=True).encode(), executable)

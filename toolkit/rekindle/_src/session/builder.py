@@ -18,7 +18,8 @@ from rekindle._src.dispatch.device import Contexts
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import CostModel, HostTier, PagePool, PrefixCache, Tiers
-from rekindle._src.kvcache.persist.snapshot import Identity
+from rekindle._src.kvcache.persist.identity import Identity
+from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import Graph, LoadedModel
@@ -191,12 +192,21 @@ def stored_programs(
 
 
 def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
-    """What pages must have in common to be used in place of each other; the model's `name` is only shown."""
+    """What pages of this model belong to, and what those of other processes are compared with."""
     assert config.page_size is not None, "resolved"
     layers = paged.abstract(model.config, 1, config.page_size, config.kv_dtype)
     leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
     layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
-    return Identity(model.fingerprint, config.kv_dtype, config.page_size, layout, name)
+    payload = tuple(LeafSpec((len(layers), *shape), dtype) for shape, dtype in leaves[: len(leaves) // len(layers)])
+    return Identity(
+        model.fingerprint,
+        config.kv_dtype,
+        config.page_size,
+        layout,
+        name,
+        leaves=payload,
+        vocab_size=model.config.vocab_size,
+    )
 
 
 def _tiers(model: LoadedModel, config: EngineConfig, name: str) -> Tiers | None:

@@ -90,7 +90,7 @@ class CacheWriter:
         self._starting = threading.Lock()
         self._stopped = False
         self._complete_at = -1  # the tree's version when everything cold in it was on disk
-        self._failed = False
+        self._failed = self._disk is not None and self._disk.distrusted is not None
         self._at = 0  # index in `_walk` where the next look begins
         self._walk: list[Node] = []  # the nodes of that walk; some are gone from the tree by the time they come up
         self._whole = False  # the latest look covered all nodes: only then is it known that nothing is missing

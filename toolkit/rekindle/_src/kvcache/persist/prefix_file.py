@@ -2,67 +2,87 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rekindle._src.kvcache.persist.identity import Identity, verify
 from rekindle._src.kvcache.persist.segment import (
-    LeafSpec,
     Page,
     Payload,
     checksum,
     decode,
     encode,
     from_bytes,
+    leaves_in,
     leaves_of,
     pages_of,
     records_of,
     to_bytes,
 )
-from rekindle._src.kvcache.persist.snapshot import Identity
 from rekindle.errors import SnapshotRefused, StoreError
+from rekindle_kernels import private_files
 
 _MAGIC = b"rekindle prefix\n"
 _LENGTH = 8
 
 
 def write(path: Path, identity: Identity, pages: Sequence[tuple[Page, Payload]]) -> None:
-    """Complete or absent. Raises StoreError if there is nothing to write."""
+    """Write pages that follow each other; the file is complete or absent. StoreError if that can't be done."""
     if not pages:
         raise StoreError("nothing of the prompt is cached. Generate with it first")
     records = records_of([page for page, _ in pages], identity.page_size)
     data = [to_bytes(payload) for _, payload in pages]
     records["sum"] = [checksum(page.digest, one) for (page, _), one in zip(pages, data, strict=True)]
     index = encode(identity.fields() | {"leaves": leaves_of(pages[0][1])}, records)
-    own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with own.open("wb") as file:
-            file.writelines([_MAGIC, len(index).to_bytes(_LENGTH, "little"), index, *data])
-        os.replace(own, path)
-    finally:
-        own.unlink(missing_ok=True)
+        private_files.write(path, [_MAGIC, len(index).to_bytes(_LENGTH, "little"), index, *data], mode=0o666)
+    except OSError as error:
+        raise StoreError(f"the prefix was not exported: {error}. Free some space, or check the folder") from error
 
 
 def read(path: Path, identity: Identity) -> list[tuple[Page, Payload]]:
-    """Raises StoreError if it is damaged, SnapshotRefused if it is no good for `identity`."""
-    data = path.read_bytes()
+    """The pages of a file, verified. Raises StoreError if it can't be read or is not what it says, SnapshotRefused if
+    `identity` can't use it."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"the prefix was not imported: {error}. Check the path") from error
     if not data.startswith(_MAGIC):
         raise StoreError(f"{path} is not an exported prefix")
     start = len(_MAGIC) + _LENGTH
     end = start + int.from_bytes(data[len(_MAGIC) : start], "little")
-    header, records = decode(data[start:end])
-    reason = identity.refuses(header["identity"])
-    if reason is not None:
-        raise SnapshotRefused(f"{path} can't be imported: {reason}. Export it from a session like this one")
-    leaves = tuple(LeafSpec(tuple(shape), dtype) for shape, dtype in header["leaves"])
+    try:
+        header, records = decode(data[start:end])
+        reason = identity.refuses(Identity.stored_in(header))
+        if reason is not None:
+            raise SnapshotRefused(f"{path} can't be imported: {reason}. Export it from a session like this one")
+        leaves = leaves_in(header)
+        verify(identity, records, leaves)
+        _check_chain(identity, records)
+    except SnapshotRefused:
+        raise
+    except StoreError as error:
+        raise StoreError(f"{path} can't be imported: {error}. Export it again") from error
     step = sum(leaf.nbytes for leaf in leaves)
+    if len(data) != end + step * len(records):
+        raise StoreError(f"{path} has {len(data)} bytes and should have {end + step * len(records)}. Export it again")
     found = []
     for index, page in enumerate(pages_of(records)):
         one = np.frombuffer(data[end + index * step : end + (index + 1) * step], np.uint8).copy()
-        if len(one) != step or checksum(page.digest, one) != records[index]["sum"]:
+        if checksum(page.digest, one) != records[index]["sum"]:
             raise StoreError(f"page {index} of {path} does not match its checksum. Export it again")
         found.append((page, from_bytes(one, leaves)))
     return found
+
+
+def _check_chain(identity: Identity, records: NDArray[Any]) -> None:
+    """Each page follows the one before it, and the first one the root."""
+    parent = identity.root
+    for index, record in enumerate(records):
+        if record["parent"].tobytes() != parent:
+            raise StoreError(f"page {index} does not follow the page before it")
+        parent = record["digest"].tobytes()

@@ -3,13 +3,15 @@
     pages   the payloads one after another, leaf by leaf
     index   what each page is (digest, parent, tokens, checksum) and for which model; ends with a digest of itself
 
-Reading goes to the files directly: pages that lie one after another are one `preadv`.
+Files are read directly: pages that lie one after another are one `preadv`. An index is never believed: whether it
+belongs to this model, and each page to its tokens, is verified before a page becomes known (`verify` in identity.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -24,14 +26,16 @@ from rekindle._src.core.atomic_checkpoint import ITEM, write_checkpoint
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache.digest import DIGEST_SIZE
 from rekindle.errors import StoreError
+from rekindle_kernels import private_files
 
 Payload = tuple[Any, ...]
 Memory = Callable[[int], NDArray[np.uint8]]  # so many bytes, to be filled
+MAX_PAGE_SIZE = 1 << 16  # tokens
 _LENGTH = 8  # bytes before the header that say how long it is
 
 
 class Page(NamedTuple):
-    """What a page is, apart from its payload."""
+    """What is known of a page, apart from its payload."""
 
     digest: bytes
     parent: bytes  # digest of the page before it, or of the root
@@ -48,7 +52,7 @@ class LeafSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * _dtype(self.dtype).itemsize
 
 
 def record_type(page_size: int) -> np.dtype[Any]:
@@ -90,17 +94,37 @@ def encode(header: dict[str, Any], records: NDArray[Any]) -> bytes:
 
 
 def decode(data: bytes) -> tuple[dict[str, Any], NDArray[Any]]:
-    """Raises StoreError unless every byte is as it was written."""
+    """Raises StoreError unless every byte is as it was written, and an index is what was written."""
     body, digest = data[:-DIGEST_SIZE], data[-DIGEST_SIZE:]
     if blake2b(body, digest_size=DIGEST_SIZE).digest() != digest:
         raise StoreError(f"an index of {len(data)} bytes does not match its checksum")
     end = _LENGTH + int.from_bytes(body[:_LENGTH], "little")
-    header = json.loads(body[_LENGTH:end])
-    return header, np.frombuffer(body[end:], record_type(header["page_size"]), header["count"])
+    try:
+        header = json.loads(body[_LENGTH:end])
+        page_size, count = header["page_size"], header["count"]
+        if not (type(page_size) is int and 0 < page_size <= MAX_PAGE_SIZE and type(count) is int):
+            raise ValueError(f"page_size {page_size!r}, count {count!r}")
+        kind = record_type(page_size)
+        if len(body) - end != count * kind.itemsize:
+            raise ValueError(f"{count} records of {kind.itemsize} bytes in {len(body) - end}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StoreError(f"an index of {len(data)} bytes makes no sense ({error!r})") from error
+    return header, np.frombuffer(body[end:], kind)
+
+
+def leaves_in(header: dict[str, Any]) -> tuple[LeafSpec, ...]:
+    """The layout of payloads that a header describes. Raises StoreError if it describes none."""
+    try:
+        found = tuple(LeafSpec(tuple(shape), _dtype(dtype).name) for shape, dtype in header.get("leaves", ()))
+        if not all(type(size) is int and size >= 0 for leaf in found for size in leaf.shape):
+            raise ValueError(f"leaves {header['leaves']!r}")
+        return found
+    except (ValueError, TypeError, AttributeError) as error:
+        raise StoreError(f"an index describes no layout of pages ({error!r})") from error
 
 
 def checksum(digest: bytes, data: Any) -> int:
-    """Of one page; the digest takes part, so that exchanged pages are noticed."""
+    """The checksum of a page's payload. It includes the digest, so that exchanged pages are noticed."""
     return zlib.crc32(data, zlib.crc32(digest))
 
 
@@ -123,6 +147,7 @@ def from_bytes(data: NDArray[np.uint8], leaves: Sequence[LeafSpec]) -> Payload:
 
 
 def fresh(size: int) -> NDArray[np.uint8]:
+    """Memory that was not used before."""
     return np.empty(size, np.uint8)
 
 
@@ -139,8 +164,8 @@ class Segment:
     @classmethod
     def open(cls, path: Path) -> Segment:
         """Read the index. Raises OSError if there is none, StoreError if it is damaged."""
-        header, records = decode((path / ITEM / "index").read_bytes())
-        leaves = tuple(LeafSpec(tuple(shape), dtype) for shape, dtype in header.get("leaves", ()))
+        header, records = decode(private_files.read(path / ITEM / "index", inside=path.parent))
+        leaves = leaves_in(header)
         return cls(path, header, records, leaves, sum(leaf.nbytes for leaf in leaves))
 
     def digests(self) -> list[bytes]:
@@ -172,10 +197,10 @@ class Segment:
         return found
 
     def _fill(self, slots: Sequence[NDArray[np.uint8]], start: int) -> int:
-        """How many bytes there were."""
+        """Read from byte `start` on into the slots; returns how many bytes the file had for them."""
         views = [memoryview(slot) for slot in slots]  # type: ignore[arg-type]
         done = 0
-        file = os.open(self.path / ITEM / "pages", os.O_RDONLY)
+        file = os.open(self.path / ITEM / "pages", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             while views and (more := os.preadv(file, views, start + done)):
                 done += more
@@ -189,7 +214,7 @@ class Segment:
 
 
 def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page, Payload]]) -> None:
-    """A new checkpoint at `path`, complete or absent. Payloads are taken one at a time."""
+    """Write a new checkpoint at `path`, complete or absent. Payloads are taken one at a time."""
 
     def write(folder: Path) -> None:
         written: list[Page] = []
@@ -211,7 +236,7 @@ def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page
 
 
 def write_index(path: Path, header: dict[str, Any], pages: Sequence[Page], page_size: int) -> None:
-    """A checkpoint that lists pages and holds none."""
+    """Write a checkpoint that lists pages and holds no payloads."""
     data = encode(header, records_of(pages, page_size))
 
     def write(folder: Path) -> None:
@@ -226,4 +251,5 @@ def _dtype(name: str) -> np.dtype[Any]:
     except TypeError:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found

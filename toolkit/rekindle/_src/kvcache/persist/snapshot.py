@@ -1,4 +1,4 @@
-"""Snapshots: named lists of the pages that a session knew, and for which model they are any good.
+"""Snapshots: named lists of the pages that a session knew, each for one model.
 
 A snapshot lists pages; their payloads are in the segments of the disk tier, where each is kept once however many
 snapshots list it. Saving under a name that exists writes a new version beside the old one and removes that afterwards,
@@ -11,62 +11,25 @@ import contextlib
 import dataclasses
 import os
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.atomic_checkpoint import PARTIAL
-from rekindle._src.kvcache.digest import root_digest
+from rekindle._src.core.atomic_checkpoint import is_finished, remove
 from rekindle._src.kvcache.node import Node
+from rekindle._src.kvcache.persist.identity import Identity, verify
 from rekindle._src.kvcache.persist.segment import Page, Segment, pages_of, write_index
 from rekindle._src.kvcache.tree import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
+from rekindle_kernels import private_files
 
-VERSION = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Identity:
-    """What pages belong to: they are only equal if all of this is, except for `model`, which is for people."""
-
-    fingerprint: str  # of config and weights
-    kv_dtype: str
-    page_size: int
-    layout: str = ""  # shapes and dtypes of a page's payload
-    model: str = ""
-    version: int = VERSION
-
-    @property
-    def root(self) -> bytes:
-        """The root key of the tree."""
-        return root_digest(f"pages {self.version}", self.fingerprint, self.kv_dtype, str(self.page_size), self.layout)
-
-    def fields(self) -> dict[str, Any]:
-        return {"identity": dataclasses.asdict(self)}
-
-    def refuses(self, other: dict[str, Any]) -> str | None:
-        """Why pages with the stored fields `other` are no good here."""
-        for name, what in _REASONS:
-            mine, theirs = getattr(self, name), other.get(name)
-            if mine != theirs:
-                return f"{what} {theirs!r}, this session has {mine!r}"
-        return None
-
-
-_REASONS = (
-    ("version", "it was written in format"),
-    ("fingerprint", "it belongs to weights"),
-    ("kv_dtype", "its pages hold"),
-    ("page_size", "its page size is"),
-    ("layout", "its pages are laid out as"),
-)
+_ATTEMPTS = 20  # to read a snapshot that another process saves again and again
 
 
 class Restored(NamedTuple):
@@ -103,122 +66,141 @@ class SnapshotInfo(html.Record):
 
 
 def check_name(name: str) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "auto" or name.startswith(PARTIAL):
+    """`name`, if it can be a snapshot's; raises ConfigError."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "auto" or not is_finished(name):
         raise ConfigError(
-            "name", name, "is no name for a snapshot", "Use up to 100 letters, digits, '.', '_' and '-', not 'auto'"
+            "name", name, "can't be a snapshot's name", "Use up to 100 letters, digits, '.', '_' and '-', not 'auto'"
         )
     return name
 
 
 def save(folder: Path, name: str, identity: Identity, pages: Sequence[Page]) -> Path:
-    """A new version of `name`, complete or absent; earlier ones are removed."""
+    """A new version of `name`, complete or absent; earlier ones are removed. StoreError if it can't be written."""
     older = _versions(folder, check_name(name))
     number = 1 + max((_number(path) for path in older), default=0)
     path = folder / "snapshots" / f"{name}@{number:08d}-{uuid.uuid4().hex[:8]}"
+    reason = private_files.distrust_reason(path.parent)
+    if reason is not None:
+        raise StoreError(f"snapshot {name!r} was not saved: {reason}")
     header = identity.fields() | {"name": name, "saved": time.time()}
-    write_index(path, header, pages, identity.page_size)
+    try:
+        write_index(path, header, pages, identity.page_size)
+    except OSError as error:
+        raise StoreError(f"snapshot {name!r} was not saved: {error}. Free some space, or check the disk") from error
     for old in older:
         remove(old)
     return path
 
 
 def find(folder: Path, name: str) -> Segment:
-    """The newest version of `name` that can be read. Raises StoreError if there is none."""
+    """The newest version of `name` that is whole. Raises StoreError if there is none, or if it can't be read now."""
+    reason = private_files.distrust_reason(folder / "snapshots")
+    if reason is not None:
+        raise StoreError(f"snapshot {name!r} is not read: {reason}")
     damaged = ""
-    for path in reversed(_versions(folder, name)):
-        try:
-            return Segment.open(path)
-        except FileNotFoundError:
-            continue
-        except Exception as error:
-            damaged = f" ({path} is damaged: {error})"
+    for _ in range(_ATTEMPTS):
+        versions = _versions(folder, name)
+        vanished = False
+        for path in reversed(versions):
+            try:
+                return Segment.open(path)
+            except FileNotFoundError:
+                vanished = vanished or not path.exists()
+            except OSError as error:
+                raise StoreError(f"snapshot {name!r} can't be read now: {error}. Try again") from error
+            except StoreError as error:
+                damaged = f" ({path} is damaged: {error})"
+        if not vanished:
+            break  # else another process has put a newer version in its place since they were listed
     known = ", ".join(sorted({repr(_name(path)) for path in _all(folder)}))
     there = f"There are: {known}" if known else f"There are none; await session.save({name!r}) makes one"
     raise StoreError(f"there is no snapshot {name!r} in {folder / 'snapshots'}{damaged}. {there}")
 
 
 def listed(folder: Path, identity: Identity, name: str) -> list[Page]:
-    """The pages of a snapshot. Raises SnapshotRefused if they are no good for `identity`."""
+    """The pages of a snapshot. Raises SnapshotRefused if `identity` can't use them, StoreError if they are not what
+    the index says."""
     index = find(folder, check_name(name))
-    reason = identity.refuses(index.header["identity"])
+    reason = identity.refuses(Identity.stored_in(index.header))
     if reason is not None:
         raise SnapshotRefused(f"snapshot {name!r} can't be restored: {reason}. Open without restore and save anew")
+    try:
+        verify(identity, index.records, None)
+    except StoreError as error:
+        raise StoreError(f"snapshot {name!r} can't be restored: {error}. Save it anew") from error
     return pages_of(index.records)
 
 
 def infos(folder: Path, identity: Identity) -> list[SnapshotInfo]:
+    """What is known of each snapshot that can be read, by name."""
     found = []
     for name in sorted({_name(path) for path in _all(folder)}):
         with contextlib.suppress(StoreError):
             index = find(folder, name)
-            theirs = index.header["identity"]
+            theirs = Identity.stored_in(index.header)
+            count = len(index.records)
+            saved = float(index.header.get("saved", 0.0))
             found.append(
-                SnapshotInfo(
-                    name,
-                    len(index.records),
-                    len(index.records) * theirs["page_size"],
-                    theirs["model"],
-                    index.header["saved"],
-                    identity.refuses(theirs),
-                )
+                SnapshotInfo(name, count, count * theirs.page_size, theirs.model, saved, identity.refuses(theirs))
             )
     return found
 
 
 def delete(folder: Path, name: str) -> bool:
-    """Its pages stay until the disk tier needs their room."""
+    """Remove a snapshot, if there is one. Its pages stay until the disk tier needs their room."""
     versions = _versions(folder, check_name(name))
     for path in versions:
         remove(path)
     return bool(versions)
 
 
-def remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        gone = path.rename(path.with_name(f"{PARTIAL}{uuid.uuid4().hex}"))
-        shutil.rmtree(gone, ignore_errors=True)
-
-
 def protected(folder: Path) -> dict[str, set[bytes]]:
-    """Digests that snapshots list, by the root they belong to."""
+    """Digests that snapshots list, by the root they belong to. Raises OSError while a snapshot can't be read."""
     kept: dict[str, set[bytes]] = {}
     for path in _all(folder):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(StoreError, FileNotFoundError):
             index = Segment.open(path)
-            root = Identity(**index.header["identity"]).root.hex()
+            root = Identity.stored_in(index.header).root.hex()
             kept.setdefault(root, set()).update(index.digests())
     return kept
 
 
 def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
-    """Make pages known to the tree, each run without branches at once; how many are reachable from the root."""
+    """Make verified pages known to the tree, each run without branches at once.
+
+    Returns how many can be reached from the root. The tree computes digests from the tokens by itself, so that a page
+    which was not verified would not be found under any payload.
+    """
     below: dict[bytes, list[Page]] = {}
     for page in pages:
         below.setdefault(page.parent, []).append(page)
     now = cache.clock() - time.time()
     count = 0
     todo: list[tuple[bytes, Node]] = [(cache.root_key, cache.root)]
+    seen = {cache.root_key}
     while todo:
         parent, node = todo.pop()
         for first in below.get(parent, ()):
             run = [first]
-            while len(follow := below.get(run[-1].digest, [])) == 1:
+            while len(follow := below.get(run[-1].digest, [])) == 1 and len(run) < len(pages):
                 run.append(follow[0])
             nodes = cache.graft_path(np.concatenate([page.tokens for page in run]), after=node)
             if nodes is None:
                 continue
             for page, grafted in zip(run, nodes, strict=True):
                 if not grafted.last_use:
-                    grafted.digest, grafted.visits, grafted.last_use = page.digest, page.visits, page.used + now
-            count += len(run)
-            todo.append((run[-1].digest, nodes[-1]))
+                    grafted.visits, grafted.last_use = page.visits, page.used + now
+            count += sum(cache.digest_of(grafted) == page.digest for page, grafted in zip(run, nodes, strict=True))
+            if run[-1].digest not in seen:
+                seen.add(run[-1].digest)
+                todo.append((run[-1].digest, nodes[-1]))
     return count
 
 
 def _all(folder: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         names = sorted(entry.name for entry in os.scandir(folder / "snapshots"))
-        return [folder / "snapshots" / name for name in names if "@" in name and not name.startswith(PARTIAL)]
+        return [folder / "snapshots" / name for name in names if "@" in name and is_finished(name)]
     return []
 
 

@@ -1,37 +1,41 @@
-"""The disk tier: pages by digest in segments below one folder, shared by processes and by models.
+"""The disk tier: pages by digest in segments below one folder, shared by this user's processes and by models.
 
 Everything is content-addressed and nothing is changed in place, so processes that share the folder at worst write a
-page twice. Only removing needs order: one process at a time collects, whoever reads a removed page computes it.
+page twice. Only removing needs order: one process at a time collects, and a process that asks for a removed page
+computes it. In a folder that somebody else could have written to, nothing is read or written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import logging
 import os
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from rekindle._src.core import html
-from rekindle._src.core.atomic_checkpoint import PARTIAL
+from rekindle._src.core.atomic_checkpoint import PARTIAL, is_finished, is_stale, remove, set_aside
+from rekindle._src.kvcache.persist.identity import Identity, verify
 from rekindle._src.kvcache.persist.segment import Memory, Page, Payload, Segment, fresh, pages_of, write_segment
-from rekindle._src.kvcache.persist.snapshot import Identity, protected
+from rekindle._src.kvcache.persist.snapshot import protected
+from rekindle._src.kvcache.tiers.disk_usage import age_of, exclusively, size_of
 from rekindle.errors import StoreError
+from rekindle_kernels import private_files
 
 log = logging.getLogger("rekindle.cache")
 SMALL = 4 << 20  # segments below this are merged when there are MANY of them
 MANY = 16
-RUN_BYTES, MOST_PAGES = 4 << 20, 256  # of one read, so that several threads share what a request needs
-STALE_PARTIAL_SECONDS = 3600.0
+RUN_BYTES, MOST_PAGES = 4 << 20, 256  # in one read, so that several threads share what a request needs
 FRESH_SECONDS = 600.0
 _TOUCH_SECONDS = 60.0
+_MOST_FAILURES = 3  # reads of one segment that may fail before this session asks it no more
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -39,7 +43,7 @@ class DiskStatistics(html.Record):
     """Sizes now, and counts since the session was opened."""
 
     pages: int  # that this session knows
-    bytes: int  # of the whole folder, other models included
+    bytes: int  # in the whole folder, other models included
     budget: int
     segments: int
     written: int
@@ -55,14 +59,14 @@ class Run(NamedTuple):
     digests: list[bytes]
 
     def continues(self, segment: Segment, index: int) -> bool:
-        """Whether that page can be part of it."""
+        """Whether the page at `index` of `segment` can be added to the run."""
         count = len(self.digests)
         small = count < MOST_PAGES and (count + 1) * segment.page_bytes <= RUN_BYTES
         return segment is self.segment and index == self.first + count and small
 
 
 class DiskTier:
-    """Thread-safe: some threads read for requests while another one saves."""
+    """Pages on disk. Thread-safe: some threads read for requests while another one saves."""
 
     def __init__(self, folder: Path, budget: int, identity: Identity) -> None:
         self.folder, self.budget = folder, budget
@@ -74,7 +78,11 @@ class DiskTier:
         self._index: dict[bytes, tuple[Segment, int]] = {}
         self._segments: dict[str, Segment] = {}
         self._touched: dict[str, float] = {}
+        self._failures: Counter[str] = Counter()
         self._said: set[str] = set()
+        self.distrusted = private_files.distrust_reason(self.pages_folder)  # why nothing is read or written here
+        if self.distrusted is not None:
+            private_files.tell_once(self.distrusted)
 
     @property
     def pages_folder(self) -> Path:
@@ -82,7 +90,7 @@ class DiskTier:
 
     @property
     def page_bytes(self) -> int:
-        """Of a page of this identity; 0 if none is known."""
+        """The size of a page of this identity; 0 if none is known."""
         root = self.identity.root.hex()
         return next((s.page_bytes for name, s in tuple(self._segments.items()) if name.startswith(root)), 0)
 
@@ -101,17 +109,19 @@ class DiskTier:
             if not path.name.startswith(prefix) or path.name in self._segments:
                 continue
             try:
-                self._add(Segment.open(path))
+                self._add(self._verified(path))
             except FileNotFoundError:
-                continue  # removed meanwhile
-            except Exception as error:
+                continue  # removed meanwhile, or its folder has no index
+            except StoreError as error:
                 self.damaged += 1
-                self.say(path.name, f"pages in {path} can't be used ({error}); they are dropped and computed again")
-                shutil.rmtree(path, ignore_errors=True)
+                self.say(path.name, f"pages in {path} can't be used ({error}); they are set aside and computed again")
+                set_aside(path)
+            except (OSError, MemoryError) as error:
+                self.say(path.name, f"pages in {path} can't be read now ({error}); they stay")
         return len(self)
 
     def pages(self) -> list[Page]:
-        """What is known of this identity; of a page in two segments, the newer."""
+        """The known pages of this identity; of a page that is in two segments, the newer."""
         root = self.identity.root.hex()
         with self._lock:
             newest = dict(self._index)
@@ -124,7 +134,10 @@ class DiskTier:
         ]
 
     def load(self, digest: bytes) -> Payload:
-        """Raises KeyError if it is not there, StoreError if it is damaged; either way it is then forgotten."""
+        """Raises KeyError if it is not there, StoreError if it is damaged; either way it is then forgotten.
+
+        An error that passes is a StoreError too, and the page stays known.
+        """
         with self._lock:
             segment, index = self._index[digest]
         found = self._read(Run(segment, index, [digest]))
@@ -135,7 +148,7 @@ class DiskTier:
         return found[0]
 
     def runs(self, digests: Iterable[bytes]) -> list[Run]:
-        """Where those that are there lie, each run to be read at once; different ones may be by different threads."""
+        """Where the known ones of `digests` lie. Each run is read at once; threads may read different runs."""
         with self._lock:
             places = sorted(
                 ((*self._index[digest], digest) for digest in digests if digest in self._index),
@@ -150,20 +163,24 @@ class DiskTier:
         return runs
 
     def load_run(self, run: Run, memory: Memory) -> list[tuple[bytes, Payload]]:
-        """As `load`, but what is gone or damaged is left out."""
+        """As `load`, but pages that are gone, damaged or can't be read now are left out."""
         found = zip(run.digests, self._read(run, memory), strict=False)
         return [(digest, payload) for digest, payload in found if not isinstance(payload, StoreError)]
 
     def _read(self, run: Run, memory: Memory = fresh) -> list[Payload | StoreError]:
-        """Nothing if the segment is gone. What can't be used is forgotten."""
+        """Nothing if the segment is gone. Damaged pages are forgotten; what can't be read now stays known."""
         segment = run.segment
         try:
             found = segment.read_run(run.first, len(run.digests), memory)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             self._drop(segment)
             return []
-        except OSError as error:
-            found = [StoreError(str(error))] * len(run.digests)
+        except (OSError, MemoryError) as error:
+            self._failures[segment.path.name] += 1
+            if self._failures[segment.path.name] >= _MOST_FAILURES:
+                self._drop(segment, known=True)
+            self.say(segment.path.name, f"pages in {segment.path} can't be read now ({error}); they stay")
+            return [StoreError(f"{segment.path} can't be read now: {error}")] * len(run.digests)
         bad = {digest: one for digest, one in zip(run.digests, found, strict=True) if isinstance(one, StoreError)}
         for damage in bad.values():
             self.say(segment.path.name, f"{damage}; damaged pages are computed again")
@@ -179,39 +196,54 @@ class DiskTier:
     # -- writing
 
     def write(self, pages: Iterable[tuple[Page, Payload]]) -> int:
-        """Keep pages as one new segment; how many. Raises OSError, or StoreError if the disk is too full."""
+        """Keep pages as one new segment; returns how many. StoreError if the disk is too full or can't be written."""
         fresh = [(page, payload) for page, payload in pages if page.digest not in self._index]
         if not fresh:
             return 0
+        if self.distrusted is not None:
+            raise StoreError(f"pages were not saved: {self.distrusted}")
         size = len(fresh) * sum(leaf.nbytes for leaf in fresh[0][1])
-        self.pages_folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.pages_folder).free
-        if free < 2 * size:
-            raise StoreError(f"{size >> 20} MiB of pages were not saved: {free >> 20} MiB are free. Free some space")
         path = self.pages_folder / f"{self.identity.root.hex()}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
-        write_segment(path, self.identity.fields(), fresh)
-        self._add(Segment.open(path))
+        try:
+            private_files.make_folder(self.pages_folder)
+            free = shutil.disk_usage(self.pages_folder).free
+            if free < 2 * size:
+                raise StoreError(
+                    f"{size >> 20} MiB of pages were not saved: {free >> 20} MiB are free. Free some space"
+                )
+            write_segment(path, self.identity.fields(), fresh)
+            self._add(Segment.open(path))
+        except OSError as error:
+            raise StoreError(
+                f"{size >> 20} MiB of pages were not saved: {error}. Free some space, or check the disk"
+            ) from error
         self.written += len(fresh)
         return len(fresh)
 
     def room(self, size: int) -> int:
-        """How many of `size` more bytes may be written after what is least recently used was removed."""
+        """How many of `size` more bytes may be written, once the least recently used segments were removed for them."""
         return max(0, min(size, self.budget - self.collect(reserve=min(size, self.budget))))
 
     def collect(self, *, reserve: int = 0) -> int:
-        """Remove what is beyond the budget and what killed writers left; returns how many bytes are still there.
+        """Remove segments beyond the budget and what killed writers left; returns how many bytes are still there.
 
-        For a `reserve` only what was not used for a while goes, and nothing of a snapshot. Does nothing while another
-        process collects.
+        For a `reserve` only segments that were not used for a while go, and none that a snapshot lists. Nothing is
+        removed while another process collects, nor while a snapshot can't be read.
         """
-        with self._exclusively() as alone:
-            sizes = {path: _size(path) for path in self._paths()}
+        if self.distrusted is not None:
+            return 0
+        with exclusively(self.pages_folder) as alone:
+            sizes = {path: size_of(path) for path in self._paths()}
             total = sum(size for size, _ in sizes.values())
             if not alone:
                 return total
             self._remove_partials()
             if total + reserve > self.budget:
-                kept = protected(self.folder)
+                try:
+                    kept = protected(self.folder)
+                except OSError as error:
+                    self.say("snapshots", f"no pages are removed while a snapshot can't be read: {error}")
+                    return total
                 order = sorted((self._protects(path, kept), used, path) for path, (_, used) in sizes.items())
                 fresh = time.time() - self.fresh_seconds
                 for listed, used, path in order:
@@ -223,24 +255,24 @@ class DiskTier:
             return total
 
     def clear(self) -> int:
-        """Remove every page of this identity; how many bytes that were."""
+        """Remove every page of this identity; returns how many bytes they took."""
         freed = 0
         for path in self._paths():
             if path.name.startswith(self.identity.root.hex()):
-                freed += _size(path)[0]
+                freed += size_of(path)[0]
                 self._remove(path)
         return freed
 
     def statistics(self) -> DiskStatistics:
-        total = sum(_size(path)[0] for path in self._paths())
+        total = sum(size_of(path)[0] for path in self._paths())
         return DiskStatistics(len(self), total, self.budget, len(self._segments), self.written, self.read, self.damaged)
 
     def others(self) -> set[str]:
-        """Roots of pages that belong to other identities."""
+        """Root keys, in hex, of the other models whose pages are kept here."""
         return {path.name.split("-")[0] for path in self._paths()} - {self.identity.root.hex()}
 
     def say(self, what: str, text: str) -> None:
-        """Log it once."""
+        """Log `text`, once for each `what`."""
         if what not in self._said:
             self._said.add(what)
             log.warning(text)
@@ -253,10 +285,12 @@ class DiskTier:
     # -- inside
 
     def _paths(self) -> list[Path]:
-        """Segments by age."""
+        """Finished segments, the oldest first."""
+        if self.distrusted is not None:
+            return []
         with contextlib.suppress(OSError):
             names = sorted(entry.name for entry in os.scandir(self.pages_folder) if entry.is_dir())
-            ordered = sorted((name for name in names if not name.startswith(PARTIAL)), key=_age)
+            ordered = sorted(filter(is_finished, names), key=age_of)
             return [self.pages_folder / name for name in ordered]
         return []
 
@@ -265,9 +299,20 @@ class DiskTier:
             self._segments[segment.path.name] = segment
             self._index.update((digest, (segment, index)) for index, digest in enumerate(segment.digests()))
 
-    def _drop(self, segment: Segment) -> None:
+    def _verified(self, path: Path) -> Segment:
+        """A segment whose pages belong to this identity. Raises StoreError if they do not."""
+        segment = Segment.open(path)
+        reason = self.identity.refuses(Identity.stored_in(segment.header))
+        if reason is not None:
+            raise StoreError(reason)
+        verify(self.identity, segment.records, segment.leaves)
+        return segment
+
+    def _drop(self, segment: Segment, *, known: bool = False) -> None:
+        """Forget its pages. If it stays `known`, the next scan does not take it in again."""
         with self._lock:
-            self._segments.pop(segment.path.name, None)
+            if not known:
+                self._segments.pop(segment.path.name, None)
             for digest in segment.digests():
                 if self._index.get(digest, (None,))[0] is segment:
                     del self._index[digest]
@@ -276,10 +321,7 @@ class DiskTier:
         segment = self._segments.get(path.name)
         if segment is not None:
             self._drop(segment)
-        # Renamed first: a removal that is killed half way leaves no half segment.
-        with contextlib.suppress(OSError):
-            gone = path.rename(path.with_name(f"{PARTIAL}{uuid.uuid4().hex}"))
-            shutil.rmtree(gone, ignore_errors=True)
+        remove(path)
 
     def _protects(self, path: Path, kept: dict[str, set[bytes]]) -> bool:
         digests = kept.get(path.name.split("-")[0])
@@ -287,23 +329,38 @@ class DiskTier:
         return digests is not None and (segment is None or not digests.isdisjoint(segment.digests()))
 
     def _merge(self, sizes: dict[Path, tuple[int, float]]) -> None:
-        """Many small segments of this identity become one."""
+        """Make one segment of many small ones of this identity. One that can't be read now stays as it is."""
         small = [self._segments[path.name] for path in sizes if path.name in self._segments and sizes[path][0] < SMALL]
         small = [segment for segment in small if segment.path.name.startswith(self.identity.root.hex())]
         if len(small) < MANY:
             return
         pages: list[tuple[Page, Payload]] = []
+        merged: list[Segment] = []
         for segment in small:
-            for index, page in enumerate(pages_of(segment.records)):
-                if self._index.get(page.digest) == (segment, index):
-                    with contextlib.suppress(StoreError, OSError):
-                        pages.append((page, segment.read(index)))
+            try:
+                pages += self._pages_in(segment)
+            except (OSError, MemoryError):
+                continue
+            merged.append(segment)
         if pages:
             path = self.pages_folder / f"{self.identity.root.hex()}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
-            write_segment(path, self.identity.fields(), pages)
-            self._add(Segment.open(path))
-        for segment in small:
+            try:
+                write_segment(path, self.identity.fields(), pages)
+                self._add(Segment.open(path))
+            except OSError as error:
+                self.say("merge", f"small segments of pages stay as they are: {error}")
+                return
+        for segment in merged:
             self._remove(segment.path)
+
+    def _pages_in(self, segment: Segment) -> list[tuple[Page, Payload]]:
+        """The pages that this tier would read from the segment, without damaged ones. Raises OSError."""
+        found = []
+        for index, page in enumerate(pages_of(segment.records)):
+            if self._index.get(page.digest) == (segment, index):
+                with contextlib.suppress(StoreError):
+                    found.append((page, segment.read(index)))
+        return found
 
     def _touch(self, segment: Segment) -> None:
         now = time.time()
@@ -315,38 +372,5 @@ class DiskTier:
     def _remove_partials(self) -> None:
         for folder in (self.pages_folder, self.folder / "snapshots"):
             for partial in folder.glob(f"{PARTIAL}*") if folder.is_dir() else ():
-                with contextlib.suppress(OSError):
-                    if time.time() - partial.stat().st_mtime > STALE_PARTIAL_SECONDS:
-                        shutil.rmtree(partial, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _exclusively(self) -> Iterator[bool]:
-        """Whether this process alone may remove now."""
-        try:
-            self.pages_folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / ".pages.lock").open("w")
-        except OSError:
-            yield False
-            return
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-                return
-            yield True
-
-
-def _age(name: str) -> str:
-    return name.split("-")[1] if name.count("-") == 2 else ""
-
-
-def _size(path: Path) -> tuple[int, float]:
-    """Bytes and time of last use."""
-    total = 0
-    try:
-        for folder, _, files in os.walk(path):
-            total += sum(os.stat(os.path.join(folder, file)).st_size for file in files)
-        return total, path.stat().st_mtime
-    except OSError:
-        return total, 0.0
+                if is_stale(partial):
+                    shutil.rmtree(partial, ignore_errors=True)

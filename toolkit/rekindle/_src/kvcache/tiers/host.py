@@ -1,4 +1,4 @@
-"""Host memory: payloads of pages that left the device, by digest, least recently used out first.
+"""Host memory: payloads of pages that left the device, by digest; the least recently used is dropped first.
 
 Payloads arrive from the thread that fetches steps and from the one that reads the disk. They leave in the scheduler's
 thread alone, in `trim`, so that a page which a plan counts on is still there when the step is dispatched.
@@ -43,7 +43,7 @@ class HostTier:
         self._holds: Counter[bytes] = Counter()
         self._bytes = 0
         self._stored = self._read = self._dropped = 0
-        self.generation = 0  # counts clears: who held something before has nothing to release
+        self.generation = 0  # counts clears: holds from before one are gone
 
     def __len__(self) -> int:
         return len(self._payloads)
@@ -56,7 +56,7 @@ class HostTier:
         return self._bytes
 
     def put(self, digest: bytes, payload: Payload, *, own: bool = False, cold: bool = False) -> None:
-        """A copy is kept, unless the payload lies in memory of its `own`; a `cold` one was used before all others."""
+        """Keep a payload, copied unless it has memory of its `own`. A `cold` one counts as least recently used."""
         if self.touch(digest):
             return
         payload = payload if own else self._copy(payload)
@@ -70,18 +70,18 @@ class HostTier:
             self._stored += 1
 
     def get(self, digest: bytes) -> Payload:
-        """Raises KeyError when it is gone. Reading is no use: the tree says with `touch` what is used."""
+        """A payload; KeyError if it is gone. Reading does not count as use: the tree says with `touch` what is used."""
         with self._lock:
             payload = self._payloads[digest]
             self._read += 1
             return payload
 
     def peek(self, digest: bytes) -> Payload | None:
-        """For saving: counts nothing."""
+        """A payload, or None, for saving it; changes neither statistics nor order."""
         return self._payloads.get(digest)
 
     def touch(self, digest: bytes) -> bool:
-        """It counts as used now; False if it is not here."""
+        """Record that a payload is used now; False if it is not here."""
         with self._lock:
             if digest not in self._payloads:
                 return False
@@ -89,10 +89,12 @@ class HostTier:
             return True
 
     def hold(self, digest: bytes) -> None:
+        """Keep a payload, beyond the budget too, until as many calls of `release`."""
         with self._lock:
             self._holds[digest] += 1
 
     def release(self, digest: bytes) -> None:
+        """Undo one `hold`."""
         with self._lock:
             self._holds[digest] -= 1
             if self._holds[digest] <= 0:
@@ -107,7 +109,7 @@ class HostTier:
                 self._dropped += 1
 
     def trim(self, to: int | None = None) -> int:
-        """Drop the least recently used payloads that nobody holds until `to` bytes are left; how many went."""
+        """Drop the least recently used payloads without a hold until `to` bytes are left; returns how many."""
         limit = self.budget if to is None else to
         if self._bytes <= limit:
             return 0
@@ -155,4 +157,5 @@ class HostTier:
 
 
 def size(payload: Payload) -> int:
+    """Bytes of a payload."""
     return sum(leaf.nbytes for leaf in payload)

@@ -1,7 +1,7 @@
-"""Memory of page payloads in host memory: equal slots in large pieces, used again when nobody reads them any more.
+"""Host memory for payloads of pages: slots of one size in large pieces, used again once no array lies in them.
 
-What makes a transfer slow is fresh memory: the system maps and zeroes it at first touch, for an array of a page's size
-4 KiB at a time. Reading 63 MB of pages took 15,400 such faults, 17 ms to 190 ms; from large pieces, which numpy asks
+Fresh memory makes transfers slow: the system maps and zeroes it at first touch, 4 KiB at a time for an array of a
+page's size. Reading 63 MB of pages took 15,400 such faults, 17 ms to 190 ms; from large pieces, which numpy asks
 huge pages for, it takes 30, and from slots that were used before none. Slots begin on cache lines, so that XLA:CPU
 reads payloads in place instead of copying them first.
 """
@@ -27,22 +27,22 @@ class _Piece:
 
 
 class Slots:
-    """Any thread may take a slot; it comes back by itself with the last array that lies in it."""
+    """Any thread may take a slot. It comes back by itself when the last array in it is gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._size = 0  # of a slot: that of the first payload
+        self._size = 0  # bytes of a slot, set by the first payload
         self._pieces: list[_Piece] = []
         # Filled when arrays are collected, which may happen at any time, also while this thread has the lock.
         self._returned: deque[tuple[_Piece, int]] = deque()
 
     @property
     def nbytes(self) -> int:
-        """Of all pieces, used or not."""
+        """Bytes of all pieces, whether used or not."""
         return sum(piece.memory.nbytes for piece in self._pieces)
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Memory for `size` bytes; of a slot if they fill one, as every payload of a session does."""
+        """Memory for `size` bytes: a slot if they fill one, as every payload of a session does, else fresh memory."""
         with self._lock:
             self._size = self._size or -(-size // LINE) * LINE
             if not 0 <= self._size - size < LINE:
@@ -60,7 +60,7 @@ class Slots:
         return slot
 
     def reclaim(self) -> None:
-        """Give back to the system what is not used."""
+        """Give unused pieces back to the system."""
         with self._lock:
             self._reclaim()
             self._pieces = [piece for piece in self._pieces if len(piece.free) < piece.count]

@@ -1,6 +1,6 @@
 """The tiers below the device as one: host memory, and the disk if there is one. Satisfies `TierLike`.
 
-tree        asks what is near (host memory) and what is known at all, holds what a plan counts on
+tree        asks what is in host memory and what is known at all, holds what a plan relies on
 runner      puts payloads that left the device, gets those that return
 scheduler   has pages fetched from disk before it admits the request that needs them
 """
@@ -24,8 +24,8 @@ from rekindle.errors import StoreError
 
 log = logging.getLogger("rekindle.cache")
 READERS = 2  # threads; half of the time of a page that the system has in memory goes into its checksum
-# What requests wait for is read together and admitted together: of 16 that came at once, 6 were admitted 8 ms before
-# the others, which then waited for the step of these.
+# Pages that several requests wait for are read together, and the requests admitted together. Of 16 requests that came
+# at once, 6 used to be admitted 8 ms before the others, which then had to wait for their step.
 TOGETHER_SECONDS = 0.03
 AHEAD_BYTES, AHEAD_PAGES = 256 << 20, 8  # read ahead in all, and before it is seen whether somebody waits
 PAUSE_SECONDS = 0.02
@@ -49,7 +49,7 @@ class DiskFetch:
 
 
 class Tiers:
-    """Everything but `put`, `get` and the reading thread belongs to the scheduler's thread."""
+    """Host memory and the disk. Only the scheduler's thread calls it, but for `put`, `get` and the reading thread."""
 
     def __init__(self, host: HostTier, costs: CostModel, disk: DiskTier | None = None) -> None:
         self.host, self.costs, self.disk = host, costs, disk
@@ -67,13 +67,13 @@ class Tiers:
         return digest in self.host
 
     def knows(self, digest: bytes) -> bool:
-        """It can be restored now, or after a fetch."""
+        """Whether a page can be restored now or after a fetch."""
         if digest in self.host:
             return True
         return self.disk is not None and digest not in self._unusable and digest in self.disk
 
     def wants(self, digest: bytes) -> bool:
-        """Its page is about to leave the device: should it be read out? It counts as used now."""
+        """Whether a page that is about to leave the device should be read out. It counts as used now."""
         return not self.host.touch(digest) and self.host.budget > 0
 
     def touch(self, digest: bytes) -> None:
@@ -145,7 +145,7 @@ class Tiers:
         return fetch
 
     def read(self, digest: bytes) -> Payload | None:
-        """The payload from wherever it is; None if it is nowhere, or damaged."""
+        """The payload, from host memory or disk; None if it is in neither or can't be read."""
         payload = self.host.peek(digest)
         if payload is None and self.disk is not None:
             try:
@@ -180,7 +180,7 @@ class Tiers:
                 self._serve(fetch, readers)
 
     def _serve(self, fetch: DiskFetch, readers: ThreadPoolExecutor) -> None:
-        """And those that come meanwhile, if it does not take long."""
+        """Read the pages of a fetch, and of those that come within `TOGETHER_SECONDS`."""
         start, together = time.perf_counter(), [fetch]
         pages = len(self._bring(fetch.digests, readers))
         while time.perf_counter() - start < TOGETHER_SECONDS and (more := self._waiting_fetch()) is not None:
@@ -193,7 +193,7 @@ class Tiers:
             done.done = True
 
     def _waiting_fetch(self) -> DiskFetch | None:
-        """The next one that is in the queue already."""
+        """The next fetch that is in the queue already, or None."""
         with contextlib.suppress(queue.Empty):
             fetch = self._queue.get_nowait()
             if fetch is None:
@@ -202,13 +202,13 @@ class Tiers:
         return None
 
     def _patience(self) -> float | None:
-        """How long to wait for a fetch before some pages are read ahead; None is for ever."""
+        """Seconds to wait for a fetch before some pages are read ahead; None: there is nothing to read ahead."""
         if not self._ahead:
             return None
         return PAUSE_SECONDS if self.busy() else 0.0
 
     def _read_some(self, readers: ThreadPoolExecutor) -> None:
-        """Ahead, as long as there is room."""
+        """Read a few pages ahead, if there is room for them."""
         assert self.disk is not None
         if self.busy():
             return
@@ -223,7 +223,8 @@ class Tiers:
         self._unasked.update(self._bring(part[:fits], readers, cold=True))
 
     def _bring(self, digests: Iterable[bytes], readers: ThreadPoolExecutor, *, cold: bool = False) -> list[bytes]:
-        """What was read; what is missing is computed, and the disk tier has reported damage."""
+        """Read pages into host memory; returns those that were read. The others are computed, and the disk tier has
+        reported why."""
         assert self.disk is not None
         disk, host = self.disk, self.host
         there: list[bytes] = []

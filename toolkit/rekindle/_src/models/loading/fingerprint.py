@@ -1,9 +1,11 @@
-"""What names a checkpoint's weights everywhere something is kept: page digests, programs, laid-out weights, snapshots.
+"""The name of a checkpoint's weights wherever something is kept: page digests, programs, laid-out weights, snapshots.
 
 Small folders (up to 16 MiB of weights) are hashed in full. A larger one would take seconds, so it is named by
 its config, its safetensors headers (names, dtypes, shapes), and per file the size and
 
-- in a hub cache, the blob's name, which is the content's own SHA-256: exact, and the same on every machine;
+- in the hub's own cache, the blob's name, which is the content's own SHA-256: exact, and the same on every machine;
+- behind a link to a file that is only named as such a blob is, the content's SHA-256, computed once and remembered. The
+  name alone would let one checkpoint pass for another;
 - elsewhere the modification time and sampled blocks, 64 in all. Every way of writing new weights changes the time.
   A copy that does not keep times gets a new name, which costs one reload; the opposite mistake, old pages matched
   with new weights, would cost wrong tokens. The samples catch tools that restore the time.
@@ -11,22 +13,28 @@ its config, its safetensors headers (names, dtypes, shapes), and per file the si
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rekindle._src.core.config import cache_folder
 from rekindle._src.models.loading.tensor_files import Header
+from rekindle_kernels import private_files
 
+_log = logging.getLogger(__name__)
 SMALL = 16 << 20
-_SAMPLES, _BLOCK = 64, 4096  # cold reads of a disk: the budget of 100 ms holds for any number of files
-_VOLATILE = ("_name_or_path", "transformers_version")  # of config.json: say nothing about the model
+_SAMPLES, _BLOCK = 64, 4096  # in all files together: cold reads of a disk have to fit into 100 ms
+_VOLATILE = ("_name_or_path", "transformers_version")  # keys of config.json that say nothing about the model
 
 
 def folder_fingerprint(config: Mapping[str, Any], headers: Sequence[Header]) -> str:
-    """Of a parsed config.json and the headers of the weight files."""
+    """The name of the model that a parsed config.json and the headers of its weight files describe."""
     digest = hashlib.blake2b(digest_size=16)
     meaning = {key: value for key, value in config.items() if key not in _VOLATILE}
     _add(digest, "config", json.dumps(meaning, sort_keys=True))
@@ -46,7 +54,7 @@ def with_precision(fingerprint: str, dtype: str, quantize: str | None, quantize_
 
 
 def files_digest(paths: Iterable[Path]) -> str:
-    """Of the names and the content of source files."""
+    """A digest of the names and the content of source files."""
     hasher = hashlib.blake2b(digest_size=16)
     for path in paths:
         content = path.read_bytes()
@@ -61,13 +69,42 @@ def _content(header: Header, small: bool, samples: int) -> Iterable[bytes | int 
         return
     real = header.file.resolve()
     if header.file.is_symlink() and real.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", real.name):
-        yield real.name
+        yield real.name if real.is_relative_to(hub_cache()) else content_sha256(real)
         return
     yield real.stat().st_mtime_ns
     with real.open("rb") as file:
         for i in range(samples):
             file.seek(max(0, header.size - _BLOCK) * (i + 1) // samples)
             yield file.read(_BLOCK)
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps what it downloads, by the variables that it reads."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(home, "huggingface")
+    folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(folder)).expanduser().resolve()
+
+
+def content_sha256(file: Path) -> str:
+    """The SHA-256 of a file's content. It is remembered in the cache folder until the file changes."""
+    found = file.stat()
+    key = repr((str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+    kept = cache_folder() / "fingerprints" / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    usable = private_files.distrust_reason(kept.parent) is None
+    if usable:
+        with contextlib.suppress(OSError, ValueError):
+            text = private_files.read(kept, inside=kept.parent).decode()
+            if re.fullmatch(r"[0-9a-f]{64}", text):
+                return text
+    _log.info("hashing %s, %d MB; this is remembered", file, found.st_size >> 20)
+    with file.open("rb") as opened:
+        text = hashlib.file_digest(opened, "sha256").hexdigest()
+    if usable:
+        with contextlib.suppress(OSError):
+            private_files.make_folder(kept.parent)
+            private_files.write(kept, [text.encode()])
+    return text
 
 
 def _add(digest: Any, *parts: object) -> None:

@@ -1,11 +1,16 @@
-"""A file as memory without reading it, and after a while on huge pages, at the same addresses.
+"""Weights used where their file is mapped, and moved to huge pages after a while, at the same addresses.
 
-Mapping a file is done at once, and what lies in the page cache is found there. Copying 700 MB of it into memory of
-one's own takes 0.1 s, and was seen to take 1.8 s in a virtual machine that is lent its memory page by page.
+Mapping a file takes no time, and content in the page cache is used where it is. Copying 700 MB of it into memory of
+our own takes 0.1 s, and was seen to take 1.8 s in a virtual machine that gets its memory page by page.
 
 The page cache has small pages, though: decoding one to eight sequences with weights of 270 MB took 3 to 8 % longer than
 on huge ones. So once the session has begun, a thread copies piece after piece to huge pages and has the system put
-these in the place of the file's, in one go: whoever reads there meanwhile notices nothing.
+these in the place of the file's, in one go: readers notice nothing.
+
+The same thread watches the file's lease. When another process wants to write to the file, everything is copied at once,
+whether there are huge pages or not, and then the lease is released: the file may be cut off, and no read can fault.
+What remains: a file system without leases, a Linux before 5.7, or a limit on memory that forbids the copy. There a file
+that its own user cuts off while it is mapped still ends the process; other users can't write to it.
 """
 
 from __future__ import annotations
@@ -27,15 +32,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.memory import available
+from rekindle._src.models.loading.file_lease import FileLease
 from rekindle._src.models.loading.hugepages import huge_pages
 
 PIECE = 32 << 20  # bytes that are moved at a time
 DELAY = 5.0  # seconds in which a new session has the machine to itself
-SHARE = 0.25  # of the time after that, in which pieces are moved
+SHARE = 0.25  # the part of the time after that in which pieces are moved
+WATCH = 1.0  # seconds between two looks at a lease, which Linux waits 45 s for
 
 KINDS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-# File systems whose files stay while they are open, whoever deletes them.
+# File systems whose files stay readable while they are open, even after they were deleted.
 LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "reiserfs", "tmpfs", "xfs", "zfs"))
 
 _FIXED = 0x10  # MAP_FIXED
@@ -46,8 +53,8 @@ Bytes = NDArray[np.uint8]
 
 
 def view(path: Path) -> Bytes:
-    """The bytes of a file that nobody changes any more. `OSError` where it had better be read."""
-    if sys.platform == "win32":  # nobody could delete it
+    """The bytes of a file that is not changed any more. `OSError` where the file has to be read instead."""
+    if sys.platform == "win32":  # a mapped file can't be deleted there
         raise OSError("mapped files can't be deleted")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -64,7 +71,7 @@ def view(path: Path) -> Bytes:
 
 
 def bring(part: NDArray[Any]) -> None:
-    """Have a part of a view read now. `OSError` where the disk fails, which would end the process at a touch."""
+    """Read a part of a view from disk now. `OSError` where that fails; touching the part would end the process."""
     if sys.platform == "linux":
         first = part.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
         if _libc().madvise(first, part.ctypes.data + part.nbytes - first, _POPULATE_READ):
@@ -73,35 +80,69 @@ def bring(part: NDArray[Any]) -> None:
                 raise OSError(number, os.strerror(number))
 
 
-def move_later(memory: Bytes) -> threading.Thread | None:
-    """Begin to move a `view` to huge pages in a while, if it is still used then. None where that is of no use."""
-    if not _worthwhile(memory.nbytes):
+def move_later(memory: Bytes, lease: FileLease | None = None) -> threading.Thread | None:
+    """Begin to move a `view` to huge pages in a while, or as soon as its `lease` breaks, if it is still used then.
+
+    None where there is nothing to do. The lease is released in the end.
+    """
+    if lease is None and not _worthwhile(memory.nbytes):
         return None
     owner, place, size = weakref.ref(_owner(memory)), memory.ctypes.data, memory.nbytes
-    thread = threading.Thread(target=_move, args=(owner, place, size), name="rekindle huge pages", daemon=True)
+    thread = threading.Thread(target=_move, args=(owner, place, size, lease), name="rekindle huge pages", daemon=True)
     thread.start()
     return thread
 
 
-def _move(owner: weakref.ref[Bytes], place: int, size: int) -> None:
-    pause, staging = DELAY, huge_pages(PIECE)
-    for start in range(0, size, PIECE):
-        time.sleep(pause)
+def _move(owner: weakref.ref[Bytes], place: int, size: int, lease: FileLease | None) -> None:
+    try:
+        _move_pieces(owner, place, size, lease)
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _move_pieces(owner: weakref.ref[Bytes], place: int, size: int, lease: FileLease | None) -> None:
+    pause, start = DELAY, 0
+    staging: Bytes | None = None
+    while start < size:
+        breaking = _wait(pause, owner, lease)
         used = owner()  # a reference, so that it stays mapped for this piece
-        if used is None or not _worthwhile(size - start):
+        if used is None or (breaking and not _movable()):
             return
+        if not breaking and not _worthwhile(size - start):
+            if lease is None:
+                return
+            pause = WATCH
+            del used
+            continue
         began = time.perf_counter()
         count = min(PIECE, size - start)
+        staging = huge_pages(PIECE) if staging is None else staging
         ctypes.memmove(staging.ctypes.data, place + start, count)
         whole = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
         if _libc().mremap(staging.ctypes.data, whole, whole, _INTO_PLACE, place + start) == _FAILED:
             return  # before Linux 5.7, which has not touched the place
         pause = (time.perf_counter() - began) * (1 / SHARE - 1)
+        start += count
         del used
 
 
+def _wait(seconds: float, owner: weakref.ref[Bytes], lease: FileLease | None) -> bool:
+    """Sleep for some seconds, or until the lease breaks or the memory is no longer used. True if the lease breaks."""
+    if lease is None:
+        time.sleep(seconds)
+        return False
+    end = time.monotonic() + seconds
+    while not lease.is_breaking():
+        left = end - time.monotonic()
+        if left <= 0 or owner() is None:
+            return False
+        time.sleep(min(left, WATCH))
+    return True
+
+
 def _file_system(path: Path) -> str:
-    """Its type, "" if nobody tells."""
+    """The type of the file system that `path` is on, "" if it is not known."""
     mounts = dict[Path, str]()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -119,18 +160,29 @@ def _owner(memory: Bytes) -> Bytes:
 
 
 def _worthwhile(size: int) -> bool:
-    """Whether there are huge pages, and room for them. Limits that the system finds half-way would leave a hole."""
+    """Whether there are huge pages, and room for them."""
+    if not _movable():
+        return False
+    try:
+        none = "[never]" in KINDS.read_text()
+    except OSError:
+        return False
+    room = available()
+    return not none and room is not None and room > size + size // 4
+
+
+def _movable() -> bool:
+    """Whether memory can be put in the place of a file's. A limit that the system finds half-way would leave a hole."""
     if sys.platform != "linux":
         return False
     import resource
 
     try:
-        none = "[never]" in KINDS.read_text() or OVERCOMMIT.read_text().strip() == "2"
+        strict = OVERCOMMIT.read_text().strip() == "2"
     except OSError:
         return False
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-    room = available()
-    return not none and {*limits} == {resource.RLIM_INFINITY} and room is not None and room > size + size // 4
+    return not strict and {*limits} == {resource.RLIM_INFINITY}
 
 
 @cache

@@ -1,10 +1,11 @@
-"""Weights in their final form, kept by Orbax, so that the next start finds them as they are to be.
+"""Weights in their final form, kept by Orbax, so that the next start uses them as they are.
 
-Orbax commits a checkpoint as a whole or not at all; what lies in it is one safetensors file. A CPU device computes with
-that file where it is mapped; for others the reader of checkpoints reads it. Measured on 400 MB of int8 leaves, 2 cores:
+Orbax commits a checkpoint as a whole or not at all; in it lies one safetensors file. A CPU device computes with that
+file where it is mapped; for others the reader of checkpoints reads it. Measured on 400 MB of int8 leaves, 2 cores:
 Orbax's own array format saved at 150 MB/s, loaded at 540 MB/s and needed five times the weights' memory; this one is
-written at the speed of the disk. Orbax is not imported to load it, which takes 0.12 s and more. Beside it lies what the
-model is like: a start that compiles nothing then needs neither flax nor the model's module, which take 0.2 s.
+written at the speed of the disk. Orbax is not imported to load it, which takes 0.12 s and more. Beside it lies a
+description of the model as JSON: a start that compiles nothing then needs neither flax nor the model's module, which
+take 0.2 s.
 
 Seconds from a process's start to its first token with everything compiled, bfloat16, medians of fresh processes in
 turn on a virtual machine whose host takes free memory back between two starts:
@@ -24,11 +25,10 @@ import importlib.metadata
 import json
 import logging
 import os
-import pickle
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,34 +36,46 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, abandon, write_checkpoint
+from rekindle._src.core.atomic_checkpoint import (
+    ITEM,
+    PARTIAL,
+    abandon,
+    is_finished,
+    is_passing,
+    is_stale,
+    remove,
+    set_aside,
+    write_checkpoint,
+)
 from rekindle._src.models.base import Graph
+from rekindle._src.models.loading import file_lease, graph_json, mmap_weights, reading, tensor_files
 from rekindle._src.models.loading import fingerprint as fingerprints
-from rekindle._src.models.loading import mmap_weights, reading, tensor_files
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import one
 from rekindle.errors import CheckpointError, StoreError
-from rekindle_kernels import unavailable_reason
+from rekindle_kernels import private_files, unavailable_reason
 
 MIN_BYTES = 64 << 20  # smaller checkpoints are read again faster than Orbax is imported (0.3 s)
 MAX_ENTRIES = 4  # sets of weights kept per cache folder, the least recently used leaves first
 MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were converted, not just to be mapped
-DELAY = 3.0  # seconds before weights are written: the first answer of a model is waited for, and needs the processor
-AT_EXIT = 4.0  # seconds that a process which ends stays for that; a notebook's kernel is killed after 5
-_VERSION = "2"
+DELAY = 3.0  # seconds before weights are written: a user waits for the first answer, which needs the processor
+AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
+_VERSION = "3"
 _FILE = "weights.safetensors"
 _SUMS = "checksums.json"
-_MODEL = "model.pickle"
+_MODEL = "model.json"
+_SUM = 32  # bytes of the checksum that _MODEL begins with
 _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
 _one_at_a_time = threading.Lock()
 _registered = False
 Leaf = jax.Array | np.ndarray[Any, Any]
+Checked = Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 _log = logging.getLogger(__name__)
 
 
 def slot(cache_dir: str | Path, fingerprint: str, *asked: object) -> Path:
-    """Where a checkpoint is kept as it was asked for. Its layout follows from that, the platform and the sources."""
+    """Where the weights of a checkpoint are kept for the given options, on this platform, by these sources."""
     platform = jax.default_backend(), unavailable_reason("cpu") is None, importlib.metadata.version("flax")
     parts = (_VERSION, fingerprint, asked, platform, _sources())
     key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
@@ -79,28 +91,46 @@ class Known(NamedTuple):
     """All that a session needs to know of a model before it has its weights."""
 
     graph: Graph
-    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # one per leaf
     dtype: str
 
 
 def known(kept: Path) -> Known | None:
-    """What is kept there, or None. `StoreError` if it is damaged: the slot is then empty again."""
-    try:
-        content = (kept / ITEM / _MODEL).read_bytes()
-    except OSError:
+    """The model that is kept there, or None. `StoreError` if it is damaged, and then set aside, or can't be read."""
+    if _distrusted(kept) is not None:
         return None
     try:
-        if hashlib.blake2b(content[16:], digest_size=16).digest() != content[:16]:
+        content = private_files.read(kept / ITEM / _MODEL, inside=kept.parent)
+        text = content[_SUM:]
+        if _text_sum(text) != content[:_SUM]:
             raise CheckpointError(f"the checksum of {_MODEL} does not match")
-        graph, shapes, dtype = pickle.loads(content[16:])
+        found = json.loads(text)
+        shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in found["leaves"])
+        return Known(graph_json.decode(found["graph"]), shapes, str(found["dtype"]))
+    except FileNotFoundError:
+        return None
     except Exception as error:
-        raise _damaged(kept, error) from error
-    return Known(graph, tuple(jax.ShapeDtypeStruct(shape, np.dtype(kind)) for shape, kind in shapes), dtype)
+        raise _unusable(kept, error) from error
 
 
-def _damaged(kept: Path, error: Exception) -> StoreError:
-    shutil.rmtree(kept, ignore_errors=True)
-    return StoreError(f"the laid-out weights in {kept} are damaged and were removed ({error})")
+def _text_sum(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=_SUM // 2).hexdigest().encode()
+
+
+def _unusable(kept: Path, error: Exception) -> StoreError:
+    """Says why kept weights can't be used. What is damaged is set aside; an error that passes leaves it in place."""
+    if is_passing(error):
+        return StoreError(f"the laid-out weights in {kept} can't be read now, and stay ({error})")
+    set_aside(kept, keep=1)  # they are large
+    return StoreError(f"the laid-out weights in {kept} are damaged and were set aside ({error})")
+
+
+def _distrusted(kept: Path) -> str | None:
+    """Why nothing is read from this cache or kept in it; logged the first time."""
+    reason = private_files.distrust_reason(kept.parent)
+    if reason is not None:
+        private_files.tell_once(reason)
+    return reason
 
 
 def load(
@@ -111,28 +141,28 @@ def load(
     place: reading.Place = reading.place_on_default_device,
     report: Report | None = None,
 ) -> tuple[jax.Array, ...] | None:
-    """The leaves, or None if nothing is kept. `StoreError` if it is damaged: the slot is then empty again."""
-    if not kept.is_dir():
+    """The leaves, or None if nothing is kept. `StoreError` if it is damaged, and then set aside, or can't be read."""
+    if _distrusted(kept) is not None or not kept.is_dir():
         return None
     wanted = dict(zip(graph.paths, shapes, strict=True))
     try:
-        leaves, content = _read(kept / ITEM / _FILE, wanted, place, report)
+        private_files.check(kept / ITEM / _FILE, inside=kept.parent)
+        leaves = _read(kept / ITEM / _FILE, wanted, place, report)
     except (CheckpointError, OSError, ValueError, KeyError) as error:  # the checkpoint itself is still there
-        raise _damaged(kept, error) from error
-    with contextlib.suppress(OSError):  # what is pruned goes by it; a read-only cache just keeps its order
+        raise _unusable(kept, error) from error
+    with contextlib.suppress(OSError):  # the order in which they are pruned; in a read-only cache it just stays
         os.utime(kept)
-    if content is not None:
-        with contextlib.suppress(RuntimeError):  # no thread to be had
-            mmap_weights.move_later(content)
     return leaves
 
 
 def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array]) -> None:
-    """Keeps the model; a thread writes them after a while, so that the model can be used at once. See `wait`.
+    """Keep the model. A thread writes it after a while, so that the model can be used at once; `wait` waits for that.
 
-    Failing to keep them costs the next start some time and nothing else, so it is only logged.
+    Failing to keep it costs the next start some time and nothing else, so it is only logged.
     """
     global _registered
+    if _distrusted(kept) is not None:
+        return
     if not _registered:
         # Orbax writes in thread pools, which take no more work once threading's own exit functions have run. Those
         # run before the functions of `atexit` and before threads are joined, so no public way is in time. A Python
@@ -153,7 +183,7 @@ def _on_host(leaf: jax.Array) -> bool:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Until what is to be kept is on disk; False if that takes longer than `timeout` seconds."""
+    """Wait until everything that is to be kept is on disk; False if that takes longer than `timeout` seconds."""
     end = None if timeout is None else time.monotonic() + timeout
     _hurry.set()
     for thread in list(_saving):
@@ -163,7 +193,7 @@ def wait(timeout: float | None = None) -> bool:
 
 
 def _finish() -> None:
-    """Before the process ends: what is not written by then is not left half written."""
+    """Before the process ends, wait a moment for what is being written, and remove what is still unfinished then."""
     if not wait(AT_EXIT):
         abandon()
 
@@ -183,13 +213,15 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf]) ->
     if kept.is_dir():  # another session was faster
         return
     size = sum(leaf.nbytes for leaf in leaves)
-    kept.parent.mkdir(parents=True, exist_ok=True)
+    private_files.make_folder(kept.parent)
     _prune(kept.parent)
     free = shutil.disk_usage(kept.parent).free
     if free < 2 * size:
         _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
         return
-    model = pickle.dumps((graph, [(leaf.shape, leaf.dtype.name) for leaf in leaves], dtype))
+    described = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
+    text = json.dumps({"graph": graph_json.encode(graph), "leaves": described, "dtype": dtype}).encode()
+    model = _text_sum(text) + text
     try:
         write_checkpoint(kept, functools.partial(_write, model, dict(zip(graph.paths, leaves, strict=True))))
     except Exception:
@@ -198,14 +230,12 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf]) ->
 
 
 def _prune(folder: Path) -> None:
-    """Leaves room for one more entry, and removes what writers that died left behind."""
+    """Leave room for one more entry, and remove what writers that died left behind."""
     entries = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    unfinished = [path for path in entries if path.name.startswith(PARTIAL)]
-    finished = [path for path in entries if path not in unfinished]
-    old = [path for path in unfinished if time.time() - path.stat().st_mtime > 3600]
-    for path in (*finished[: max(0, len(finished) - MAX_ENTRIES + 1)], *old):
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path)
+    finished = [path for path in entries if is_finished(path.name)]
+    left = [path for path in entries if path.name.startswith(PARTIAL) and is_stale(path)]
+    for path in (*finished[: max(0, len(finished) - MAX_ENTRIES + 1)], *left):
+        remove(path)
 
 
 def checksum(array: np.ndarray[Any, Any]) -> str:
@@ -234,13 +264,13 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
 
     tensor_files.write(folder / _FILE, ordered, arrays())
     (folder / _SUMS).write_text(json.dumps(sums))
-    (folder / _MODEL).write_bytes(hashlib.blake2b(model, digest_size=16).digest() + model)
+    (folder / _MODEL).write_bytes(model)
 
 
 def _read(
     path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], place: reading.Place, report: Report | None
-) -> tuple[tuple[jax.Array, ...], mmap_weights.Bytes | None]:
-    """The leaves, and the memory that they are views of, where they are."""
+) -> tuple[jax.Array, ...]:
+    """The leaves of a kept file, each compared with its checksum."""
     header = tensor_files.read_header(path)
     sums = json.loads((path.parent / _SUMS).read_text())
     entries = {entry.name: entry for entry in header.entries}
@@ -253,13 +283,9 @@ def _read(
             raise CheckpointError(f"{path}: the checksum of {name} does not match.")
         return array
 
-    def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        mmap_weights.bring(array)
-        return checked(name, array)
-
     meter = Meter(sum(entry.nbytes for entry in header.entries), report)
-    content = _mapped(path) if maps(place) else None
-    if content is None:
+    arrays = _mapped(header, place, checked, meter) if maps(place) else None
+    if arrays is None:
         leaves = [
             reading.LeafPlan(name, one(name, leaf.shape[0]), tuple(leaf.shape), np.dtype(leaf.dtype))
             for name, leaf in wanted.items()
@@ -267,25 +293,44 @@ def _read(
         arrays = reading.read_leaves(
             leaves, entries, place=lambda name, array: place(name, checked(name, array)), meter=meter
         )
-    else:
-        arrays = {}
+    meter.tell(final=True)
+    return tuple(arrays[name] for name in wanted)
+
+
+def _mapped(
+    header: tensor_files.Header, place: reading.Place, checked: Checked, meter: Meter
+) -> dict[str, jax.Array] | None:
+    """The leaves where their file is mapped; None where it can't be, or where others could change it meanwhile."""
+    try:
+        lease = file_lease.take(header.file)
+    except OSError:
+        return None
+
+    def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        mmap_weights.bring(array)
+        return checked(name, array)
+
+    arrays = dict[str, jax.Array]()
+    watched = None
+    try:
+        try:
+            content = mmap_weights.view(header.file)
+        except OSError:
+            return None
         lying = tensor_files.views(header, content)
         with ThreadPoolExecutor(reading.workers(), thread_name_prefix="rekindle-load") as pool:
             for name, array in zip(lying, pool.map(brought, lying, lying.values()), strict=True):
                 arrays[name] = place(name, array)
                 meter.add(array.nbytes)
                 meter.tell()
-    meter.tell(final=True)
-    return tuple(arrays[name] for name in wanted), content
+        with contextlib.suppress(RuntimeError):  # no thread to be had
+            watched = mmap_weights.move_later(content, lease)
+    finally:
+        if watched is None and lease is not None:
+            lease.release()
+    return arrays
 
 
 def maps(place: reading.Place) -> bool:
     """Whether kept weights are used where their file is mapped."""
     return place is reading.place_on_default_device and jax.default_backend() == "cpu"
-
-
-def _mapped(path: Path) -> mmap_weights.Bytes | None:
-    try:
-        return mmap_weights.view(path)
-    except OSError:
-        return None

@@ -1,0 +1,232 @@
+"""Files that only this user can have written: where compiled code is kept, and what may be loaded as code again.
+
+A compiled program runs with this user's rights, so a cache folder is as trusted as the code that is installed. It is
+used only where nobody else could have put anything into it:
+
+- the cache folder and what lies in it belong to this user, can't be written by group or others, and are no links;
+- every folder above belongs to this user or the system, and nobody else can exchange what is in it: it is not writable
+  by everybody unless sticky, as /tmp is, nor by a group other than this user's own.
+
+A cache that several users share on purpose has a key instead: REKINDLE_CACHE_KEY names a file that they all can read.
+What is code, in `SIGNED` folders, is then signed, and nothing is loaded whose signature does not fit. Weights and pages
+are not signed: they stay subject to the rules above.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import stat
+import uuid
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+TAG = "CACHEDIR.TAG"  # bford.info/cachedir: backups leave such a folder out, and `rekindle cache` empties no other
+TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
+# This folder was made by rekindle. All of it can be made again; see `rekindle cache --help`.
+"""
+KINDS = ("compilations", "fingerprints", "native", "pages", "programs", "snapshots", "weights")  # folders in a cache
+SIGNED = ("native", "programs")  # of them, those whose files are signed where there is a key
+KEY_VARIABLE = "REKINDLE_CACHE_KEY"
+MIN_KEY = 16  # bytes
+log = logging.getLogger("rekindle.cache")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class NotPrivate(PermissionError):
+    """A file or folder that somebody else could have written."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(errno.EPERM, reason, str(path))
+
+
+def distrust_reason(folder: Path) -> str | None:
+    """Why `folder`, which is one of a cache's `KINDS`, can't be trusted, with the fix. None if it can.
+
+    A folder that does not exist yet is judged by those above it. With a key, signatures are trusted, not folders.
+    """
+    try:
+        if is_shared(folder):
+            return None
+    except OSError as error:
+        return f"{error.filename}, which {KEY_VARIABLE} names, {error.strerror}"
+    if not hasattr(os, "getuid"):
+        return None
+    try:
+        _check_above(Path(os.path.abspath(folder.parent)).parent)
+        for path in (folder.parent, folder):
+            _check_own(path, path.lstat())
+    except FileNotFoundError:
+        return None
+    except NotPrivate as error:
+        return f"{error.filename} {error.strerror}"
+    except OSError as error:
+        return f"{error.filename} can't be looked at: {error.strerror}"
+    return None
+
+
+@cache
+def tell_once(reason: str) -> None:
+    """Log that the cache is not used, once for each reason, whichever of its parts notices first."""
+    log.warning("the cache is not used, so what it would keep is made again at each start: %s", reason)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder`, one of a cache's `KINDS`, and all above it, for this user alone; mark a new cache with a tag."""
+    cache_folder = folder.parent
+    for path in (*reversed(cache_folder.parents), cache_folder, folder):
+        if not path.exists():
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o777 if is_shared(folder) else 0o700)
+    if not (cache_folder / TAG).exists() and folder.name in KINDS:
+        there = {path.name for path in cache_folder.iterdir() if not path.name.startswith(".")}
+        if there <= {*KINDS, TAG}:  # else it is also used for something that is not ours
+            write(cache_folder / TAG, [TAG_TEXT.encode()])
+    if hasattr(os, "getuid") and not is_shared(folder) and folder.name in KINDS:
+        mode = folder.stat().st_mode
+        if mode & 0o055:  # made by an earlier version: prompts lie in it
+            folder.chmod(stat.S_IMODE(mode) & ~0o055)
+
+
+def read(path: Path, *, inside: Path | None = None) -> bytes:
+    """The content of a file, if it and the folders between it and `inside` are this user's. Raises `NotPrivate`."""
+    if inside is not None:
+        check(path.parent, inside=inside)
+    shared = inside is not None and is_shared(inside)
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotPrivate(path, "is a symbolic link") from error
+        raise
+    with open(descriptor, "rb", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotPrivate(path, "is not a regular file")
+        if not shared:
+            _check_own(path, found)
+        return file.read()
+
+
+def check(path: Path, *, inside: Path) -> None:
+    """Raise `NotPrivate` unless a file and the folders between it and `inside` are this user's."""
+    if is_shared(inside):
+        return
+    for at in (path, *path.parents):
+        if at == inside:
+            break
+        _check_own(at, at.lstat())
+
+
+def write(path: Path, parts: Iterable[bytes], *, mode: int = 0o600) -> None:
+    """The file holds all of `parts` when this returns. Where it fails, it is as before and nothing is left behind."""
+    own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    try:
+        with open(os.open(own, flags, 0o666 if is_shared(path.parent) else mode), "wb") as file:
+            file.writelines(parts)
+        os.replace(own, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
+        raise
+
+
+def make_private(folder: Path) -> None:
+    """Let only this user read `folder` and what is in it, unless the folder around it is shared with a key."""
+    if is_shared(folder.parent) or not hasattr(os, "getuid"):
+        return
+    for at, _, files in os.walk(folder):
+        os.chmod(at, 0o700)
+        for name in files:
+            os.chmod(os.path.join(at, name), 0o600)
+
+
+def checksum(name: str, *parts: bytes) -> str:
+    """Of what is stored under `name`; with a key it is a signature, which nobody can make who does not have the key."""
+    hasher = hashlib.blake2b(digest_size=16, key=signing_key() or b"")
+    for part in (name.encode(), *parts):
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+def stored_name(name: str) -> str:
+    """`name`, or with a key another one, so that signed entries lie beside those without."""
+    return name if signing_key() is None else checksum(name)
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether what is in `folder` is signed, so that it does not matter who can write it."""
+    return folder.name in SIGNED and signing_key() is not None
+
+
+def signing_key() -> bytes | None:
+    """The key of a shared cache. A key file that can't be read, is short or is open to everybody is an OSError."""
+    path = os.environ.get(KEY_VARIABLE)
+    return _key(os.path.expanduser(path)) if path else None
+
+
+@cache
+def _key(path: str) -> bytes:
+    with open(path, "rb") as file:
+        mode, content = os.fstat(file.fileno()).st_mode, file.read()
+    if hasattr(os, "getuid") and mode & (stat.S_IWOTH | stat.S_IROTH):
+        raise NotPrivate(Path(path), "is open to everybody: chmod o-rw it")
+    if len(content) < MIN_KEY:
+        raise OSError(errno.EINVAL, f"has {len(content)} bytes, and a key needs {MIN_KEY}", path)
+    return hashlib.blake2b(content, digest_size=32).digest()
+
+
+def _check_own(path: Path, found: os.stat_result) -> None:
+    if not hasattr(os, "getuid"):
+        return
+    if stat.S_ISLNK(found.st_mode):
+        raise NotPrivate(path, "is a symbolic link: name the folder itself")
+    if found.st_uid != os.getuid():
+        raise NotPrivate(path, f"belongs to user {found.st_uid}, and this process runs as {os.getuid()}")
+    if found.st_mode & _OTHERS_WRITE:
+        raise NotPrivate(path, f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w it")
+
+
+def _check_above(folder: Path) -> None:
+    """The folders from the root down to `folder`; links are followed if they are this user's or the system's."""
+    todo, here = [*reversed(folder.parts[1:])], Path(folder.anchor)
+    links = 0
+    trusted = _system_users() | {os.getuid()}
+    while True:
+        found = here.lstat()
+        if found.st_uid not in trusted:
+            raise NotPrivate(here, f"belongs to user {found.st_uid}, who can exchange what is in it")
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > 40:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(here))
+            target = Path(os.readlink(here))
+            here = Path(target.anchor) if target.is_absolute() else here.parent
+            todo += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            continue
+        sticky = found.st_mode & stat.S_ISVTX
+        by_group = found.st_mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid())
+        if not sticky and (found.st_mode & stat.S_IWOTH or by_group):
+            raise NotPrivate(here, f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})")
+        if not todo:
+            return
+        part = todo.pop()
+        here = here.parent if part == ".." else here / part
+
+
+@cache
+def _system_users() -> frozenset[int]:
+    """Root, and in a container that does not know root the user that stands for all it does not know."""
+    users = {0}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ranges = [[int(word) for word in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if not any(first == 0 for first, _, _ in ranges):
+            users.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    return frozenset(users)

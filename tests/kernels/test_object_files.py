@@ -1,0 +1,63 @@
+"""Object code is kept for this user alone, read only if it is, and never left half written."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from helpers.faults import full_disk
+from rekindle_kernels.native import build
+from rekindle_kernels.private_files import TAG, tell_once
+
+pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here")
+NAME, CODE = "some_kernel", b"machine code" * 1000
+
+
+@pytest.fixture
+def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
+    tell_once.cache_clear()
+    return tmp_path / "cache" / "native"
+
+
+def test_it_is_read_as_it_was_written(native: Path) -> None:
+    build._store(NAME, CODE)
+    assert build._stored(NAME) == CODE
+    (file,) = native.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.write_bytes(file.read_bytes()[:-1])
+    assert build._stored(NAME) is None
+
+
+def test_what_others_could_have_written_is_not_loaded(native: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build._store(NAME, CODE)
+    (file,) = native.iterdir()
+    file.chmod(0o666)
+    assert build._stored(NAME) is None
+    file.chmod(0o600)
+    assert build._stored(NAME) == CODE
+    native.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "rekindle.cache"):
+        assert build._stored(NAME) is None
+        build._store("another", CODE)
+        assert build._stored("another") is None
+    assert [file.name for file in native.iterdir()] == [file.name]
+    assert len(caplog.records) == 1 and str(native) in caplog.text
+
+
+def test_a_full_disk_leaves_nothing_behind(native: Path) -> None:
+    build._store(NAME, CODE)
+    before = {path.name for path in native.iterdir()}
+    with full_disk("native"):
+        build._store("another", CODE)
+    assert {path.name for path in native.iterdir()} == before
+
+
+def test_the_folder_of_the_environment_is_expanded(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(native.parent.parent))
+    monkeypatch.setenv("REKINDLE_CACHE", "~/cache")
+    assert build.folder() == native
+    build._store(NAME, CODE)
+    assert (native.parent / TAG).exists()

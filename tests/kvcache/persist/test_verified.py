@@ -1,0 +1,170 @@
+"""Pages from outside are believed only as far as they can be verified: on import, on a scan, in a snapshot."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.faults import full_disk
+from helpers.stored_pages import IDENTITY, Pair, chain, same
+from rekindle._src.core.atomic_checkpoint import DAMAGED
+from rekindle._src.kvcache import PagePool, PrefixCache, page_digest
+from rekindle._src.kvcache.persist import prefix_file, segment, snapshot
+from rekindle._src.kvcache.persist.segment import leaves_of
+from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle.errors import SnapshotRefused, StoreError
+
+STRICT = dataclasses.replace(IDENTITY, leaves=leaves_of(chain(0, 1)[0][1]), vocab_size=1000)
+
+
+def other_tokens(pairs: list[Pair]) -> list[Pair]:
+    """Another's KV under my tokens."""
+    return [(page._replace(tokens=page.tokens + 1), payload) for page, payload in pairs]
+
+
+def other_leaves(pairs: list[Pair]) -> list[Pair]:
+    return [(page, tuple(leaf[:, :-1] for leaf in payload)) for page, payload in pairs]
+
+
+def beyond_the_vocabulary(pairs: list[Pair]) -> list[Pair]:
+    found, parent = [], IDENTITY.root
+    for number, (page, payload) in enumerate(pairs):
+        tokens = np.full(IDENTITY.page_size, 10**6 + number, np.int32)
+        digest = page_digest(parent, tokens)
+        found.append((page._replace(digest=digest, parent=parent, tokens=tokens), payload))
+        parent = digest
+    return found
+
+
+FORGED = {
+    "other tokens": (other_tokens, "digest"),
+    "other leaves": (other_leaves, "laid out"),
+    "beyond the vocabulary": (beyond_the_vocabulary, "it has token 100000"),
+}
+
+
+@pytest.mark.parametrize(("forge", "reason"), FORGED.values(), ids=FORGED)
+def test_a_forged_prefix_is_not_imported(tmp_path: Path, forge: Any, reason: str) -> None:
+    prefix_file.write(tmp_path / "prefix", IDENTITY, forge(chain(0, 3)))
+    with pytest.raises(StoreError, match=reason):
+        prefix_file.read(tmp_path / "prefix", STRICT)
+
+
+def test_an_honest_prefix_is_imported(tmp_path: Path) -> None:
+    prefix_file.write(tmp_path / "prefix", IDENTITY, chain(0, 3))
+    found = prefix_file.read(tmp_path / "prefix", STRICT)
+    assert [page.digest for page, _ in found] == [page.digest for page, _ in chain(0, 3)]
+    assert all(same(mine, theirs) for (_, mine), (_, theirs) in zip(found, chain(0, 3), strict=True))
+    with pytest.raises(SnapshotRefused):
+        prefix_file.read(tmp_path / "prefix", dataclasses.replace(STRICT, fingerprint="other"))
+
+
+def test_pages_that_do_not_follow_each_other_are_not_imported(tmp_path: Path) -> None:
+    prefix_file.write(tmp_path / "prefix", IDENTITY, chain(0, 3)[1:])
+    with pytest.raises(StoreError, match="does not follow"):
+        prefix_file.read(tmp_path / "prefix", STRICT)
+
+
+@pytest.mark.parametrize("cut", [-1, 7])
+def test_a_prefix_of_another_length_is_an_error(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "prefix"
+    prefix_file.write(path, IDENTITY, chain(0, 3))
+    data = path.read_bytes()
+    path.write_bytes(data[:cut] if cut < 0 else data + b"x" * cut)
+    with pytest.raises(StoreError, match="should have"):
+        prefix_file.read(path, STRICT)
+
+
+HEADERS: dict[str, dict[str, Any]] = {
+    "no identity": {"leaves": []},
+    "an identity of another kind": {"identity": {"fingerprint": 1}, "leaves": []},
+    "leaves without a dtype": IDENTITY.fields() | {"leaves": [[[1], "evil"]]},
+    "leaves of negative size": IDENTITY.fields() | {"leaves": [[[-5], "int8"]]},
+    "no list of leaves": IDENTITY.fields() | {"leaves": 3},
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_header_that_makes_no_sense_is_a_typed_error(tmp_path: Path, header: dict[str, Any]) -> None:
+    index = segment.encode(header, segment.records_of([chain(0, 1)[0][0]], IDENTITY.page_size))
+    path = tmp_path / "prefix"
+    path.write_bytes(prefix_file._MAGIC + len(index).to_bytes(8, "little") + index)
+    with pytest.raises(StoreError):
+        prefix_file.read(path, STRICT)
+
+
+@pytest.mark.parametrize(("forge", "reason"), FORGED.values(), ids=FORGED)
+def test_a_forged_segment_is_set_aside(
+    tmp_path: Path, forge: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    DiskTier(tmp_path, 1 << 20, IDENTITY).write(forge(chain(0, 3)))
+    disk = DiskTier(tmp_path, 1 << 20, STRICT)
+    assert disk.scan() == 0 and disk.damaged == 1
+    assert reason in caplog.text
+    assert [path.name.startswith(DAMAGED) for path in disk.pages_folder.iterdir()] == [True]
+
+
+def test_a_segment_under_the_name_of_another_model_is_set_aside(tmp_path: Path) -> None:
+    other = dataclasses.replace(IDENTITY, fingerprint="other")
+    DiskTier(tmp_path, 1 << 20, other).write(chain(0, 3, other))
+    (path,) = (tmp_path / "pages").iterdir()
+    path.rename(path.with_name(path.name.replace(other.root.hex(), IDENTITY.root.hex())))
+    disk = DiskTier(tmp_path, 1 << 20, STRICT)
+    assert disk.scan() == 0 and disk.damaged == 1
+
+
+@pytest.mark.parametrize("forge", [other_tokens, beyond_the_vocabulary])
+def test_a_forged_snapshot_is_refused(tmp_path: Path, forge: Any) -> None:
+    snapshot.save(tmp_path, "mine", IDENTITY, [page for page, _ in forge(chain(0, 3))])
+    with pytest.raises(StoreError, match="can't be restored"):
+        snapshot.listed(tmp_path, STRICT, "mine")
+
+
+def test_a_page_that_was_not_verified_is_found_under_no_payload() -> None:
+    cache = PrefixCache(PagePool(8), IDENTITY.page_size, IDENTITY.root)
+    forged = [page for page, _ in other_tokens(chain(0, 3))]
+    assert snapshot.graft(cache, forged) == 0
+    assert not {cache.digest_of(node) for node in cache} & {page.digest for page in forged}
+    cache.check_integrity()
+
+
+def test_find_does_not_lose_a_race_with_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only version that was listed goes before it is opened: the one that took its place is found."""
+    pages = [page for page, _ in chain(0, 3)]
+    snapshot.save(tmp_path, "mine", IDENTITY, pages)
+    listed, left = snapshot._versions, [3]
+
+    def stale(folder: Path, name: str) -> list[Path]:
+        found = listed(folder, name)
+        if left[0]:
+            left[0] -= 1
+            with monkeypatch.context() as patch:
+                patch.setattr(snapshot, "_versions", listed)
+                snapshot.save(folder, name, IDENTITY, pages)
+        return found
+
+    monkeypatch.setattr(snapshot, "_versions", stale)
+    assert len(snapshot.find(tmp_path, "mine").records) == 3
+    assert not left[0]
+
+
+def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, 1 << 20, IDENTITY)
+    disk.write(chain(0, 1))
+    snapshot.save(tmp_path, "mine", IDENTITY, [chain(0, 1)[0][0]])
+    before = {path for path in tmp_path.rglob("*") if path.is_dir()}
+    with full_disk():
+        for action in (
+            lambda: disk.write(chain(1, 3)),
+            lambda: snapshot.save(tmp_path, "mine", IDENTITY, []),
+            lambda: prefix_file.write(tmp_path / "prefix", IDENTITY, chain(0, 3)),
+        ):
+            with pytest.raises(StoreError, match="No space left"):
+                action()
+    assert {path for path in tmp_path.rglob("*") if path.is_dir()} == before
+    assert not list(tmp_path.glob("*prefix*"))
+    assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 1

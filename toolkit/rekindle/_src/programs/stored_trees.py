@@ -1,0 +1,77 @@
+"""The structure of a program's arguments and results as JSON, so that no pickle has to be read to call it.
+
+"*"                       an array
+null                      None
+["tuple", …]              as "list"
+["dict", {key: …}]        keys are strings
+["module:Class", …]       a NamedTuple of rekindle's own
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax
+
+PACKAGES = ("rekindle", "rekindle_kernels")
+
+
+def encode(tree: Any) -> Any:
+    """JSON for a PyTreeDef. Raises TypeError for nodes of other types."""
+    found = _describe(jax.tree.unflatten(tree, [_LEAF] * tree.num_leaves))
+    if decode(found) != tree:
+        raise TypeError(f"{tree} is not made of tuples, lists, dicts and rekindle's own records")
+    return found
+
+
+def decode(found: Any) -> Any:
+    """The PyTreeDef. Raises ValueError for what `encode` did not make."""
+    return jax.tree.structure(_build(found))
+
+
+class _Leaf:
+    """Stands for an array."""
+
+
+_LEAF = _Leaf()
+
+
+def _describe(value: Any) -> Any:
+    if value is _LEAF:
+        return "*"
+    if value is None:
+        return None
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return ["dict", {key: _describe(one) for key, one in value.items()}]
+    kind = type(value)
+    if kind in (tuple, list):
+        return [kind.__name__, *map(_describe, value)]
+    if _is_record(kind):
+        return [f"{kind.__module__}:{kind.__qualname__}", *map(_describe, value)]
+    raise TypeError(f"a {kind.__name__} among the arguments or results of a program")
+
+
+def _build(found: Any) -> Any:
+    if found == "*":
+        return _LEAF
+    if found is None:
+        return None
+    if not isinstance(found, list) or not found or not isinstance(found[0], str):
+        raise ValueError(f"{found!r} describes no tree")
+    name, *parts = found
+    if name == "dict":
+        return {key: _build(one) for key, one in parts[0].items()}
+    children = [_build(one) for one in parts]
+    if name in ("tuple", "list"):
+        return tuple(children) if name == "tuple" else children
+    module, _, attribute = name.partition(":")
+    kind: Any = getattr(importlib.import_module(module), attribute) if module.split(".")[0] in PACKAGES else None
+    if not _is_record(kind):
+        raise ValueError(f"{name} is not a record of rekindle's own")
+    return kind(*children)
+
+
+def _is_record(kind: Any) -> bool:
+    own = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return own and kind.__module__.split(".")[0] in PACKAGES
