@@ -7,8 +7,8 @@ that finds its programs and weights in the cache does not need.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from rekindle._src.models.config import ModelConfig
@@ -40,7 +40,7 @@ def family(model_type: str) -> Family:
         raise UnsupportedModel(
             f"model_type={model_type!r} is not implemented. Use one of: {', '.join(sorted(FAMILIES))}."
         )
-    found: Family = importlib.import_module(FAMILIES[model_type]).FAMILY
+    found: Family = import_module(FAMILIES[model_type]).FAMILY
     return found
 
 

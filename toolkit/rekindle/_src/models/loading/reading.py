@@ -59,7 +59,7 @@ class _Piece(NamedTuple):
 def read_leaves(
     leaves: Sequence[LeafPlan], entries: Mapping[str, TensorEntry], *, place: Place, meter: Meter
 ) -> dict[str, jax.Array]:
-    """The leaves by path, on their devices; `checkpoint.plan` has checked the parts in `entries` and their shapes."""
+    """The leaves by path, on their devices. `checkpoint.plan` has checked every part in `entries`."""
     done: dict[str, jax.Array] = {}
     pending: collections.deque[tuple[LeafPlan, NDArray[Any], NDArray[Any] | None, list[Future[None]]]] = (
         collections.deque()
