@@ -133,7 +133,7 @@ class Views:
     def __init__(self, session: Any, kinds: Sequence[str], everyone: bool) -> None:
         self.session, self.kinds, self.everyone = session, kinds, everyone
         ENDED.clear()
-        make = {"dashboard": session.watch, "tree": session.cache.view, "chat": session.view.chat}
+        make = {"dashboard": session.watch, "tree": session.view.tree, "chat": session.view.chat}
         self.standing = [make[kind]() for kind in kinds if kind in make]
         self.streams: list[Any] = []
         for view in self.standing:
