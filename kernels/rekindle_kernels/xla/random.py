@@ -26,7 +26,7 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 
 
 def uniforms(seed: Array, position: Array, round_: Array) -> tuple[Array, Array]:
-    """Two float32 [N] in [0, 1): of seeds [N, 2] (high and low word), positions [N] and the round."""
+    """Two float32 [N] in [0, 1) for seeds [N, 2] (high and low word), positions [N] and a round."""
     zero = jnp.zeros_like(seed[:, 0])
     key = threefry((seed[:, 0], seed[:, 1]), (zero, position.astype(jnp.uint32)))
     words = threefry(key, (zero, zero + round_.astype(jnp.uint32)))

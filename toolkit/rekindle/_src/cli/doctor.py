@@ -147,7 +147,7 @@ def _memory() -> Iterator[Check]:
 
 
 def _cache(folder: Path) -> Iterator[Check]:
-    """Writable, with room, and what is in it."""
+    """Whether the cache folder is writable and has room, and what is in it."""
     fix = "Point $REKINDLE_CACHE or cache_dir= to a folder you can write to"
     try:
         folder.mkdir(parents=True, exist_ok=True)

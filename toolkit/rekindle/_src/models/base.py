@@ -1,4 +1,4 @@
-"""A model's one functional form: a static graph and a flat tuple of arrays.
+"""A model as a static graph and a flat tuple of arrays: the only form that programs see.
 
 Flax and the families are imported where a model is made or traced: a start that finds its programs and its weights
 kept needs neither, and they would take 0.2 s of its one.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What `merge` gives back."""
+    """The module that `merge` returns."""
 
     config: ModelConfig
 
@@ -135,7 +135,7 @@ def random_model(
 
 
 def _adopted(values: np.ndarray) -> np.ndarray:
-    """Where loaded weights would lie."""
+    """A copy in memory that is aligned as that of loaded weights."""
     memory = aligned(values.shape, values.dtype)
     memory[...] = values
     return memory

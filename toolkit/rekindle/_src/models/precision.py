@@ -1,4 +1,4 @@
-"""In which dtypes a model stores and computes: chosen once, before there is a model."""
+"""The dtypes in which a model stores and computes, chosen once before the model is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUANTIZE = (None, "int8", "int8-weight")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Precision:
-    """In which dtypes a model stores its weights and computes; static in its graph."""
+    """The dtypes in which a model stores its weights and computes, and how; static in its graph."""
 
     weights: str = "float32"
     quantize: str | None = None
@@ -33,7 +33,7 @@ class Precision:
         quantize_embeddings: bool = True,
         platform: str | None = None,
     ) -> Precision:
-        """The one place that chooses by platform: on CPU activations are float32, elsewhere as the weights."""
+        """The precision for a platform: on CPU activations are float32, elsewhere of the weights' dtype."""
         assert quantize in QUANTIZE, f"quantize={quantize!r}"
         name = jnp.dtype(dtype).name
         on_cpu = (platform or jax.default_backend()) == "cpu"

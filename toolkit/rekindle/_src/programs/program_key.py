@@ -90,7 +90,7 @@ def cpu_features() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Of every source file that programs are made from."""
+    """A digest of every source file that programs are made from."""
     private = Path(__file__).parent.parent
     folders = [*(private / name for name in SOURCES), Path(rekindle_kernels.__file__).parent]
     return files_digest(path for folder in folders for path in sorted(folder.rglob("*.py")))

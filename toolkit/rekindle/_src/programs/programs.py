@@ -117,7 +117,7 @@ class Programs:
         return tuple(self._records[key] for key in self.keys if key in self._records)
 
     def record(self, key: Key) -> ProgramRecord:
-        """Of a program that is ready."""
+        """The record of a program that is ready."""
         return self._records[key]
 
     def get(self, key: Key) -> Compiled:
@@ -131,14 +131,14 @@ class Programs:
             return self._ready[key]
 
     def load(self, key: Key) -> bool:
-        """Get it if that needs no compiling; whether it is ready now."""
+        """Load the program from the store if it is there; whether it is ready now."""
         if key in self._ready:
             return True
         with self._alone(key):
             return key in self._ready or self._load(key)
 
     def memory(self) -> Any:
-        """Fresh pages and state. Where XLA won't run the kernel of untouched zeros, a program without it makes them."""
+        """Fresh pages and state. If XLA refuses the kernel of untouched zeros, another program makes them without it."""
         try:
             return jax.block_until_ready(self.get(MEMORY)())
         except jax.errors.JaxRuntimeError as error:
@@ -186,7 +186,7 @@ class Programs:
             return self._building.setdefault(key, threading.Lock())
 
     def _load(self, key: Key) -> bool:
-        """From the store, which is asked once."""
+        """Take the program from the store, which is asked once."""
         if self._store is None or key in self._why:
             return False
         start = time.perf_counter()

@@ -37,7 +37,7 @@ from rekindle_kernels import LinearOptions, gated
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
-    """A parameter's shape and dtype; arrays arrive through `merge`."""
+    """A parameter that has shape and dtype only; `merge` fills in the array."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
