@@ -138,7 +138,7 @@ class Programs:
             return key in self._ready or self._load(key)
 
     def memory(self) -> Any:
-        """Fresh pages and state. If XLA refuses the kernel of untouched zeros, another program makes them without it."""
+        """Fresh pages and state. If XLA refuses the kernel of untouched zeros, they are made without it."""
         try:
             return jax.block_until_ready(self.get(MEMORY)())
         except jax.errors.JaxRuntimeError as error:
