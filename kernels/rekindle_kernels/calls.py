@@ -1,4 +1,4 @@
-"""The names under which native/attention.py knows attention's records, until it takes `AttentionInputs` itself."""
+"""Names that native/attention.py imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Call", "Implementation", "LayerKV"]
 
 
 class Implementation(NamedTuple):
-    """What native/attention.py registers: `implementations.py` in that folder reads its functions instead."""
+    """What native/attention.py builds of its functions; native/implementations.py registers them."""
 
     name: str
     attention: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""What JAX has deprecated and these kernels still use: all of it is named here, imported where it is used."""
+"""The deprecated parts of JAX that these kernels still use, and how their warnings are silenced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _inside = 0
 
 @contextlib.contextmanager
 def known() -> Iterator[None]:
-    """Nothing is said of what is KNOWN while GPU kernels may be lowered; every other warning is what it was.
+    """Silence the warnings that match KNOWN while GPU kernels may be lowered, and leave all others as they are.
 
     `warnings.catch_warnings` would put back a list that another thread has changed meanwhile, and programs are lowered
     in several threads at once. Here the last of them takes the one filter away.
@@ -43,7 +43,7 @@ def known() -> Iterator[None]:
 
 @functools.cache
 def jax_paged_attention() -> Callable[..., Any]:
-    """JAX's own kernel for GPUs, which ours is measured beside."""
+    """JAX's own paged attention for GPUs, for comparison in benchmarks."""
     with known():
         from jax.experimental.pallas.ops.gpu import paged_attention
     return paged_attention.paged_attention

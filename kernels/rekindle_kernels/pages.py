@@ -29,7 +29,7 @@ class LayerKV(NamedTuple):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The type that the values mean, whatever type stores their bits."""
+        """The dtype of the values; `pages` may hold their bits under another."""
         return jnp.dtype(jnp.bfloat16) if self.pages.dtype == jnp.uint16 else self.pages.dtype
 
     @property
@@ -55,7 +55,7 @@ def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
 
 
 def needs_scales(dtype: DTypeLike) -> bool:
-    """Pages of one byte carry a scale per token and head."""
+    """Whether pages of this dtype carry a scale per token and head: those of one byte per number do."""
     return jnp.dtype(dtype).itemsize == 1
 
 
@@ -78,7 +78,7 @@ def as_stored(values: jax.Array, kv: LayerKV) -> jax.Array:
 
 
 def as_values(stored: jax.Array, kv: LayerKV) -> jax.Array:
-    """What was read from `kv`'s pages, as the numbers that it means (scales not applied)."""
+    """Numbers that were read from `kv`'s pages, in the dtype of its values; scales are not applied."""
     return stored if stored.dtype == kv.dtype else lax.bitcast_convert_type(stored, kv.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The oracle of every kernel: plain jnp, one sequence at a time, float32, any shape."""
+"""Attention as every kernel is tested against: plain jnp, one sequence at a time, in float32, for any shape."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def lookup(
 
 
 def device_kind(platform: str) -> str:
-    """The kind of the first device of this platform; empty where there is none (lowering for a device elsewhere)."""
+    """The kind of the first device of this platform; empty without one, as when lowering for a device elsewhere."""
     try:
         return str(jax.local_devices(backend=platform)[0].device_kind)
     except RuntimeError:
@@ -82,7 +82,7 @@ def device_kind(platform: str) -> str:
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of the GPU at hand; 132, as an H100 has, where there is none."""
+    """Number of multiprocessors of the GPU at hand; without a GPU 132, as an H100 has."""
     try:
         return int(getattr(jax.local_devices(backend="gpu")[0], "core_count", None) or 132)
     except RuntimeError:
@@ -90,7 +90,7 @@ def multiprocessors() -> int:
 
 
 def compute_capability() -> float | None:
-    """That of the GPU at hand, such as 9.0; None where there is none."""
+    """The compute capability of the GPU at hand, such as 9.0; None where there is no GPU."""
     try:
         return float(getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "nan"))
     except (RuntimeError, ValueError):
@@ -133,7 +133,7 @@ def gpu_decode(kv_dtype: DTypeLike, head_dim: int, page_size: int) -> GpuDecode:
 
 
 def gpu_prefill(q_dtype: DTypeLike, kv_dtype: DTypeLike, head_dim: int, page_size: int, rows: int) -> GpuPrefill:
-    """`rows`: all rows of the call, tokens × group."""
+    """The tile for a call of `rows` rows, tokens × group: measured for this device, or by the rule."""
     found = lookup(GPU_PREFILL, device_kind("gpu"), kv_dtype, head_dim, page_size)
     return found or gpu_prefill_rule(q_dtype, head_dim, rows)
 
@@ -151,7 +151,7 @@ def tpu(kv_dtype: DTypeLike, head_dim: int, page_size: int, heads: int, kv_heads
 
 
 def gpu_splits(config: GpuDecode, programs: int, longest: int) -> int:
-    """Over how many programs a row's keys are spread, when there are `programs` without splitting."""
+    """Number of programs that a row's keys are split over, when there are `programs` without splitting."""
     wanted = -(-config.waves * multiprocessors() // programs)
     most = longest // (config.block_k * config.least_blocks)
     return _power_of_two(min(wanted, most), 1, 64)

@@ -25,7 +25,7 @@ Runs = dict[str, Callable[[], Any]]
 
 @deprecated.known()
 def guarded(runs: Runs) -> Runs:
-    """Those that run on this device; the others say why not."""
+    """The runs that succeed on this device; for each of the others, print why it does not."""
     kept: Runs = {}
     for name, run in runs.items():
         try:
@@ -82,7 +82,7 @@ def prefill_runs(shape: Sizes) -> Runs:
 
 
 def write_runs(shape: Sizes, tokens: int) -> Runs:
-    """Writing a step's keys and values; both copy the pages too, since nothing is donated: only compare them."""
+    """Runs that write a step's keys and values. Both copy the pages, since nothing is donated, so only compare them."""
     kv = filled(shape, 1, "bfloat16", 0)
     values = jax.random.normal(jax.random.key(1), (tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     at = jnp.arange(tokens)
@@ -93,7 +93,7 @@ def write_runs(shape: Sizes, tokens: int) -> Runs:
 
 @deprecated.known()
 def check() -> None:
-    """Raises when the compiled kernels disagree with the oracle on a small mixed batch."""
+    """Raise when the compiled kernels disagree with the oracle on a small mixed batch."""
     shape = replace(DECODE, context=512, chunk=200, heads=16, kv_heads=2)
     kv = filled(shape, 3, "bfloat16", 0)
     q = jax.random.normal(jax.random.key(1), (2 + shape.chunk, shape.heads, shape.head_dim), jnp.bfloat16)

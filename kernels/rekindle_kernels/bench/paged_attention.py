@@ -1,4 +1,4 @@
-"""`python -m rekindle_kernels.bench`: what the kernels reach beside what the device can do and what jax offers."""
+"""The speed of paged attention beside that of the device's memory and products, and of what JAX offers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def table(shape: Sizes, rows: int, widen: int = 1) -> jax.Array:
 
 
 def decode_lines(shape: Sizes, dtypes: tuple[str, ...], repeats: int, implementation: str | None) -> list[Line]:
-    """Decode over pages of each dtype, the same with a table twice as wide, and dense attention over the same keys."""
+    """Measure decode over pages of each dtype, the same with a table twice as wide, and dense attention."""
     runs: dict[str, Callable[[], Any]] = {}
     sizes: dict[str, float] = {}
     rows, context, heads = shape.rows, shape.context, shape.kv_heads
@@ -133,7 +133,7 @@ def decode_lines(shape: Sizes, dtypes: tuple[str, ...], repeats: int, implementa
 
 
 def prefill_lines(shape: Sizes, dtypes: tuple[str, ...], repeats: int, implementation: str | None) -> list[Line]:
-    """One chunk at the end of the context, and dense attention with the same mask."""
+    """Measure one chunk at the end of the context, and dense attention with the same mask."""
     chunk, context = shape.chunk, shape.context
     q = jnp.asarray(np.random.default_rng(1).standard_normal((chunk, shape.heads, shape.head_dim)), jnp.float32)
     options = AttentionOptions(decode_rows=0, scale=shape.head_dim**-0.5)

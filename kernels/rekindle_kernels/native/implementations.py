@@ -1,7 +1,7 @@
-"""Every operation by native kernels, where `rekindle_kernels.implementations` finds them.
+"""The native kernels as implementations of the operations.
 
-XLA can't differentiate a native call, so each that a model differentiates carries its plain form along: a gradient asks
-that one, value and all.
+XLA can't differentiate a native call. Norms, products and ropes therefore carry their plain form along, which computes
+both value and derivative where a gradient is asked for.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def unavailable(call: Facts) -> str | None:
 
 @functools.cache
 def _missing(setting: str) -> str | None:
-    """`native.unavailable_reason`, which looks for packages on disk: once, not for each product of each layer."""
+    """`native.unavailable_reason`, cached: it looks for packages on disk, and every product of every layer asks."""
     return native.unavailable_reason()
 
 
@@ -70,7 +70,7 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.A
 
 
 def writes(call: WriteCall) -> str | None:
-    """Pages of float32 and bfloat16, in whole vectors."""
+    """Why pages can't be written natively: it takes float32 and bfloat16, and heads of whole vectors."""
     if call.kv_dtype.name not in ("float32", "bfloat16") or call.scaled:
         return f"pages are {call.kv_dtype.name}, not float32 or bfloat16"
     if call.head_dim % attention.LANES:
@@ -112,7 +112,7 @@ def linear(
 
 
 def multiplies(call: LinearCall) -> str | None:
-    """Products that are faster than XLA's; norms of whole vectors, and silu, in the same call."""
+    """Why a product can't be native, or can't take its norm or gate along; it is refused where XLA is faster."""
     reason = unavailable(call)
     if reason is not None:
         return reason
@@ -133,7 +133,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def norms(call: NormCall) -> str | None:
-    """Two-dimensional float32, rows of whole vectors."""
+    """Why a norm can't be native: it takes two-dimensional float32 whose rows are whole vectors."""
     reason = unavailable(call)
     if reason is not None or native.norms(_like(call.x)):
         return reason
@@ -157,7 +157,7 @@ def rope(
 
 
 def splits(call: RopeCall) -> str | None:
-    """Float32 heads of whole vectors that are rotated."""
+    """Why a rope can't be native: it rotates float32 heads of whole vectors."""
     if call.cos is None:
         return "it always rotates"
     reason = unavailable(call)
@@ -172,7 +172,7 @@ def draw(logits: jax.Array, choice: Choice, wanted: Wanted) -> jax.Array:
 
 
 def chooses(call: SamplingCall) -> str | None:
-    """Float32 logits."""
+    """Why a choice can't be native: it takes float32 logits."""
     reason = unavailable(call)
     if reason is not None or native.chooses(_like(call.logits)):
         return reason
@@ -187,7 +187,7 @@ def untouched(leaves: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.Array]:
 
 
 def has_untouched(call: ZerosCall) -> str | None:
-    """CPUs under Linux; this kernel needs no compiler."""
+    """Why zeros can't be left to the system: only Linux does that. This kernel needs no compiler."""
     if call.platform != "cpu" or not zeros.supported():
         return "only Linux gives CPU memory back as zeros"
     return None if native.builds(zeros.NAME) else NOT_BUILT

@@ -24,7 +24,7 @@ class ZerosCall:
 
 
 def zeros(shapes: Tree, *, implementation: str | None = None, platform: str | None = None) -> Tree:
-    """Arrays of zeros for a tree of ShapeDtypeStructs, within a program; on CPU memory that was never touched."""
+    """Arrays of zeros for a tree of ShapeDtypeStructs, inside a program; on Linux CPUs, memory that is not touched."""
     leaves, tree = jax.tree.flatten(shapes)
     run = ZEROS.choose(ZerosCall(platform or current_platform()), implementation).run
     made: Tree = jax.tree.unflatten(tree, run(leaves))
@@ -32,9 +32,9 @@ def zeros(shapes: Tree, *, implementation: str | None = None, platform: str | No
 
 
 def give_up_zeros(error: Exception, *, platform: str | None = None) -> bool:
-    """After a program that calls `zeros` failed with `error`: use that implementation no more.
+    """Stop using the implementation of `zeros` that a program just failed with.
 
-    Returns False where none was in use that could be given up, so that the error stands.
+    `error` is logged. Returns False where no implementation could be given up, so the error has another cause.
     """
     tried = ZEROS.on(platform or current_platform())
     return any(candidate.give_up is not None and candidate.give_up(error) for candidate in tried)

@@ -1,4 +1,4 @@
-"""What concerns whole programs: fusing a step's calls, finding the kernels of a stored program, keys, and the cache."""
+"""Whole programs: fusing a step's calls, the kernels that a stored program needs, and where kernels are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the operations on a platform make of a program's shape, for those who choose shapes."""
+    """How programs behave on a platform, for code that chooses their shapes."""
 
     single_rows: bool  # a program for one row is faster than one for two
     skips_padding: bool  # tokens that pad a program are not computed
@@ -43,7 +43,7 @@ def unavailable_reason(platform: str | None = None) -> str | None:
 
 
 def environment() -> dict[str, bool]:
-    """What decides between implementations beside the facts of a call: a part of every compiled program's key."""
+    """The settings of this process that implementations depend on; they belong into a compiled program's key."""
     return {"native": native.unavailable_reason() is None, "chains": native.chains()}
 
 

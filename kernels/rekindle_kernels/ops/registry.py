@@ -16,7 +16,7 @@ import jax
 
 
 class Facts(Protocol):
-    """What every record of a call's static facts has."""
+    """The static facts of a call; each operation has a record with more of them."""
 
     @property
     def platform(self) -> str:

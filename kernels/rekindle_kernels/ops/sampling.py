@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Whether any row asks for something (bool scalars): what none asks for need not be computed."""
+    """What at least one row asks for, as bool scalars; the rest need not be computed."""
 
     draws: jax.Array  # a temperature above 0
     top_k: jax.Array

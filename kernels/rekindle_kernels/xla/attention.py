@@ -61,7 +61,7 @@ MASKED = (
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How much one iteration takes."""
+    """How many rows, queries and keys one iteration takes."""
 
     decode_rows: int = 8
     decode_keys: int = 256
@@ -195,7 +195,7 @@ def absorb(
 
 
 def start(shape: tuple[int, ...], sinks: jax.Array | None) -> Running:
-    """Before the first block, for q of `shape` [C, K, M, D]; a sink ([K, M]) is a logit that was seen already."""
+    """The softmax before the first block, for q of `shape` [C, K, M, D]; a sink ([K, M]) is a logit seen before."""
     if sinks is None:
         return Running(jnp.full((*shape[:-1], 1), MASKED), jnp.zeros((*shape[:-1], 1)), jnp.zeros(shape))
     largest = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], (*shape[:-1], 1))

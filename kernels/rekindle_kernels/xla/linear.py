@@ -59,7 +59,7 @@ def run(
 
 
 def supports(call: LinearCall) -> str | None:
-    """Every product; norms and gates are left to XLA's fusions."""
+    """None for every product. Norms and gates are operations of their own, which XLA fuses by itself."""
     if call.norm:
         return "it takes rows that are normed"
     if call.gate is not None:

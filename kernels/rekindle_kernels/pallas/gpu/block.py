@@ -35,7 +35,7 @@ class Scoring:
 
     @property
     def exponent(self) -> float:
-        """What a score is multiplied with to be an exponent of two."""
+        """The factor that makes a score an exponent of two."""
         return LOG2E * (self.scale if self.soft_cap is None else self.soft_cap)
 
     def score(self, raw: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ class Softmax(NamedTuple):
 
 
 def start(rows: int, columns: int, sinks: jax.Array | None) -> Softmax:
-    """No keys yet; a row's sink, a logit without a value, is a term of the total from the start."""
+    """The softmax before the first block; a row's sink, a logit without a value, is counted from the start."""
     values = jnp.zeros((rows, columns), jnp.float32)
     if sinks is None:
         return Softmax(jnp.full((rows,), LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32), values)
@@ -102,7 +102,7 @@ def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: jax.Array | None) -> ja
 
 
 class Paged(NamedTuple):
-    """One layer's pages and who owns them: jax.Array outside a kernel, jax.Ref inside."""
+    """One layer's pages and the page table: jax.Array outside a kernel, jax.Ref inside."""
 
     pages: Any  # [P, 2, K, S, D]
     scales: Any  # float32 [P, 2, K, S], or None
@@ -149,5 +149,5 @@ def attend(
 
 
 def normalised(state: Softmax) -> jax.Array:
-    """float32 [M, D]; rows without keys are zero."""
+    """The values float32 [M, D] divided by the total; rows without keys are zero."""
     return state.values / jnp.where(state.total == 0.0, 1.0, state.total)[:, None]

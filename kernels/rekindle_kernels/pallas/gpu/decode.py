@@ -128,7 +128,7 @@ def decode(
     splits: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """[T, H, D] of which rows 0..R-1 are written; the rest is whatever memory held."""
+    """Attention of the decode rows: [T, H, D], where only rows 0..R-1 are written."""
     q, kv_lens = inputs.q, inputs.kv_lens
     _, heads, head_dim = q.shape
     kv_heads = paged.pages.shape[2]

@@ -95,7 +95,7 @@ def prefill(
     config: GpuPrefill,
     interpret: bool = False,
 ) -> jax.Array:
-    """[T, H, D]: the tokens from R on are written, the others are those of `out`."""
+    """Attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
     q = inputs.q
     tokens, heads, _ = q.shape
     kv_heads = paged.pages.shape[2]

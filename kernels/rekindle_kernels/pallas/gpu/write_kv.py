@@ -15,7 +15,7 @@ from rekindle_kernels.pallas.gpu.block import padded
 
 
 def _round(values: jax.Array) -> jax.Array:
-    """To the nearest integer, ties to even, from floor: Triton's lowering has no round, and XLA folds (x + c) - c."""
+    """Round to the nearest integer, ties to even, by floor: Triton can't lower `round`, and XLA folds (x + c) - c."""
     below = jnp.floor(values)
     rest = values - below
     odd = below != 2.0 * jnp.floor(below * 0.5)

@@ -27,7 +27,7 @@ LANES = 128
 
 @dataclass(frozen=True)
 class TileShape:
-    """What a kernel is specialised on."""
+    """The sizes and options that a kernel is compiled for."""
 
     group: int  # G
     rows: int  # M
@@ -39,7 +39,7 @@ class TileShape:
 
 
 class Span(NamedTuple):
-    """What one tile reads."""
+    """The keys that one tile reads."""
 
     sequence: jax.Array
     context: jax.Array  # keys of the sequence
@@ -206,7 +206,7 @@ def run_tiles(
     shape: TileShape,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """[tiles, K, M, D]."""
+    """Attention of every tile, [tiles, K, M, D]."""
     count, kv_heads, rows, head_dim = q.shape
     at = span(table, jnp.arange(count), shape)
     ahead = jnp.where(at.low < at.high, jnp.arange(count), count)
