@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from rekindle_kernels import api
-from rekindle_kernels.native import build, zeros
-from rekindle_kernels.native.xla_abi import CALL_FRAME, EXTENSION, METADATA
+from rekindle_kernels.native import build, xla_abi, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no native kernels")
 Handler = Callable[[int], int]
@@ -92,9 +91,9 @@ def test_another_extension_is_no_question(kinds: tuple[int, ...]) -> None:
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def _too_new(frame: int) -> int:
     """Says that it was written for a version that XLA does not take."""
-    extension = zeros._read(CALL_FRAME, frame, "extension")
+    extension = zeros._read(xla_abi.CALL_FRAME, frame, "extension")
     if extension:
-        answer = zeros._read(EXTENSION, extension, "metadata") + METADATA.offset("major")
+        answer = zeros._read(xla_abi.EXTENSION, extension, "metadata") + xla_abi.METADATA.offset("major")
         (ctypes.c_int32 * 3).from_address(answer)[:] = [0, 1000, 0]
     return 0
 

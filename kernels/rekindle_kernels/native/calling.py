@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rekindle_kernels.native.build import ensure
@@ -37,7 +36,7 @@ def call(
         values.append(value)
     if spec.settings_layout is not None:
         values.append(spec.pack_settings(present, settings or {}))
-    results = [jax.ShapeDtypeStruct(shapes.of(result), jnp.dtype(kernel.dtype_of(result))) for result in spec.results]
+    results = [shapes.of(result) for result in spec.results]
     into = {
         spec.index(result.into): index
         for index, result in enumerate(spec.results)

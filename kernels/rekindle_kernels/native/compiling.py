@@ -29,7 +29,7 @@ def object_code(name: str, entry: str, machine: Any) -> bytes:
         handler = make_handler()
     for function, symbol in ((task, kernel.symbol), (handler, entry)):
         _expose(function, symbol)
-    module = _linked([handler._library, task._library])
+    module = _linked(llvm.parse_assembly(""), [handler._library, task._library])
     for value in (*module.functions, *module.global_variables):
         if not value.is_declaration and value.name != entry:
             value.linkage = "internal"  # seen as a whole no function fails, and what would tell Python so goes
@@ -74,10 +74,10 @@ def _expose(function: Any, symbol: str) -> None:
     generated.name, generated.linkage = symbol, "external"
 
 
-def _linked(libraries: list[Any]) -> Any:
-    """One module of these libraries and all that they call. Callers come first: a function that none has named yet is
-    left out."""
-    module, seen, todo = llvm.parse_assembly(""), set(), libraries[::-1]
+def _linked(module: Any, libraries: Sequence[Any]) -> Any:
+    """The module with the code of these libraries, and of all that they call. Callers come first: LLVM leaves out
+    functions that none has named yet."""
+    seen, todo = set(), [*libraries][::-1]
     while todo:
         library = todo.pop()
         if library not in seen:
@@ -107,9 +107,7 @@ class _Library(JITCodeLibrary):
     def _get_module_for_linking(self) -> Any:
         """For numba's own libraries, should they ever meet one of these: all of it."""
         self._ensure_finalized()
-        module = self._final_module.clone()
-        module.link_in(_linked([self]), preserve=False)
-        return module
+        return _linked(self._final_module.clone(), self._linking_libraries)
 
 
 class _Codegen(JITCPUCodegen):

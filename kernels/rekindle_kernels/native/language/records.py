@@ -118,7 +118,6 @@ def _read(context: Any, builder: Any, record: Record, address: Any, name: str) -
     reader = context.typing_context.resolve_value_type(_READERS[field.kind])
     signature = reader.get_call_type(context.typing_context, (types.int64, types.int64), {})
     call = context.get_function(reader, signature)
-    context.add_linking_libs(getattr(call, "libs", ()))
     return call(builder, [address, WORD(record.layout.index(name))])
 
 
