@@ -30,7 +30,7 @@ PROGRAM = """HloModule jit_counted, is_scheduled=true
 ENTRY %main.7 (args_0: f32[2,4]) -> (f32[2]) {
   %rows = f32[2,8]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused_computation.1
   %call.1 = f32[2]{0} custom-call(%a), custom_call_target="rekindle_matvec_int8", metadata={op_name="jit/mlp/ffi_call"}
-  %call.2 = f32[2]{0} custom-call(%a), custom_call_target="rekindle_panels", metadata={op_name="jit/logits/ffi_call"}
+  %call.2 = f32[2]{0} custom-call(%a), custom_call_target="rekindle_gemm", metadata={op_name="jit/logits/ffi_call"}
   %call.3 = f32[2]{0} custom-call(%a), custom_call_target="rekindle_decode_int8_64", metadata={op_name="jit/attend/x"}
   %call.4 = f32[2]{0} custom-call(%a), custom_call_target="rekindle_write_bfloat16", metadata={op_name="jit/attend/x"}
   %call.5 = f32[2]{0} custom-call(%a), custom_call_target="rekindle_norm", metadata={op_name="jit/attention/ffi_call"}

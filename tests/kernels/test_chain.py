@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle_kernels import init_pages, native
-from rekindle_kernels.native import attention, plan
-from rekindle_kernels.native.plan import Buffer
+from rekindle_kernels.native import attention, chain_plan
+from rekindle_kernels.native.chain_plan import Buffer
 
 needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 E = 64
@@ -236,7 +236,7 @@ def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) ->
     args = rows(others + tokens), weight, jnp.asarray(ends), jnp.asarray(len(lengths), jnp.int32)
     assert calls(native.chained(function), *args) == ["chain"]
     constants = jax.make_jaxpr(native.chained(function))(*args).consts
-    assert any((np.asarray(constant) == plan.ROWS).any() for constant in constants), "every row is computed"
+    assert any((np.asarray(constant) == chain_plan.ROWS).any() for constant in constants), "every row is computed"
     used = others + sum(lengths)
     # As few rows are multiplied alone as in the chain, or sums would be made in another order.
     alone, together = jax.jit(function)(*args, jnp.asarray(used, jnp.int32)), jax.jit(native.chained(function))(*args)
@@ -288,19 +288,19 @@ SPANS = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers
 @given(SPANS)
 def test_what_is_in_use_at_the_same_time_lies_apart(spans: list[tuple[int, int, int]]) -> None:
     buffers = [Buffer(size, first, first + length) for size, first, length in spans]
-    total = plan.place(buffers)
+    total = chain_plan.place(buffers)
     used: Counter[tuple[int, int]] = Counter()
     for buffer in buffers:
-        end = plan.STEP * buffer.number + buffer.size
+        end = chain_plan.STEP * buffer.number + buffer.size
         assert end <= total
         used.update(
             (time, step)
             for time in range(buffer.first, buffer.last + 1)
-            for step in range(buffer.number, -(-end // plan.STEP))
+            for step in range(buffer.number, -(-end // chain_plan.STEP))
         )
     assert not used or max(used.values()) == 1
 
 
 def test_memory_is_used_again() -> None:
     buffers = [Buffer(1000, time, time + 1) for time in range(100)]
-    assert plan.place(buffers) == 2 * 1024
+    assert chain_plan.place(buffers) == 2 * 1024

@@ -19,31 +19,32 @@ import llvmlite.binding as llvm
 import numba
 from numba.core.registry import cpu_target
 
-from rekindle_kernels.native import compiling, drawing
+from rekindle_kernels.native import compiling, cpu
+from rekindle_kernels.native.kernels import sample
 
 
 @pytest.fixture(scope="module")
 def code() -> bytes:
-    return compiling.object_code("draw", build.entry("another"), build._machine(llvm))
+    return compiling.object_code("sample", build.entry("another"), build._machine(llvm))
 
 
 def test_names_tell_which_kernel_they_are_of(code: bytes) -> None:
     """One engine has the code of all kernels, and numba counts its functions anew in every process."""
     assert build._load("another", code)
-    names = [name for name in code.split(b"\0") if b"draw" in name or b"task" in name]
+    names = [name for name in code.split(b"\0") if b"sample" in name or b"task" in name]
     assert names
     assert all(name.startswith(build.entry("another").encode()) for name in names)
 
 
 KINDS = (
-    "chain", "split", "norm", "largest", "draw", "write_bfloat16", "matvec_float32", "matvec_int8", "panels_bfloat16",
-    "panels_int8", "prefill_float32_64", "prefill_bfloat16_64", "decode_float32_64",
+    "chain", "rope", "norm", "argmax", "sample", "write_bfloat16", "matvec_float32", "matvec_int8", "gemm_bfloat16",
+    "gemm_int8", "prefill_float32_64", "prefill_bfloat16_64", "decode_float32_64",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_kernel_can_fail_or_needs_python(name: str) -> None:
-    if name.startswith("panels") and not build.has_feature("avx512bf16" if "bfloat" in name else "avx512vnni"):
+    if name.startswith("gemm") and not cpu.has_feature("avx512bf16" if "bfloat" in name else "avx512vnni"):
         pytest.skip("this processor has no instruction for it")
     build.ensure(name)
     code = build._stored(name)
@@ -64,7 +65,7 @@ def test_others_compile_as_ever_afterwards(code: bytes) -> None:
 def test_functions_that_were_gathered_can_be_called_by_others(code: bytes) -> None:
     @numba.njit
     def words(x: int, y: int) -> tuple[int, int]:
-        return drawing.threefry(x, y, 0, 7)
+        return sample.threefry(x, y, 0, 7)
 
     assert list(words(1, 2)) == threefry_2x32(jnp.uint32([1, 2]), jnp.uint32([0, 7])).tolist()
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rekindle_kernels
-from rekindle_kernels.native import build, zeros
+from rekindle_kernels.native import build, xla_abi, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no native kernels")
 Handler = Callable[[int], int]
@@ -58,11 +58,11 @@ class Frame:
 def compiled() -> Handler:
     """Whether a kernel that numba compiles takes the frame for a question."""
     numba = pytest.importorskip("numba")
-    from rekindle_kernels.native import target
+    from rekindle_kernels.native.language import handler
 
     @numba.cfunc(numba.types.int64(numba.types.int64), error_model="numpy", boundscheck=False)
     def asked(frame: int) -> int:
-        return 1 if target.asks_version(frame) else 0
+        return 1 if handler.asks_version(frame) else 0
 
     found: Handler = asked.ctypes
     return found
@@ -91,9 +91,10 @@ def test_another_extension_is_no_question(kinds: tuple[int, ...]) -> None:
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def _too_new(frame: int) -> int:
     """Says that it was written for a version that XLA does not take."""
-    extension = zeros._word(frame, 1)
+    extension = zeros._read(xla_abi.CALL_FRAME, frame, "extension")
     if extension:
-        (ctypes.c_int32 * 3).from_address(zeros._word(extension, 3) + 24)[:] = [0, 1000, 0]
+        answer = zeros._read(xla_abi.EXTENSION, extension, "metadata") + xla_abi.METADATA.offset("major")
+        (ctypes.c_int32 * 3).from_address(answer)[:] = [0, 1000, 0]
     return 0
 
 
@@ -123,11 +124,13 @@ import sys
 sys.path[:0] = {[path for path in sys.path if path]!r}
 import ctypes, jax, rekindle_kernels
 from rekindle_kernels.native import zeros
+from rekindle_kernels.native.xla_abi import CALL_FRAME, EXTENSION, METADATA
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def too_new(frame):
-    extension = zeros._word(frame, 1)
+    extension = zeros._read(CALL_FRAME, frame, "extension")
     if extension:
-        (ctypes.c_int32 * 3).from_address(zeros._word(extension, 3) + 24)[:] = [0, 1000, 0]
+        answer = zeros._read(EXTENSION, extension, "metadata") + METADATA.offset("major")
+        (ctypes.c_int32 * 3).from_address(answer)[:] = [0, 1000, 0]
     return 0
 zeros.address = lambda: ctypes.cast(too_new, ctypes.c_void_p).value
 print(jax.jit(lambda: rekindle_kernels.zeros(jax.ShapeDtypeStruct((2,), "float32"), platform="cpu"))())

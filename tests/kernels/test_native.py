@@ -16,6 +16,7 @@ import pytest
 
 from rekindle_kernels import init_pages, native, pages
 from rekindle_kernels.native import attention, build, products
+from rekindle_kernels.native.kernel_table import GEMM
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 RANDOM = np.random.default_rng(0)
@@ -39,16 +40,16 @@ def test_few_rows_times_a_matrix(dtype: str, height: int, width: int, rows: int)
     assert native.multiplies(rows, weight)
     x = RANDOM.standard_normal((rows, width), np.float32)
     got = np.asarray(jax.jit(native.multiply)(x, weight, scale))
-    if products._kernel(rows, weight, False).startswith("panels"):
+    if products._kernel(rows, weight, False).spec is GEMM:
         x = np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_allclose(got, x.astype(np.float64) @ meaning.T, rtol=0, atol=1e-5 * width)
 
 
 @pytest.mark.parametrize("rows", [5, 15, 16, 17, 20, 21, 32, 34, 47, 64, 66, 85, 130, 192, 203, 515])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_many_rows_in_panels(dtype: str, rows: int) -> None:
+def test_many_rows_times_a_matrix(dtype: str, rows: int) -> None:
     weight, scale, meaning = weights(dtype, 208, 192)
-    if not products._in_panels(weight):
+    if not products._has_gemm(weight):
         assert not native.multiplies(16, weight, quantize_rows=True)
         pytest.skip("this processor has no instruction for it")
     assert native.multiplies(rows, weight, quantize_rows=True)

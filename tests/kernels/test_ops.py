@@ -36,6 +36,7 @@ from rekindle_kernels import (
     unavailable_reason,
 )
 from rekindle_kernels.native import build as machine_code
+from rekindle_kernels.native import cpu
 from rekindle_kernels.ops.attention import ATTENTION
 from rekindle_kernels.ops.linear import LINEAR
 from rekindle_kernels.ops.memory import ZEROS, ZerosCall
@@ -150,7 +151,7 @@ def test_few_rows_times_any_matrix_are_native(rows: int, weight: str, quantize: 
 def test_many_rows_are_native_where_the_processor_has_the_instruction(
     weight: str, quantize: str | None, instruction: str | None
 ) -> None:
-    native = instruction is not None and machine_code.has_feature(instruction)
+    native = instruction is not None and cpu.has_feature(instruction)
     assert chosen(LINEAR, product(64, weight, quantize=quantize)) == ("native" if native else "xla")
     assert chosen(LINEAR, product(64, weight, inputs=96, quantize=quantize)) == "xla", "no multiple of a vector"
 

@@ -1,11 +1,11 @@
 """CPU kernels compiled by numba and called by XLA, for what XLA:CPU has no fast form. Without numba there are none."""
 
-from rekindle_kernels.native.attention import split, splits
 from rekindle_kernels.native.build import builds, called_by, ensure, give_up, unavailable_reason
 from rekindle_kernels.native.chain import chained, chains
-from rekindle_kernels.native.choosing import chooses, draw, largest_index
 from rekindle_kernels.native.gradients import differentiable
 from rekindle_kernels.native.products import gates, multiplies, multiply, norms, rms_norm
+from rekindle_kernels.native.rope_kv import split, splits
+from rekindle_kernels.native.sampling import chooses, draw, largest_index
 
 __all__ = [
     "builds",

@@ -25,7 +25,7 @@ import jax
 
 from rekindle_kernels import private_files
 from rekindle_kernels.native import zeros
-from rekindle_kernels.native.plan import ENTRIES, SLOTS, slot
+from rekindle_kernels.native.chain_plan import ENTRIES, SLOTS, slot
 
 PREFIX = "rekindle_"
 OLDEST = (0, 48)  # llvmlite: 0.45 to 0.47 end the process over some kernels, those before have no bfloat16
@@ -34,7 +34,7 @@ cache_folder: Path | None = None  # `rekindle_kernels.configure` sets it
 _lock = threading.Lock()
 _failed: set[str] = set()
 _ready: set[str] = set()  # kernels
-_entries = (ctypes.c_int64 * SLOTS)()  # where that code begins, for the kernel of chains
+_entries = (ctypes.c_int64 * SLOTS)()  # addresses of their code, which the kernel of chains calls
 
 
 def unavailable_reason() -> str | None:
@@ -50,14 +50,6 @@ def unavailable_reason() -> str | None:
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
         return f"llvmlite {version} is older than {OLDEST[0]}.{OLDEST[1]}: pip install --upgrade 'rekindle[cpu]'"
     return None
-
-
-@cache
-def has_feature(name: str) -> bool:
-    """Whether this processor has the instructions that LLVM calls `name`."""
-    import llvmlite.binding as llvm
-
-    return bool(llvm.get_host_cpu_features().get(name, False))
 
 
 def folder() -> Path:
@@ -81,9 +73,12 @@ def ensure(name: str) -> str:
 
 
 def called_by(executable: bytes) -> list[str]:
-    """The kernels of this process that a serialised executable names; one that begins like another may be too many."""
+    """The kernels of this process that a serialised executable calls, by the names of their targets in it."""
+    found = {name.decode() for name in re.findall(PREFIX.encode() + b"([a-z][a-z0-9_]*)", executable)}
     with _lock:
-        return [name for name in _ready if f"{PREFIX}{name}".encode() in executable]
+        exact = found & _ready
+        # A name that no kernel has may be one that runs into what follows it: then any kernel that it begins with.
+        return sorted(exact | {name for name in _ready for other in found - exact if other.startswith(name)})
 
 
 def builds(name: str) -> bool:
@@ -152,7 +147,7 @@ def _load(name: str, code: bytes) -> int:
 
 @cache
 def _engine() -> Any:
-    """It owns the code that XLA calls; one for each kernel would take five times as long to load."""
+    """The engine that owns the code which XLA calls. One for each kernel would take five times as long to load."""
     import llvmlite.binding as llvm
 
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))
@@ -179,16 +174,16 @@ def _machine(llvm: Any) -> Any:
 
 
 def digest(name: str) -> str:
-    """Of everything that the code of kernel `name` depends on."""
+    """A digest of everything that the code of kernel `name` depends on."""
     return hashlib.blake2b(_common() + name.encode(), digest_size=12).hexdigest()
 
 
 @cache
 def _common() -> bytes:
-    """What all kernels depend on: the sources, the versions, the CPU."""
+    """A digest of what all kernels depend on: the sources, the versions, the CPU."""
     import llvmlite.binding as llvm
 
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
     cpu = [llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
     hasher = hashlib.blake2b()

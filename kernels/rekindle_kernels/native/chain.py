@@ -2,19 +2,21 @@
 
 A step of a model of 30 layers is 270 native calls with nothing between them but reshapes. To XLA each is an instruction
 to load and to schedule, and threads to wake. `chained` looks through a function's jaxpr for such runs and replaces each
-by a single call, whose kernel (chaining.py) makes the calls of the run; what flows between them lies in scratch memory.
+by a single call, whose kernel (kernels/chain_runner.py) makes the calls of the run; what flows between them lies in
+scratch memory.
 
 A program has a fixed number of tokens, and a prompt seldom has as many. In a run with prefill attention, whose operands
-say how many there are, no kernel computes the rows behind them: they are left undefined. So are, in a run with any
-attention, the products' rows for sequences of length 0 behind all others that decode.
+say how many there are, no kernel computes the rows behind them: they are left undefined. In a run with any attention,
+products also leave out the rows of sequences of length 0 that stand behind all others that decode.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -23,25 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from rekindle_kernels.native import plan, zeros
+from rekindle_kernels.native import chain_plan
 from rekindle_kernels.native.build import PREFIX, builds, ensure
-from rekindle_kernels.native.plan import OPERAND, RESULT, Buffer, Step
-
-NAME = "chain"
-# Operands and results of each kind of kernel that have one row per token.
-PER_TOKEN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "norm": ((0,), (0,)),
-    "matvec": ((2, 3), (0,)),
-    "panels": ((2, 3), (0,)),
-    "split": ((0, 1, 2, 3), (0, 1, 2)),
-    "write": ((1, 2, 3, 4), ()),
-    "prefill": ((0, 10), (0,)),
-}
-# Operands of attention: queries and lengths of sequences; of "prefill" ends of the prompts and how many there are; of
-# each kind numbers, the first of which is the rows that decode.
-QUERIES, LENGTHS, ENDS, PROMPTS = 0, 4, 7, 8
-RULES = {"decode": 7, "prefill": 9}
-ROWS_OF_PRODUCT, GAP_OF_PRODUCT = 2, 4  # operands of "matvec" and "panels"
+from rekindle_kernels.native.chain_plan import CHAIN, OPERAND, RESULT, Buffer, Step
+from rekindle_kernels.native.kernel_spec import Variant
+from rekindle_kernels.native.kernel_table import identify
 
 
 def chains() -> bool:
@@ -51,7 +39,7 @@ def chains() -> bool:
 
 def chained(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, to be compiled, with its runs of native calls as one call each."""
-    if not chains() or not builds(NAME):
+    if not chains() or not builds(CHAIN):
         return function
 
     @functools.wraps(function)
@@ -106,35 +94,52 @@ class Operation:
         )
         return jax.core.eval_jaxpr(alone, (), *known.values())
 
-    @property
-    def kernel(self) -> str | None:
-        """Of a native call."""
+    @cached_property
+    def kernel(self) -> Variant | None:
+        """The kernel of a native call, if it has a table."""
         target = self.equation.params["target_name"] if self.equation.primitive.name == "ffi_call" else ""
-        return target.removeprefix(PREFIX) if target.startswith(PREFIX) else None
+        return identify(target.removeprefix(PREFIX)) if target.startswith(PREFIX) else None
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Of a native call: outputs that are written into the memory of inputs."""
+        """The outputs of a native call that are written into the memory of inputs, and those inputs."""
         return {result: operand for operand, result in self.equation.params["input_output_aliases"]}
+
+    def has(self, operand: str) -> bool:
+        """Whether it is a native call whose table has that operand."""
+        return self.kernel is not None and self.kernel.spec.has(operand)
+
+    def operand(self, name: str) -> Value:
+        """An operand of a native call."""
+        assert self.kernel is not None, "an operation of XLA's"
+        return self.inputs[self.kernel.spec.index(name)]
+
+    def setting(self, name: str) -> int | None:
+        """A setting of a native call; None if the program computes its settings."""
+        assert self.kernel is not None, "an operation of XLA's"
+        packed = self.operand("settings").constant
+        if packed is None or isinstance(packed, jax.core.Tracer):
+            return None
+        return int(packed[self.kernel.spec.setting_index(name)])
 
 
 @dataclass(eq=False)
 class Chain:
-    """A run of native calls."""
+    """A run of native calls as one."""
 
     steps: list[Step]
     inputs: list[Value]
     outputs: list[Value]
     aliases: dict[int, int]  # results that are written into the memory of operands, by operand
     scratch: int  # bytes
-    rows: plan.Rows | None
+    rows: chain_plan.Rows | None
 
     def bind(self, values: list[Any]) -> list[Any]:
         results = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self.outputs]
         scratch = jax.ShapeDtypeStruct((self.scratch,), jnp.uint8)
-        call = jax.ffi.ffi_call(ensure(NAME), (*results, scratch), input_output_aliases=self.aliases)
-        names = " ".join(sorted({PREFIX + step.kernel for step in self.steps}))  # for `build.called_by`
-        return list(call(plan.written(self.steps, len(results), self.rows), *values, kernels=names))[:-1]
+        call = jax.ffi.ffi_call(ensure(CHAIN), (*results, scratch), input_output_aliases=self.aliases)
+        names = " ".join(sorted({PREFIX + step.kernel for step in self.steps}))  # `build.called_by` looks for them
+        return list(call(chain_plan.encode(self.steps, len(results), self.rows), *values, kernels=names))[:-1]
 
 
 def _read(values: dict[Value, Any], value: Value) -> Any:
@@ -188,7 +193,7 @@ def _grouped(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[
         made.clear()
 
     for index, operation in enumerate(operations):
-        chains = operation.kernel not in (None, NAME, zeros.NAME) and all(
+        chains = operation.kernel is not None and all(
             free[operation.inputs[operand]] == index for operand in operation.aliases.values()
         )
         views = operation.equation.primitive.name == "reshape" and operation.inputs[0] in made
@@ -220,11 +225,52 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
     """A run's calls as one, then the reshapes of what leaves it."""
     if sum(operation.kernel is not None for operation in run) < 2:
         return list(run)
-    buffers: dict[Value, Buffer] = {}
-    steps: list[Step] = []
     attention = _attention(run)
-    tokens = None if attention is None else attention.inputs[QUERIES].shape[0]
-    gap = Buffer(0, 0, 0, plan.GAP)
+    tokens = None if attention is None else attention.operand("q").shape[0]
+    gap = Value((2,), jnp.dtype(jnp.int32))
+    run = [_stepping_over(gap, operation) if _is_product_of(operation, tokens) else operation for operation in run]
+    buffers, inputs = _buffers(run, gap)
+    steps = [_step(operation, buffers, tokens) for operation in run if operation.kernel is not None]
+    views: list[Operation | Chain] = []
+    for operation in reversed(run):
+        if operation.kernel is None and operation.outputs[0] in leaving:
+            views.insert(0, operation)
+            leaving = leaving - {operation.outputs[0]} | {operation.inputs[0]}
+    outputs = [value for operation in run for value in operation.outputs if value in leaving]
+    aliases = {}
+    for index, value in enumerate(outputs):
+        if buffers[value].where == OPERAND:
+            aliases[buffers[value].number] = index
+        else:
+            buffers[value].where, buffers[value].number = RESULT, index
+    scratch = chain_plan.place({buffer for buffer in buffers.values() if buffer.where == chain_plan.SCRATCH})
+    rows = None if attention is None else _rows(attention, buffers)
+    return [Chain(steps, inputs, outputs, aliases, scratch, rows), *views]
+
+
+def _is_product_of(operation: Operation, tokens: int | None) -> bool:
+    """Whether it multiplies a row for each of the step's tokens, and does not say yet which of them."""
+    if not operation.has("rows") or operation.operand("x").shape[0] != tokens:
+        return False
+    assert operation.kernel is not None, "an operation of XLA's"
+    present = operation.setting("present")
+    return present is not None and not present & operation.kernel.spec.present_bit("rows")
+
+
+def _stepping_over(gap: Value, product: Operation) -> Operation:
+    """A product that is told of the gap by the chain."""
+    assert product.kernel is not None, "an operation of XLA's"
+    spec, inputs = product.kernel.spec, list(product.inputs)
+    settings = np.array(product.operand("settings").constant)
+    settings[spec.setting_index("present")] |= spec.present_bit("rows")
+    inputs[spec.index("rows")] = gap
+    inputs[spec.index("settings")] = _described(settings, settings)
+    return replace(product, inputs=inputs)
+
+
+def _buffers(run: Sequence[Operation], gap: Value) -> tuple[dict[Value, Buffer], list[Value]]:
+    """The memory of every value of a run, and the values that go into it: equal constants are one."""
+    buffers: dict[Value, Buffer] = {gap: Buffer(0, 0, 0, chain_plan.GAP)}
     inputs: dict[Any, Value] = {}
     for number, operation in enumerate(run):
         for value in operation.inputs:
@@ -239,72 +285,47 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
                 buffers[value] = buffers[operation.inputs[operation.aliases[index]]]
             else:
                 buffers[value] = Buffer(prod(value.shape) * value.dtype.itemsize, number, number)
-        if operation.kernel is not None:
-            shapes = _shapes(operation, tokens)
-            operands = [(buffers[value], next(shapes)) for value in operation.inputs]
-            if _is_product_of(operation, tokens):
-                operands[GAP_OF_PRODUCT] = gap, operands[GAP_OF_PRODUCT][1]
-            results = [(buffers[value], next(shapes)) for value in operation.outputs]
-            steps.append(Step(operation.kernel, operands, results))
-    views: list[Operation | Chain] = []
-    for operation in reversed(run):
-        if operation.kernel is None and operation.outputs[0] in leaving:
-            views.insert(0, operation)
-            leaving = leaving - {operation.outputs[0]} | {operation.inputs[0]}
-    outputs = [value for operation in run for value in operation.outputs if value in leaving]
-    aliases = {}
-    for index, value in enumerate(outputs):
-        if buffers[value].where == OPERAND:
-            aliases[buffers[value].number] = index
-        else:
-            buffers[value].where, buffers[value].number = RESULT, index
-    scratch = plan.place({buffer for buffer in buffers.values() if buffer.where == plan.SCRATCH})
-    rows = None
-    if attention is not None:
-        told = (LENGTHS, ENDS, PROMPTS) if _kind(attention) == "prefill" else (LENGTHS,)
-        rows = plan.Rows(_decoding(attention), *(buffers[attention.inputs[index]].number for index in told))
-    return [Chain(steps, list(inputs.values()), outputs, aliases, scratch, rows), *views]
+    return buffers, list(inputs.values())
+
+
+def _step(operation: Operation, buffers: dict[Value, Buffer], tokens: int | None) -> Step:
+    """One call of a chain."""
+    assert operation.kernel is not None, "an operation of XLA's"
+    spec = operation.kernel.spec
+    operands = [(buffers[value], value.shape) for value in operation.inputs]
+    results = [(buffers[value], value.shape) for value in operation.outputs]
+    declared = (
+        (tuple(operand.is_per_token for operand in spec.operands), operands),
+        (tuple(result.is_per_token for result in spec.results), results),
+    )
+    for per_token, called in declared:
+        for index, is_per_token in enumerate(per_token):
+            buffer, shape = called[index]
+            if is_per_token and shape[0] == tokens:
+                called[index] = buffer, (chain_plan.ROWS, *shape[1:])
+    return Step(operation.kernel.name, operands, results)
 
 
 def _attention(run: Sequence[Operation]) -> Operation | None:
     """The run's first attention, of prompts if there are any, if all of them are over the same sequences."""
-    found = [operation for operation in run if _kind(operation) in RULES]
-    if any(operation.inputs[RULES[_kind(operation)]].constant is None for operation in found):
+    found = [operation for operation in run if operation.has("lens")]
+    if any(operation.setting("decode_rows") is None for operation in found):
         return None
-    prompts = [operation for operation in found if _kind(operation) == "prefill"]
-    ends = {tuple(_identity(operation.inputs[index]) for index in (ENDS, PROMPTS)) for operation in prompts}
-    lengths = {(_identity(operation.inputs[LENGTHS]), _decoding(operation)) for operation in found}
-    return (prompts or found)[0] if len(ends) <= 1 and len(lengths) == 1 else None
+    prompts = [operation for operation in found if operation.has("ends")]
+    ends = {tuple(_identity(operation.operand(name)) for name in ("ends", "prompts")) for operation in prompts}
+    lens = {(_identity(operation.operand("lens")), operation.setting("decode_rows")) for operation in found}
+    return (prompts or found)[0] if len(ends) <= 1 and len(lens) == 1 else None
 
 
-def _decoding(attention: Operation) -> int:
-    """Rows that decode, those of nobody included."""
-    return int(attention.inputs[RULES[_kind(attention)]].constant[0])
-
-
-def _is_product_of(operation: Operation, tokens: int | None) -> bool:
-    """Whether its rows are the step's tokens, and nobody has said how many there are."""
-    if _kind(operation) not in ("matvec", "panels"):
-        return False
-    x, gap = operation.inputs[ROWS_OF_PRODUCT], operation.inputs[GAP_OF_PRODUCT]
-    return x.shape[0] == tokens and gap.constant is not None
-
-
-def _kind(operation: Operation) -> str:
-    return (operation.kernel or "").split("_")[0]
-
-
-def _shapes(operation: Operation, tokens: int | None) -> Iterator[tuple[int, ...]]:
-    """Of a call's operands, then of its results; ROWS where it has one row for each of so many tokens."""
-    per_kind = PER_TOKEN.get(_kind(operation), ((), ()))
-    for values, per_token in zip((operation.inputs, operation.outputs), per_kind, strict=True):
-        for index, value in enumerate(values):
-            is_row = index in per_token and value.shape[0] == tokens
-            yield (plan.ROWS, *value.shape[1:]) if is_row else value.shape
+def _rows(attention: Operation, buffers: dict[Value, Buffer]) -> chain_plan.Rows:
+    """Where the chain finds how many rows there are."""
+    names = ("lens", "ends", "prompts") if attention.has("ends") else ("lens",)
+    places = {name: buffers[attention.operand(name)].number for name in names}
+    return chain_plan.Rows(attention.setting("decode_rows") or 0, **places)
 
 
 def _identity(value: Value) -> Any:
-    """The same for equal constants."""
+    """What tells values apart: for constants their contents."""
     if value.constant is None or isinstance(value.constant, jax.core.Tracer):
         return value
     array = np.asarray(value.constant, value.dtype)

@@ -18,18 +18,18 @@ from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
-from rekindle_kernels.native.kernels import make
+from rekindle_kernels.native.kernels.registry import make
 
 
 def object_code(name: str, entry: str, machine: Any) -> bytes:
-    """Of kernel `name` for a target machine of LLVM's; XLA calls the function `entry`."""
+    """The object code of kernel `name` for a target machine of LLVM's; XLA calls the function `entry`."""
     with _gathering():
         kernel = make(name)
         task, make_handler = kernel.functions()
         handler = make_handler()
     for function, symbol in ((task, kernel.symbol), (handler, entry)):
         _expose(function, symbol)
-    module = _linked([handler._library, task._library])
+    module = _linked(llvm.parse_assembly(""), [handler._library, task._library])
     for value in (*module.functions, *module.global_variables):
         if not value.is_declaration and value.name != entry:
             value.linkage = "internal"  # seen as a whole no function fails, and what would tell Python so goes
@@ -69,14 +69,15 @@ def _pass_builder(machine: Any, level: int) -> Any:
 
 
 def _expose(function: Any, symbol: str) -> None:
-    """Give it a name that does not depend on where it was compiled, and keep it although nobody calls it."""
+    """Give a function a name that does not depend on where it was compiled, and keep it although nothing calls it."""
     generated = function._library._final_module.get_function(function.native_name)
     generated.name, generated.linkage = symbol, "external"
 
 
-def _linked(libraries: list[Any]) -> Any:
-    """One module of them and all that they call. Callers come first: what nobody has named yet is left out."""
-    module, seen, todo = llvm.parse_assembly(""), set(), libraries[::-1]
+def _linked(module: Any, libraries: Sequence[Any]) -> Any:
+    """The module with the code of these libraries, and of all that they call. Callers come first: LLVM leaves out
+    functions that none has named yet."""
+    seen, todo = set(), [*libraries][::-1]
     while todo:
         library = todo.pop()
         if library not in seen:
@@ -106,9 +107,7 @@ class _Library(JITCodeLibrary):
     def _get_module_for_linking(self) -> Any:
         """For numba's own libraries, should they ever meet one of these: all of it."""
         self._ensure_finalized()
-        module = self._final_module.clone()
-        module.link_in(_linked([self]), preserve=False)
-        return module
+        return _linked(self._final_module.clone(), self._linking_libraries)
 
 
 class _Codegen(JITCPUCodegen):
@@ -125,14 +124,14 @@ def _codegen() -> _Codegen:
 
 @contextmanager
 def _gathering() -> Iterator[None]:
-    """What is compiled meanwhile becomes a `_Library`. Nobody else compiles meanwhile: numba has one lock for all."""
+    """What is compiled meanwhile becomes a `_Library`. Other threads wait: numba has one lock for all compilations."""
     with global_compiler_lock:
         target, typing = cpu_target.target_context, cpu_target.typing_context
         target.refresh()  # numba's runtime is compiled when this is called first, for everyone
         plain, resolve = target._internal_codegen, typing.resolve_function_type
 
         def widened(function: Any, args: Sequence[Any], kws: Mapping[str, Any]) -> Any:
-            """Numba would compile `field` anew for each index: nearly half of all functions."""
+            """Numba would compile a function anew for each number that it is called with."""
             if isinstance(function, types.Dispatcher):
                 args = tuple(map(types.unliteral, args))
                 kws = {key: types.unliteral(value) for key, value in dict(kws).items()}

@@ -5,7 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rekindle_kernels.native.build import builds, ensure, has_feature
+from rekindle_kernels.native.build import builds
+from rekindle_kernels.native.calling import call
+from rekindle_kernels.native.cpu import has_feature
+from rekindle_kernels.native.kernel_spec import Variant
+from rekindle_kernels.native.kernel_table import GEMM, MATVEC, RMS_NORM
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
@@ -15,20 +19,20 @@ _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multipl
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False) -> bool:
     """Whether `multiply` takes so many rows and this weight, and is faster than XLA."""
-    name = _kernel(rows, weight, quantize_rows)
-    return name is not None and builds(name)
+    kernel = _kernel(rows, weight, quantize_rows)
+    return kernel is not None and builds(kernel.name)
 
 
-def _kernel(rows: int, weight: jax.Array, quantize_rows: bool) -> str | None:
-    """The kernel's name; None where XLA is better."""
+def _kernel(rows: int, weight: jax.Array, quantize_rows: bool) -> Variant | None:
+    """The kernel that multiplies; None where XLA is better."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
         return None
-    if rows > FEW_ROWS and _in_panels(weight) and (quantize_rows or weight.dtype != jnp.int8):
-        return f"panels_{weight.dtype.name}"
-    return f"matvec_{weight.dtype.name}" if rows <= SOME_ROWS else None
+    if rows > FEW_ROWS and _has_gemm(weight) and (quantize_rows or weight.dtype != jnp.int8):
+        return GEMM.variant(weight.dtype.name)
+    return MATVEC.variant(weight.dtype.name) if rows <= SOME_ROWS else None
 
 
-def _in_panels(weight: jax.Array) -> bool:
+def _has_gemm(weight: jax.Array) -> bool:
     N, K = weight.shape
     instructions = _INSTRUCTIONS.get(weight.dtype.name)
     return instructions is not None and K % 64 == 0 and N % 16 == 0 and has_feature(instructions)
@@ -58,28 +62,32 @@ def multiply(
     assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
     assert not gated or gates(weight), f"{weight.shape[0]} outputs have to be gated behind"
     R, N = x.shape[0], weight.shape[0]
-    name = _kernel(R, weight, quantize_rows)
-    assert name is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
-    product: jax.Array = jax.ffi.ffi_call(ensure(name), jax.ShapeDtypeStruct((R, N // 2 if gated else N), jnp.float32))(
-        weight,
-        jnp.ones((1,), jnp.float32) if scale is None else scale.astype(jnp.float32),
-        x.astype(jnp.float32),
-        jnp.zeros((1, 1), jnp.float32) if residual is None else residual.astype(jnp.float32),
-        jnp.array([R, 0], jnp.int32) if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
-        jnp.ones((1,), jnp.float32) if norm is None else norm.astype(jnp.float32),
-        jnp.array([eps], jnp.float32),
+    kernel = _kernel(R, weight, quantize_rows)
+    assert kernel is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
+    if scale is None and weight.dtype == jnp.int8:
+        scale = jnp.ones((N,), jnp.float32)
+    (product,) = call(
+        kernel,
+        {
+            "weight": weight,
+            "scale": None if scale is None else scale.astype(jnp.float32),
+            "x": x.astype(jnp.float32),
+            "residual": None if residual is None else residual.astype(jnp.float32),
+            "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
+            "norm": None if norm is None else norm.astype(jnp.float32),
+        },
+        {"eps": eps, "gated": gated},
+        {"M": N // 2 if gated else N},
     )
     return product
 
 
 def norms(x: jax.Array) -> bool:
     """Whether `rms_norm`, and `multiply` with a norm, take these rows."""
-    return x.ndim == 2 and x.dtype == jnp.float32 and x.shape[1] % 32 == 0 and builds("norm")
+    return x.ndim == 2 and x.dtype == jnp.float32 and x.shape[1] % 32 == 0 and builds(RMS_NORM.variant().name)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x [T, E] / rms(x) · weight [E]."""
-    normed: jax.Array = jax.ffi.ffi_call(ensure("norm"), jax.ShapeDtypeStruct(x.shape, jnp.float32))(
-        x, weight.astype(jnp.float32), jnp.array([eps], jnp.float32)
-    )
+    (normed,) = call(RMS_NORM.variant(), {"x": x, "weight": weight.astype(jnp.float32)}, {"eps": eps})
     return normed

@@ -13,40 +13,48 @@ import os
 import sys
 from math import prod
 
+from rekindle_kernels.native.layout import WORD, Layout
+from rekindle_kernels.native.xla_abi import API_VERSION, BUFFER, CALL_FRAME, EXTENSION, METADATA, METADATA_KIND
+
 NAME = "zeros"
 PAGE = mmap.PAGESIZE
-# Words of XLA's call frame, and of its records of buffers; target.py has more of them.
-_EXTENSION, _OPERANDS, _RESULT_COUNT, _RESULTS, _DATA, _RANK, _DIMS = 1, 9, 12, 14, 3, 4, 5
-_KIND, _NEXT, _METADATA = 2, 2, 1
 
 
 def supported() -> bool:
-    """Where giving pages back makes them zero: MADV_DONTNEED promises that on Linux alone."""
+    """Whether the system replaces pages that are given back by zeros: MADV_DONTNEED promises it on Linux alone."""
     wanted = os.environ.get("REKINDLE_NATIVE", "1") != "0"
     return wanted and sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 
 
-def _word(address: int, index: int) -> int:
-    return ctypes.c_int64.from_address(address + 8 * index).value
+def _read(layout: Layout, address: int, name: str) -> int:
+    """A field of the record at `address`."""
+    offset, kind = layout.fields[name]
+    number = ctypes.c_int32 if kind == "int32" else ctypes.c_int64
+    return number.from_address(address + offset).value
+
+
+def _buffer(array: int, index: int) -> int:
+    """The address of a buffer's record, from an array of such addresses."""
+    return ctypes.c_int64.from_address(array + WORD * index).value
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def _handle(frame: int) -> int:
     """`(bytes per element int32 [n]) -> n buffers of zeros`."""
-    extension = _word(frame, _EXTENSION)
+    extension = _read(CALL_FRAME, frame, "extension")
     while extension:
-        if ctypes.c_int32.from_address(extension + 4 * _KIND).value == _METADATA:
-            # XLA asks for the version of its interface that this was written for: 0.1
-            version = (ctypes.c_int32 * 3).from_address(_word(extension, 3) + 4 * 6)
-            version[:] = [0, 1, 0]
+        if _read(EXTENSION, extension, "kind") == METADATA_KIND:
+            answer = _read(EXTENSION, extension, "metadata") + METADATA.offset("major")
+            (ctypes.c_int32 * 3).from_address(answer)[:] = list(API_VERSION)
             return 0
-        extension = _word(extension, _NEXT)
-    count = _word(frame, _RESULT_COUNT)
-    sizes = (ctypes.c_int32 * count).from_address(_word(_word(_word(frame, _OPERANDS), 0), _DATA))
+        extension = _read(EXTENSION, extension, "next")
+    count = _read(CALL_FRAME, frame, "result_count")
+    operand = _buffer(_read(CALL_FRAME, frame, "operands"), 0)
+    sizes = (ctypes.c_int32 * count).from_address(_read(BUFFER, operand, "data"))
     for index in range(count):
-        result = _word(_word(frame, _RESULTS), index)
-        dims = _word(result, _DIMS)
-        clear(_word(result, _DATA), sizes[index] * prod(_word(dims, axis) for axis in range(_word(result, _RANK))))
+        result = _buffer(_read(CALL_FRAME, frame, "results"), index)
+        shape = (ctypes.c_int64 * _read(BUFFER, result, "rank")).from_address(_read(BUFFER, result, "dims"))
+        clear(_read(BUFFER, result, "data"), sizes[index] * prod(shape))
     return 0
 
 
@@ -65,7 +73,7 @@ def clear(address: int, size: int) -> None:
 
 
 def address() -> int:
-    """Of the function that XLA calls."""
+    """The address of the function that XLA calls."""
     pointer = ctypes.cast(_handle, ctypes.c_void_p).value
     assert pointer is not None, "a callback without an address"
     return pointer

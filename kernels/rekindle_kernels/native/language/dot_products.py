@@ -9,7 +9,7 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
-from rekindle_kernels.native.vector import FLOATS, LANES, VECTOR, llvm_call
+from rekindle_kernels.native.language.vector import FLOATS, LANES, VECTOR, llvm_call
 
 
 class _BFloat(ir.Type):

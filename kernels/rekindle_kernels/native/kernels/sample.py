@@ -1,28 +1,46 @@
-"""A token for each row by its temperature, top-k, top-p, min-p and seed: `rekindle._src.programs.sampling` says how.
+"""A token for each row by its temperature, top-k, top-p, min-p and seed, drawn by rejection.
 
-The same algorithm with the same random words as the one in XLA, which is 1,300 instructions of every step program: a
-third of the time that loading one takes.
+It is the algorithm of `rekindle._src.programs.sampling` with the same random words. In XLA that is 1,300 instructions
+of every step program: a third of the time that loading one takes.
 
 Axes: N rows, V vocabulary, B blocks of the vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from rekindle_kernels.native.exponential import LOWEST, exp
-from rekindle_kernels.native.largest import first_largest
-from rekindle_kernels.native.memory import f32, free, i32, malloc, set_f32, set_i32
-from rekindle_kernels.native.target import Kernel, dim, field, inline, jit, nothing, operand, result, set_field
-from rekindle_kernels.native.vector import LANES, add, load_f32, splat, store, where_negative
+from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native.kernels.argmax import first_largest
+from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import f32, free, i32, malloc, set_f32, set_i32
+from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.vector import LANES, add, load_f32, splat, store, where_negative
+from rekindle_kernels.native.language.vector_math import LOWEST, exp
 
 ROUNDS = 64  # each round of rejection halves the candidates at least, on average
 ZERO, ONE, INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 STEP = np.float32(2.0**-24)
 MAGNITUDE, BITS_OF_INFINITY, WORD = 0x7FFFFFFF, 0x7F800000, 0xFFFFFFFF
 
-# Fields of a job.
-LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, SIZE, OUT, VOCAB = range(10)
+JOB = job_layout(
+    "sample",
+    {
+        "logits": "[rows, vocabulary]",
+        "temperature": "[rows]",
+        "top_k": "int32 [rows]",
+        "top_p": "[rows]",
+        "min_p": "[rows]",
+        "seed": "uint32 [rows, 2]",
+        "position": "int32 [rows]",
+        "block_size": "tokens that the first uniform of a draw does not tell apart",
+        "out": "int32 [rows]",
+        "vocabulary": "",
+    },
+)
 
 
 @inline
@@ -53,7 +71,7 @@ def threefry(first: int, second: int, x: int, y: int) -> tuple[int, int]:
 
 @inline
 def kth_largest(values: int, count: int, k: int) -> float:
-    """Of values <= 0, by bisection over the bits of their magnitudes, which sort like integers."""
+    """The k-th largest of `count` values <= 0, by bisection over the bits of their magnitudes: they sort like ints."""
     low, high = -1, BITS_OF_INFINITY  # fewer than k are <= low, at least k are <= high
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -70,18 +88,22 @@ def kth_largest(values: int, count: int, k: int) -> float:
     return -INFINITY
 
 
-def kernel(name: str) -> Kernel:
-    """`(logits [N, V], temperature [N], top_k [N], top_p [N], min_p [N], seed [N, 2], position [N], [tokens of a
-    block]) -> [N]`."""
+def kernel() -> Kernel:
+    """A token for every row of logits."""
 
     @jit
-    def prepare(frame: int, job: int, threads: int) -> int:
-        for index in range(7):
-            set_field(job, LOGITS + index, operand(frame, index))
-        set_field(job, SIZE, i32(operand(frame, 7), 0))
-        set_field(job, OUT, result(frame, 0))
-        set_field(job, VOCAB, dim(frame, 0, 1))
-        return dim(frame, 0, 0)
+    def prepare(frame: Any, job: Any, threads: int) -> int:
+        job.logits = frame.logits.data
+        job.temperature = frame.temperature.data
+        job.top_k = frame.top_k.data
+        job.top_p = frame.top_p.data
+        job.min_p = frame.min_p.data
+        job.seed = frame.seed.data
+        job.position = frame.position.data
+        job.block_size = frame.settings.block
+        job.out = frame.out.data
+        job.vocabulary = dim(frame.logits, 1)
+        return dim(frame.logits, 0)
 
     @inline
     def weigh(logits: int, count: int, top: float, temperature: float, values: int, weights: int) -> None:
@@ -136,13 +158,13 @@ def kernel(name: str) -> Kernel:
         return -1
 
     @inline
-    def draw(job: int, r: int, values: int, weights: int, sums: int, best: int) -> int:
-        count, size = field(job, VOCAB), field(job, SIZE)
-        top_p, least = f32(field(job, TOP_P), r), f32(field(job, MIN_P), r)
+    def draw(job: Any, r: int, values: int, weights: int, sums: int, best: int) -> int:
+        count, size = job.vocabulary, job.block_size
+        top_p, least = f32(job.top_p, r), f32(job.min_p, r)
         level = -INFINITY
         nucleus = top_p * mass_above(values, weights, count, level) if top_p < ONE else ZERO
-        high, low = i32(field(job, SEED), 2 * r) & WORD, i32(field(job, SEED), 2 * r + 1) & WORD
-        first, second = threefry(high, low, 0, i32(field(job, POSITION), r) & WORD)
+        high, low = i32(job.seed, 2 * r) & WORD, i32(job.seed, 2 * r + 1) & WORD
+        first, second = threefry(high, low, 0, i32(job.position, r) & WORD)
         for number in range(ROUNDS):
             u, v = threefry(first, second, 0, number)
             share, inner = np.float32(u >> 8) * STEP, np.float32(v >> 8) * STEP
@@ -155,9 +177,9 @@ def kernel(name: str) -> Kernel:
         return best
 
     @jit
-    def block(job: int, r: int) -> None:
-        count, temperature, k = field(job, VOCAB), f32(field(job, TEMPERATURE), r), i32(field(job, TOP_K), r)
-        logits = field(job, LOGITS) + r * count * 4
+    def block(job: Any, r: int) -> None:
+        count, temperature, k = job.vocabulary, f32(job.temperature, r), i32(job.top_k, r)
+        logits = job.logits + r * count * 4
         token = first_largest(logits, count)
         if temperature > ZERO:
             padded = (count + LANES - 1) // LANES * LANES
@@ -171,6 +193,6 @@ def kernel(name: str) -> Kernel:
                         set_f32(weights, i, ZERO)
             token = draw(job, r, values, weights, sums, token)
             free(values)
-        set_i32(field(job, OUT), r, token)
+        set_i32(job.out, r, token)
 
-    return Kernel(name, prepare, block, nothing)
+    return Kernel(kernel_table.SAMPLE, JOB, prepare, block, nothing)

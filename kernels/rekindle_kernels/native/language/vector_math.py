@@ -1,4 +1,4 @@
-"""exp and tanh of float32, sixteen at a time: the C library's take one."""
+"""exp, tanh and silu of float32, sixteen at a time: the functions of the C library take one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.target import inline
-from rekindle_kernels.native.vector import (
+from rekindle_kernels.native.language.jit import inline
+from rekindle_kernels.native.language.vector import (
     add,
     divide,
     larger,
@@ -19,11 +19,12 @@ from rekindle_kernels.native.vector import (
     power_of_two,
     splat,
     subtract,
+    where_negative,
     with_sign_of,
 )
 
 LOWEST = np.float32(-87.0)  # below it e^x is a denormal number; here it stays at 1.6e-38
-ONE, TWO, LOG2_E = np.float32(1), np.float32(2), np.float32(1.4426950408889634)
+ONE, TWO, MINUS_ONE, LOG2_E = np.float32(1), np.float32(2), np.float32(-1), np.float32(1.4426950408889634)
 LN_2_HIGH, LN_2_LOW = np.float32(-0.693359375), np.float32(2.12194440e-4)
 # Minimax polynomial of (e^x - 1 - x) / x² on ±ln(2)/2, highest power first (Cephes' expf).
 C5, C4, C3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
@@ -56,3 +57,10 @@ def tanh(x: Any) -> Any:
     """Of a vector."""
     small = exp(multiply(magnitude(x), splat(-TWO)))
     return with_sign_of(divide(subtract(splat(ONE), small), add(splat(ONE), small)), x)
+
+
+@inline
+def silu(x: Any) -> Any:
+    """x / (1 + e^-x) of a vector; the exponential's argument is never above 0."""
+    small = exp(multiply(magnitude(x), splat(MINUS_ONE)))  # never 0, and x may be as large as numbers are
+    return divide(multiply(larger(x, splat(LOWEST)), where_negative(x, small, splat(ONE))), add(splat(ONE), small))

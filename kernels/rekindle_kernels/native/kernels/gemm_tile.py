@@ -9,8 +9,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rekindle_kernels.native.memory import WORD
-from rekindle_kernels.native.vector import LANES
+from rekindle_kernels.native.language.memory import WORD
+from rekindle_kernels.native.language.vector import LANES
 
 _INTS = ir.VectorType(ir.IntType(32), LANES)
 _INSTRUCTION = {1: "vpdpbusd", 2: "vdpbf16ps"}  # total += products of what is in the words of both, by their size

@@ -10,7 +10,7 @@ from numba.core.cgutils import get_or_insert_function
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from rekindle_kernels.native.memory import WORD, widen_bf16
+from rekindle_kernels.native.language.memory import WORD, widen_bf16
 
 LANES = 16
 FLOATS = ir.VectorType(ir.FloatType(), LANES)

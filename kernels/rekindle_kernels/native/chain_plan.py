@@ -1,0 +1,130 @@
+"""What a chain does, as numbers: where its buffers lie and which kernel takes which, in one int32 array.
+
+    header      HEADER: how much of the rest there is, and where the number of rows is found
+    sizes       the sizes of all axes, one shape after another; ROWS stands for the number of rows
+    buffers     BUFFER for each buffer and shape
+    calls       CALL for each call, and after it the numbers of the buffers of its operands and results
+
+The number of rows is known when the chain runs: the rows that decode, and all tokens of the prompts behind them. What
+follows is padding, and no kernel computes it. The last of the rows that decode may have no sequence: products step over
+this gap, whose place is a record that the chain itself keeps.
+
+The kernel in kernels/chain_runner.py reads all this. A kernel's entry is its place in a table of this process, which
+its name determines: a program that was stored finds its kernels again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rekindle_kernels.native.layout import consecutive
+
+CHAIN = "chain"  # the kernel's name
+ENTRIES = "rekindle_entries"  # the table's symbol
+SLOTS = 4096
+ROWS = -1
+OPERAND, RESULT, SCRATCH, GAP = range(4)  # where a buffer lies
+STEP = 64  # bytes: what scratch memory is counted in
+MOST = 64  # operands and results of one call
+
+# `sizes`, `buffers` and `calls` are how many there are, `scratch` is the place of the scratch memory among the results.
+# `decode_rows` and the operands `lens`, `ends` and `prompts` say which rows are computed; `ends` is 0 without prompts.
+HEADER = consecutive(
+    "ChainHeader",
+    dict.fromkeys(("sizes", "buffers", "calls", "scratch", "decode_rows", "lens", "ends", "prompts"), "int32"),
+)
+# `where` it lies, `number` of the operand or result, or steps into the scratch memory, and where its `shape` begins.
+BUFFER = consecutive("ChainBuffer", dict.fromkeys(("where", "number", "shape"), "int32"))
+CALL = consecutive("ChainCall", dict.fromkeys(("entry", "operands", "results"), "int32"))
+
+
+def slot(name: str) -> int:
+    """A kernel's place in the table of entries."""
+    return zlib.crc32(name.encode()) % SLOTS
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory that one or several values have one after another, from the first call that has it to the last."""
+
+    size: int  # bytes
+    first: int
+    last: int
+    where: int = SCRATCH
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: a kernel, and the buffers that it takes in which shapes."""
+
+    kernel: str
+    operands: Sequence[tuple[Buffer, tuple[int, ...]]]
+    results: Sequence[tuple[Buffer, tuple[int, ...]]]
+
+
+def place(buffers: Collection[Buffer]) -> int:
+    """Give each buffer a place in scratch memory, below whatever is in use at the same time; the bytes they take."""
+    placed: list[Buffer] = []
+    for buffer in sorted(buffers, key=lambda buffer: (-buffer.size, buffer.first)):
+        start, steps = 0, -(-buffer.size // STEP)
+        beside = [other for other in placed if other.first <= buffer.last and buffer.first <= other.last]
+        for other in sorted(beside, key=lambda other: other.number):
+            if other.number >= start + steps:
+                break
+            start = max(start, other.number - (-other.size // STEP))
+        buffer.number = start
+        placed.append(buffer)
+    return STEP * max((buffer.number - (-buffer.size // STEP) for buffer in placed), default=0)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the number of rows is found. `lens`, `ends` and `prompts` are numbers of the chain's operands: `ends` at
+    the index that `prompts` says counts the prompts' tokens, and rows that decode have no sequence if they stand
+    behind the last one whose length in `lens` is not 0."""
+
+    decode_rows: int
+    lens: int
+    ends: int = 0
+    prompts: int = 0
+
+
+def encode(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray:
+    """The array; `scratch` is the place of the scratch memory among the results."""
+    sizes: list[int] = []
+    shapes: dict[tuple[int, ...], int] = {}
+    buffers: dict[tuple[Buffer, tuple[int, ...]], int] = {}
+    calls: list[np.ndarray | list[int]] = []
+    for step in steps:
+        assert len(step.operands) + len(step.results) <= MOST, f"{step.kernel} takes too much for a chain"
+        calls.append(
+            CALL.pack({"entry": slot(step.kernel), "operands": len(step.operands), "results": len(step.results)})
+        )
+        for buffer, shape in (*step.operands, *step.results):
+            if shape not in shapes:
+                shapes[shape] = len(sizes)
+                sizes += shape
+            calls.append([buffers.setdefault((buffer, shape), len(buffers))])
+    rows = rows or Rows(0, 0)
+    header = HEADER.pack(
+        {
+            "sizes": len(sizes),
+            "buffers": len(buffers),
+            "calls": len(steps),
+            "scratch": scratch,
+            "decode_rows": rows.decode_rows,
+            "lens": rows.lens,
+            "ends": rows.ends,
+            "prompts": rows.prompts,
+        }
+    )
+    places = [
+        BUFFER.pack({"where": buffer.where, "number": buffer.number, "shape": shapes[shape]})
+        for buffer, shape in buffers
+    ]
+    return np.concatenate([header, sizes, *places, *calls]).astype(np.int32)

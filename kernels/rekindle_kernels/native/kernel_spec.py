@@ -1,0 +1,164 @@
+"""What a kernel takes and gives, declared once: the kernel, its caller and the chain all read the same table.
+
+A call has the operands of the table in the table's order, then one more that holds the kernel's settings, if it has
+any: numbers that are known when the program is traced, and a bit for each optional operand that is there. An optional
+operand that is not there is replaced by one element that is never read.
+
+Axes are named. An axis has the same size wherever its name stands, T is the axis of a step's tokens, and a digit is a
+size by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rekindle_kernels.native.layout import Layout, consecutive
+
+TOKENS = "T"
+SAME_BITS = {"bfloat16": "uint16"}  # what pages are stored as on CPU
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One array that a kernel reads. `dtype` None is the one in the kernel's name."""
+
+    name: str
+    axes: str  # names with spaces between them
+    dtype: str | None = "float32"
+    optional: bool = False
+    fields: tuple[str, ...] = ()  # of an array that is a record of int32
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether it has one row per token of the step."""
+        return self.axes.split()[:1] == [TOKENS]
+
+    @cached_property
+    def record(self) -> Layout | None:
+        """The layout of an array that is a record."""
+        return consecutive(self.name, dict.fromkeys(self.fields, "int32")) if self.fields else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One array that a kernel writes, into memory of its own or into that of operand `into`, if that is there."""
+
+    name: str
+    axes: str
+    dtype: str | None = "float32"
+    into: str | None = None
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether it has one row per token of the step."""
+        return self.axes.split()[:1] == [TOKENS]
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSpec:
+    """The table of one kernel."""
+
+    kind: str
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    settings: Mapping[str, str] = field(default_factory=dict)  # "int32" or "float32" by name
+    parameters: tuple[str, ...] = ()  # what its names tell beside the kind: "dtype", "head_dim"
+
+    def __post_init__(self) -> None:
+        assert "_" not in self.kind, f"{self.kind} has to be one word: names are cut at underscores"
+
+    @cached_property
+    def optional(self) -> tuple[str, ...]:
+        """Operands that need not be there, in the order of their bits."""
+        return tuple(operand.name for operand in self.operands if operand.optional)
+
+    @cached_property
+    def settings_layout(self) -> Layout | None:
+        """The last operand: `present`, the bits of the optional operands that are there, and the settings."""
+        kinds = {"present": "int32", **self.settings} if self.optional or self.settings else {}
+        return consecutive(f"{self.kind} settings", kinds) if kinds else None
+
+    @property
+    def operand_count(self) -> int:
+        """How many operands a call has, its settings included."""
+        return len(self.operands) + (self.settings_layout is not None)
+
+    def has(self, operand: str) -> bool:
+        """Whether there is an operand of that name."""
+        return any(each.name == operand for each in self.operands)
+
+    def index(self, operand: str) -> int:
+        """An operand's place in a call; "settings" stands behind all others."""
+        names = [each.name for each in self.operands]
+        return len(names) if operand == "settings" else names.index(operand)
+
+    def present_bit(self, operand: str) -> int:
+        """What an optional operand adds to `present`."""
+        return 1 << self.optional.index(operand)
+
+    def pack_settings(self, present: int, values: Mapping[str, float]) -> np.ndarray:
+        """The last operand."""
+        assert self.settings_layout is not None, f"{self.kind} has no settings"
+        return self.settings_layout.pack({"present": present, **values})
+
+    def setting_index(self, name: str) -> int:
+        """Where a setting stands in `pack_settings`."""
+        assert self.settings_layout is not None, f"{self.kind} has no settings"
+        return self.settings_layout.index(name)
+
+    def variant(self, *parameters: Any) -> Variant:
+        """One kernel of this kind, for a dtype's name and a head size, if it has them."""
+        assert len(parameters) == len(self.parameters), f"{self.kind} takes {', '.join(self.parameters) or 'nothing'}"
+        return Variant(self, **dict(zip(self.parameters, parameters, strict=True)))
+
+
+class Variant(NamedTuple):
+    """A kernel: its table, and what it is compiled for."""
+
+    spec: KernelSpec
+    dtype: str = ""
+    head_dim: int = 0
+
+    @property
+    def name(self) -> str:
+        """What XLA and the folder of object code know it by; `kernel_table.identify` reads it."""
+        return "_".join([self.spec.kind, *(str(getattr(self, parameter)) for parameter in self.spec.parameters)])
+
+    def dtype_of(self, array: Operand | Result) -> str:
+        """The dtype of an operand or result."""
+        return array.dtype or self.dtype
+
+
+class Shapes:
+    """The sizes of a call's axes, and the dtypes of its operands, collected from them."""
+
+    def __init__(self, variant: Variant, sizes: Mapping[str, int]) -> None:
+        self.variant, self.sizes = variant, dict(sizes)
+        self._dtypes: dict[str, Any] = {}
+
+    def check(self, operand: Operand, value: Any) -> None:
+        """Note the sizes of an operand's axes. Raises ValueError if dtype, rank or a size are not the table's."""
+        what, wanted = f"operand {operand.name} of kernel {self.variant.name}", self.variant.dtype_of(operand)
+        if value.dtype.name not in (wanted, SAME_BITS.get(wanted)):
+            raise ValueError(f"{what} is {value.dtype.name}: pass it as {wanted}")
+        self._dtypes[operand.name] = value.dtype
+        axes = operand.axes.split()
+        if len(axes) != len(value.shape):
+            raise ValueError(f"{what} has shape {list(value.shape)}: its axes are [{', '.join(axes)}]")
+        for axis, size in zip(axes, value.shape, strict=True):
+            known = int(axis) if axis.isdigit() else self.sizes.setdefault(axis, size)
+            if known != size:
+                raise ValueError(f"{what} has {size} where axis {axis} has {known}: its axes are [{', '.join(axes)}]")
+
+    def of(self, result: Result) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of a result; it has the dtype of the operand whose memory it takes."""
+        shape = tuple(int(axis) if axis.isdigit() else self.sizes[axis] for axis in result.axes.split())
+        dtype = self._dtypes.get(result.into or "", self.variant.dtype_of(result))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

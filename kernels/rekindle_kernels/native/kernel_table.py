@@ -1,0 +1,132 @@
+"""The tables of all kernels, and a kernel's table by its name.
+
+Axes: T tokens of the step, R rows, E width, N outputs of a matrix, M results of a row, V vocabulary, F frequencies,
+H query heads, K kv heads or the width of a matrix, D head size, P pages, S page size, W page-table width.
+"""
+
+from __future__ import annotations
+
+from rekindle_kernels.native.kernel_spec import KernelSpec, Operand, Result, Variant
+
+DTYPE, DTYPE_AND_HEAD_DIM = ("dtype",), ("dtype", "head_dim")
+
+
+# Rows times a matrix. `rows` says which rows are computed: the first `before`, and those behind the next `gap`. Results
+# of the others are undefined; without `rows` all are computed. Gated products have half as many results as outputs:
+# silu of the first half times the other. `norm` holds weights of an RMS norm of the rows before they are multiplied.
+def _product(kind: str) -> KernelSpec:
+    return KernelSpec(
+        kind,
+        operands=(
+            Operand("weight", "N K", dtype=None),
+            Operand("scale", "N", optional=True),  # of int8 weights
+            Operand("x", "T K"),
+            Operand("residual", "T M", optional=True),
+            Operand("rows", "2", "int32", optional=True, fields=("before", "gap")),
+            Operand("norm", "K", optional=True),
+        ),
+        results=(Result("out", "T M"),),
+        settings={"eps": "float32", "gated": "int32"},
+        parameters=DTYPE,
+    )
+
+
+MATVEC, GEMM = _product("matvec"), _product("gemm")
+
+# x / rms(x) · weight.
+RMS_NORM = KernelSpec(
+    "norm", (Operand("x", "T E"), Operand("weight", "E")), (Result("out", "T E"),), settings={"eps": "float32"}
+)
+
+# Queries and keys, normed if there is a norm, rotated; values as they are. qk may be qkv itself.
+ROPE = KernelSpec(
+    "rope",
+    operands=(
+        Operand("qk", "T A D"),
+        Operand("qkv", "T B D"),
+        Operand("cos", "T F"),
+        Operand("sin", "T F"),
+        Operand("norm", "C D", optional=True),
+    ),
+    results=(Result("q", "T H D"), Result("k", "T K D"), Result("v", "T K D")),
+    settings={"eps": "float32"},
+)
+
+# Keys and values into their pages, in place.
+WRITE_KV = KernelSpec(
+    "write",
+    operands=(
+        Operand("pages", "P 2 K S D", dtype=None),
+        Operand("k", "T K D"),
+        Operand("v", "T K D"),
+        Operand("page_ids", "T", "int32"),
+        Operand("offsets", "T", "int32"),
+    ),
+    results=(Result("out", "P 2 K S D", dtype=None, into="pages"),),
+    parameters=DTYPE,
+)
+
+# Attention. The first `decode_rows` rows and tokens decode, the others are prompts'. 0 is no window and no soft cap.
+_ATTENTION = (
+    Operand("q", "T H D"),
+    Operand("pages", "P 2 K S D", dtype=None),
+    Operand("scales", "P 2 K S", optional=True),  # of int8 pages
+    Operand("page_table", "R W", "int32"),
+    Operand("lens", "R", "int32"),
+    Operand("sinks", "H", optional=True),
+)
+_ATTENTION_SETTINGS = {"decode_rows": "int32", "window": "int32", "scale": "float32", "soft_cap": "float32"}
+DECODE = KernelSpec(
+    "decode",
+    _ATTENTION,
+    (Result("out", "T H D"),),
+    settings={**_ATTENTION_SETTINGS, "keys": "int32"},  # of one piece of work
+    parameters=DTYPE_AND_HEAD_DIM,
+)
+# `ends` [prompts + 1] says where each prompt's tokens end, counted from the first one's; `prompts` how many there are.
+# `decoded` are the results of the rows that decode, into whose memory the prompts' go.
+PREFILL = KernelSpec(
+    "prefill",
+    operands=(
+        *_ATTENTION,
+        Operand("ends", "L", "int32"),
+        Operand("prompts", "", "int32"),
+        Operand("decoded", "T H D", optional=True),
+    ),
+    results=(Result("out", "T H D", into="decoded"),),
+    settings={**_ATTENTION_SETTINGS, "queries": "int32"},  # of a tile
+    parameters=DTYPE_AND_HEAD_DIM,
+)
+
+# The first index of each row's largest; the last one in a row of NaN.
+ARGMAX = KernelSpec("argmax", (Operand("x", "R V"),), (Result("out", "R", "int32"),))
+
+# A token for each row; `block` is how many tokens the first of a draw's two uniforms tells apart from others.
+SAMPLE = KernelSpec(
+    "sample",
+    operands=(
+        Operand("logits", "R V"),
+        Operand("temperature", "R"),
+        Operand("top_k", "R", "int32"),
+        Operand("top_p", "R"),
+        Operand("min_p", "R"),
+        Operand("seed", "R 2", "uint32"),
+        Operand("position", "R", "int32"),
+    ),
+    results=(Result("out", "R", "int32"),),
+    settings={"block": "int32"},
+)
+
+KERNELS = {
+    spec.kind: spec for spec in (MATVEC, GEMM, RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL, ARGMAX, SAMPLE)
+}  # by kind; those of chains and of zeros have no table, since they take any number of operands
+
+
+def identify(name: str) -> Variant | None:
+    """The kernel of that name; None if it has no table."""
+    kind, *parameters = name.split("_")
+    spec = KERNELS.get(kind)
+    if spec is None:
+        return None
+    variant = spec.variant(*parameters)
+    return variant._replace(head_dim=int(variant.head_dim))

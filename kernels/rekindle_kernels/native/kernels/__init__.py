@@ -1,0 +1,1 @@
+"""The kernels themselves, which numba compiles."""

@@ -1,0 +1,63 @@
+"""What decode and prefill attention have in common: the fields of their jobs that describe pages and heads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rekindle_kernels.native.language.jit import inline
+from rekindle_kernels.native.language.memory import f32
+from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.storage import Storage
+
+MASKED = np.float32(-1e30)  # the logit of a key that is not seen
+
+FIELDS = {
+    "q": "[tokens, heads, head_dim]",
+    "pages": "[pages, 2, kv_heads, page_size, head_dim]",
+    "scales": "[pages, 2, kv_heads, page_size], of int8 pages",
+    "page_table": "int32 [rows, width]",
+    "lens": "int32 [rows]",
+    "sinks": "[heads], or 0",
+    "window": "keys that a query sees, or 0 for all of them",
+    "out": "[tokens, heads, head_dim]",
+    "heads": "",
+    "kv_heads": "",
+    "page_size": "",
+    "width": "pages of a row of the page table",
+}
+NUMBERS = {"scale": "of logits", "soft_cap": "0 for none"}
+
+
+class Stored(NamedTuple):
+    """What a kernel is compiled for."""
+
+    storage: Storage
+    head_dim: int
+    scaled: bool  # whether each vector has a scale
+
+
+@inline
+def describe(frame: Any, job: Any) -> None:
+    """What the operands say of all rows."""
+    job.q = frame.q.data
+    job.pages = frame.pages.data
+    job.scales = frame.scales.data
+    job.page_table = frame.page_table.data
+    job.lens = frame.lens.data
+    job.sinks = frame.sinks.data if frame.has_sinks else 0
+    job.window = frame.settings.window
+    job.scale = frame.settings.scale
+    job.soft_cap = frame.settings.soft_cap
+    job.out = frame.out.data
+    job.heads = dim(frame.q, 1)
+    job.kv_heads = dim(frame.pages, 2)
+    job.page_size = dim(frame.pages, 3)
+    job.width = dim(frame.page_table, 1)
+
+
+@inline
+def sink_of(job: Any, h: int) -> float:
+    """The logit of a head's sink; MASKED where there is none."""
+    return f32(job.sinks, h) if job.sinks != 0 else MASKED

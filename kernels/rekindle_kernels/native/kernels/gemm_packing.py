@@ -1,0 +1,206 @@
+"""The first part of every product of `gemm`, rows narrowed to what its instructions multiply, and the last part.
+
+A word of four bytes holds what one row has for two (bfloat16) or four (int8) columns. In a panel the words of 32 rows
+lie next to each other, so that one load fills a vector with those of 16 rows. Rows that are left over after the last
+vector, if they are few, follow the panels as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rekindle_kernels.native.kernels.rms_norm import normalise
+from rekindle_kernels.native.language.dot_products import from_ints, store_rounded, store_u8, transpose
+from rekindle_kernels.native.language.handler import job_layout
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import f32, free, malloc, set_f32
+from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.vector import (
+    LANES,
+    add,
+    larger,
+    largest,
+    load_f32,
+    magnitude,
+    multiply,
+    nearest,
+    splat,
+    store,
+)
+from rekindle_kernels.native.language.vector_math import silu
+
+PANEL = 2 * LANES  # rows that lie next to each other
+LEFT_OVER = 4  # rows behind the last vector that are not worth one
+PACKED_BYTES = 128 << 10  # of rows that one thread packs: to wake another takes as long
+ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
+
+JOB = job_layout(
+    "gemm",
+    {
+        "x": "[tokens, width]",
+        "rows": "that are multiplied: the first `before`, and those behind the gap",
+        "width": "columns of the matrix",
+        "norm": "[width] of the rows, or 0",
+        "packed": "the rows as they are multiplied: in panels, or one after another",
+        "row_scales": "[rows], of 8-bit rows",
+        "per_pack": "vectors or rows that a block packs",
+        "packs": "blocks that pack; those that multiply follow",
+        "weight": "[outputs, width]",
+        "scale": "[outputs], of int8 weights",
+        "residual": "[tokens, results], or 0",
+        "out": "[tokens, results]",
+        "results": "of a row",
+        "ups": "outputs before the first up, or 0: outputs from there on are multiplied by silu of those before",
+        "before": "",
+        "gap": "rows that are stepped over",
+        "group": "rows that a block multiplies",
+        "parts": "blocks into which the outputs are cut",
+        "striped": "1 if the matrix is turned, strip by strip",
+    },
+    numbers={"eps": "added to the mean square"},
+)
+
+
+@inline
+def describe(frame: Any, job: Any) -> None:
+    """What the operands say."""
+    rows = dim(frame.x, 0)
+    before, gap = rows, 0
+    if frame.has_rows:
+        before, gap = frame.rows.before, frame.rows.gap
+    job.before = before
+    job.gap = gap
+    job.rows = min(before, rows) + max(0, rows - before - gap)
+    job.x = frame.x.data
+    job.width = dim(frame.weight, 1)
+    job.norm = frame.norm.data if frame.has_norm else 0
+    job.eps = frame.settings.eps
+    job.weight = frame.weight.data
+    job.scale = frame.scale.data
+    job.residual = frame.residual.data if frame.has_residual else 0
+    job.out = frame.out.data
+    job.results = dim(frame.out, 1)
+    job.ups = job.results if frame.settings.gated > 0 else 0
+
+
+@inline
+def row_of(job: Any, r: int) -> int:
+    """Where the r-th row that is multiplied is among all rows."""
+    return r if r < job.before else r + job.gap
+
+
+@inline
+def left_over(rows: int) -> int:
+    """How many rows follow after the last vector."""
+    return rows % LANES if rows % LANES <= LEFT_OVER else 0
+
+
+@inline
+def panels_of(rows: int) -> int:
+    """How many panels these rows fill, those that are left over apart."""
+    return (rows - left_over(rows) + PANEL - 1) // PANEL
+
+
+@inline
+def count_packs(job: Any) -> int:
+    """How many blocks of work it is to pack all rows."""
+    per_pack = max(1, PACKED_BYTES // (LANES * job.width * 4))
+    vectors = (job.rows + LANES - 1) // LANES
+    job.per_pack = per_pack
+    job.packs = (vectors + per_pack - 1) // per_pack
+    return job.packs
+
+
+def narrower(size: int) -> Any:
+    """`narrow(job, r, out, scratch)`: row r as it will be multiplied, in numbers of `size` bytes.
+
+    8-bit rows are stored as unsigned integers, 128 larger than the numbers they stand for: that is what the
+    instruction multiplies.
+    """
+
+    @inline
+    def narrow(job: Any, r: int, out: int, scratch: int) -> None:
+        width, x = job.width, job.x + row_of(job, r) * job.width * 4
+        if job.norm > 0:
+            normalise(x, job.norm, job.eps, width, scratch)
+            x = scratch
+        if size == 2:
+            for k in range(0, width, LANES):
+                store_rounded(out, k, load_f32(x, k))
+            return
+        highest = splat(TINY)
+        for k in range(0, width, LANES):
+            highest = larger(highest, magnitude(load_f32(x, k)))
+        scale = largest(highest) / TOP
+        set_f32(job.row_scales, r, scale)
+        factor = splat(ONE / scale)
+        for k in range(0, width, LANES):
+            store_u8(out, k, nearest(multiply(load_f32(x, k), factor)))
+
+    return narrow
+
+
+def finisher(size: int) -> Any:
+    """`finish(job, sums, weight_sums, behind, r, n)`: the results of row r for 16 outputs from n on.
+
+    `sums` is the address of the sums of their products. Where rows are 8-bit integers, 128 was added to each of them,
+    so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is where those
+    are. Where results are gated, `behind` bytes after both lies the same for the outputs from n + ups on.
+    """
+
+    @inline
+    def scaled(job: Any, sums: int, weight_sums: int, r: int, n: int) -> Any:
+        y = load_f32(sums, 0)
+        if size == 1:
+            scale, factors = splat(f32(job.row_scales, r)), load_f32(job.scale, n)
+            y = multiply(multiply(from_ints(y, load_f32(weight_sums, 0)), factors), scale)
+        return y
+
+    @inline
+    def finish(job: Any, sums: int, weight_sums: int, behind: int, r: int, n: int) -> None:
+        at = (row_of(job, r) * job.results + n) * 4
+        y, ups = scaled(job, sums, weight_sums, r, n), job.ups
+        if ups > 0:
+            y = multiply(silu(y), scaled(job, sums + behind, weight_sums + behind, r, n + ups))
+        if job.residual > 0:
+            y = add(y, load_f32(job.residual + at, 0))
+        store(job.out + at, 0, y)
+
+    return finish
+
+
+def packer(size: int) -> Any:
+    """`pack(job, index)`: a block of rows into panels, in numbers of `size` bytes."""
+    narrow = narrower(size)
+
+    @inline
+    def pack_sixteen(job: Any, first: int) -> None:
+        """Rows [first, first + 16) into half of a panel, or behind the panels if they are left over."""
+        rows, words = job.rows, job.width * size // 4
+        lines = malloc((LANES * words + job.width) * 4)
+        scratch = lines + LANES * words * 4
+        if first >= rows - left_over(rows):
+            for r in range(first, rows):
+                narrow(job, r, job.packed + (panels_of(rows) * PANEL + r - first) * words * 4, scratch)
+            free(lines)
+            return
+        for lane in range(LANES):
+            if first + lane < rows:
+                narrow(job, first + lane, lines + lane * words * 4, scratch)
+            else:
+                for j in range(0, words, LANES):
+                    store(lines, lane * words + j, splat(ZERO))
+        panel = job.packed + (first // PANEL * PANEL * words + first % PANEL) * 4
+        for j in range(0, words, LANES):
+            transpose(lines + j * 4, words, panel + j * PANEL * 4, PANEL)
+        free(lines)
+
+    @jit
+    def pack(job: Any, index: int) -> None:
+        per_pack = job.per_pack
+        for vector in range(index * per_pack, min((index + 1) * per_pack, (job.rows + LANES - 1) // LANES)):
+            pack_sixteen(job, vector * LANES)
+
+    return pack

@@ -1,0 +1,251 @@
+"""Up to a few hundred rows times a matrix: panels of rows are turned, the matrix is taken as it is stored.
+
+The product spreads a word of the matrix over a vector and multiplies it with the words of 16 rows: the matrix is never
+repacked, and read once for 64 rows. Rows that are left over after the last vector of 16, if they are few, are
+multiplied along the columns instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rekindle_kernels.native.kernels.gemm_packing import (
+    PANEL,
+    count_packs,
+    finisher,
+    left_over,
+    packer,
+    panels_of,
+)
+from rekindle_kernels.native.language.dot_products import add_ints, total_of_ints, transpose
+from rekindle_kernels.native.language.handler import first_unit
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import f32, free, malloc, prefetch, set_i32
+from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store, store_totals
+
+TOGETHER = 2 * PANEL  # rows for which a piece of the matrix is read once
+OUTPUTS = 16  # of a tile: a whole cache line of the result
+# Bytes of what a block keeps of 16 outputs: sums [16, 32], half of them turned [16, 16], and sums of the weights [16].
+SUMS = (OUTPUTS * PANEL + LANES * OUTPUTS + OUTPUTS) * 4
+ZERO = np.float32(0)
+TURNED_AT, WEIGHT_SUMS_AT = OUTPUTS * PANEL * 4, SUMS - OUTPUTS * 4
+
+
+def functions(size: int, add: Any) -> Any:
+    """`prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)` of panels, for `gemm.kernel`."""
+
+    @inline
+    def prepare(job: Any, threads: int) -> int:
+        rows = job.rows
+        groups = max(1, (rows - left_over(rows) + TOGETHER - 1) // TOGETHER)
+        parts = min(job.results // OUTPUTS, (4 * threads + groups - 1) // groups)
+        job.parts = parts
+        words = job.width * size // 4 * (panels_of(rows) * PANEL + left_over(rows))
+        job.packed = malloc((words + rows + LANES) * 4)
+        job.row_scales = job.packed + words * 4
+        return count_packs(job) + groups * parts
+
+    return prepare, packer(size), multiplier(size, add)
+
+
+def tiles(size: int, add: Any) -> Any:
+    """`first_of_group`, `one_of_group` and `one_vector`, each `(w, x, words, sums)`: rows of a panel at x times outputs
+    whose weights begin at w."""
+
+    @inline
+    def two_vectors(w: int, x: int, words: int, sums: int, ahead: bool) -> None:
+        """32 rows for 8 outputs: sums [8, 32]."""
+        a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = splat(ZERO)
+        b0 = b1 = b2 = b3 = b4 = b5 = b6 = b7 = splat(ZERO)
+        step = words * 4
+        v = w + 4 * step
+        for j in range(words):
+            x0, x1 = load_f32(x, j * PANEL), load_f32(x, j * PANEL + LANES)
+            if ahead:
+                prefetch(w + 16 // size * step + j * 32)
+            y = splat(f32(w, j))
+            a0, b0 = add(a0, x0, y), add(b0, x1, y)
+            y = splat(f32(w + step, j))
+            a1, b1 = add(a1, x0, y), add(b1, x1, y)
+            y = splat(f32(w + 2 * step, j))
+            a2, b2 = add(a2, x0, y), add(b2, x1, y)
+            y = splat(f32(w + 3 * step, j))
+            a3, b3 = add(a3, x0, y), add(b3, x1, y)
+            y = splat(f32(v, j))
+            a4, b4 = add(a4, x0, y), add(b4, x1, y)
+            y = splat(f32(v + step, j))
+            a5, b5 = add(a5, x0, y), add(b5, x1, y)
+            y = splat(f32(v + 2 * step, j))
+            a6, b6 = add(a6, x0, y), add(b6, x1, y)
+            y = splat(f32(v + 3 * step, j))
+            a7, b7 = add(a7, x0, y), add(b7, x1, y)
+        store_both(sums, 0, a0, b0)
+        store_both(sums, 1, a1, b1)
+        store_both(sums, 2, a2, b2)
+        store_both(sums, 3, a3, b3)
+        store_both(sums, 4, a4, b4)
+        store_both(sums, 5, a5, b5)
+        store_both(sums, 6, a6, b6)
+        store_both(sums, 7, a7, b7)
+
+    @jit
+    def first_of_group(w: int, x: int, words: int, sums: int) -> None:
+        """Asks for the next outputs' weights little by little: all at once would wait for the memory."""
+        two_vectors(w, x, words, sums, True)
+
+    @jit
+    def one_of_group(w: int, x: int, words: int, sums: int) -> None:
+        two_vectors(w, x, words, sums, False)
+
+    @inline
+    def store_both(sums: int, output: int, a: Any, b: Any) -> None:
+        store(sums, output * PANEL, a)
+        store(sums, output * PANEL + LANES, b)
+
+    @jit
+    def one_vector(w: int, x: int, words: int, sums: int) -> None:
+        """16 rows for 16 outputs: half of sums [16, 32]."""
+        a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = splat(ZERO)
+        b0 = b1 = b2 = b3 = b4 = b5 = b6 = b7 = splat(ZERO)
+        step = words * 4
+        v = w + 4 * step
+        t = w + 8 * step
+        u = w + 12 * step
+        for j in range(words):
+            y = load_f32(x, j * PANEL)
+            prefetch(w + 16 * step + j * 64)
+            a0, a1 = add(a0, y, splat(f32(w, j))), add(a1, y, splat(f32(w + step, j)))
+            a2, a3 = add(a2, y, splat(f32(w + 2 * step, j))), add(a3, y, splat(f32(w + 3 * step, j)))
+            a4, a5 = add(a4, y, splat(f32(v, j))), add(a5, y, splat(f32(v + step, j)))
+            a6, a7 = add(a6, y, splat(f32(v + 2 * step, j))), add(a7, y, splat(f32(v + 3 * step, j)))
+            b0, b1 = add(b0, y, splat(f32(t, j))), add(b1, y, splat(f32(t + step, j)))
+            b2, b3 = add(b2, y, splat(f32(t + 2 * step, j))), add(b3, y, splat(f32(t + 3 * step, j)))
+            b4, b5 = add(b4, y, splat(f32(u, j))), add(b5, y, splat(f32(u + step, j)))
+            b6, b7 = add(b6, y, splat(f32(u + 2 * step, j))), add(b7, y, splat(f32(u + 3 * step, j)))
+        store_halves(sums, a0, a1, a2, a3)
+        store_halves(sums + 4 * PANEL * 4, a4, a5, a6, a7)
+        store_halves(sums + 8 * PANEL * 4, b0, b1, b2, b3)
+        store_halves(sums + 12 * PANEL * 4, b4, b5, b6, b7)
+
+    @inline
+    def store_halves(sums: int, a: Any, b: Any, c: Any, d: Any) -> None:
+        store(sums, 0, a)
+        store(sums, PANEL, b)
+        store(sums, 2 * PANEL, c)
+        store(sums, 3 * PANEL, d)
+
+    return first_of_group, one_of_group, one_vector
+
+
+def tile_of_left_over(size: int, add: Any) -> Any:
+    """`few(x, w, words, sums, alone)`: one of the rows that are left over."""
+
+    @jit
+    def few(x: int, w: int, words: int, sums: int, alone: bool) -> None:
+        """One of the rows that are left over, for 16 outputs."""
+        for o in range(0, OUTPUTS, 4):
+            a = b = c = d = splat(ZERO)
+            v = w + o * words * 4
+            for j in range(0, words, LANES):
+                if alone:
+                    for i in range(4, 8):
+                        prefetch(v + (i * words + j) * 4)
+                y = load_f32(x, j)
+                a, b = add(a, y, load_f32(v, j)), add(b, y, load_f32(v, words + j))
+                c, d = add(c, y, load_f32(v, 2 * words + j)), add(d, y, load_f32(v, 3 * words + j))
+            if size == 2:
+                store_totals(sums + o * 4, a, b, c, d)
+            else:
+                set_i32(sums, o, total_of_ints(a))
+                set_i32(sums, o + 1, total_of_ints(b))
+                set_i32(sums, o + 2, total_of_ints(c))
+                set_i32(sums, o + 3, total_of_ints(d))
+
+    return few
+
+
+@inline
+def sum_weights(w: int, words: int, weight_sums: int) -> None:
+    """The sums of the 8-bit weights of 16 outputs, by which `gemm_packing.finisher` corrects their results."""
+    for o in range(OUTPUTS):
+        a = splat(ZERO)
+        for j in range(0, words, LANES):
+            a = add_ints(a, load_f32(w, o * words + j))
+        set_i32(weight_sums, o, total_of_ints(a))
+
+
+def multiplier(size: int, add: Any) -> Any:
+    """`multiply(job, index)`: a group of rows times a part of the outputs."""
+    first_of_group, one_of_group, one_vector = tiles(size, add)
+    few, finish_vector = tile_of_left_over(size, add), finisher(size)
+
+    @jit
+    def put(job: Any, sums: int, weight_sums: int, n: int, r: int, turned: int) -> None:
+        """The results of 16 rows from r on for the outputs [n, n + OUTPUTS), as rows of whole cache lines."""
+        transpose(sums, PANEL, turned, OUTPUTS)
+        if job.ups > 0:
+            transpose(sums + SUMS, PANEL, turned + SUMS, OUTPUTS)
+        for i in range(min(LANES, job.rows - r)):
+            finish_vector(job, turned + i * OUTPUTS * 4, weight_sums, SUMS, r + i, n)
+
+    @inline
+    def weights_of(job: Any, n: int, half: int) -> int:
+        """The address of the weights of output n, or, in the other half, of its up."""
+        return job.weight + (n + half * job.results) * (job.width * size // 4) * 4
+
+    @jit
+    def multiply_group(job: Any, n: int, halves: int, first: int, end: int, scratch: int) -> None:
+        """The rows [first, end) in panels times 16 outputs from n on."""
+        words = job.width * size // 4
+        turned, weight_sums = scratch + TURNED_AT, scratch + WEIGHT_SUMS_AT
+        for r in range(first, end, PANEL):
+            x = job.packed + r * words * 4
+            both = r + LANES < end
+            for half in range(halves):
+                w, sums = weights_of(job, n, half), scratch + half * SUMS
+                if not both:
+                    one_vector(w, x, words, sums)
+                elif r == first:
+                    first_of_group(w, x, words, sums)
+                    first_of_group(w + 8 * words * 4, x, words, sums + 8 * PANEL * 4)
+                else:
+                    one_of_group(w, x, words, sums)
+                    one_of_group(w + 8 * words * 4, x, words, sums + 8 * PANEL * 4)
+            put(job, scratch, weight_sums, n, r, turned)
+            if both:
+                put(job, scratch + LANES * 4, weight_sums, n, r + LANES, turned)
+
+    @jit
+    def multiply_left_over(job: Any, n: int, halves: int, whole: int, scratch: int) -> None:
+        """The rows from `whole` on, which no panel holds, times 16 outputs from n on."""
+        rows, words = job.rows, job.width * size // 4
+        turned, weight_sums = scratch + TURNED_AT, scratch + WEIGHT_SUMS_AT
+        for r in range(whole, rows):
+            x = job.packed + (panels_of(rows) * PANEL + r - whole) * words * 4
+            alone = r == 0  # else another's product has just asked for these weights
+            for half in range(halves):
+                few(x, weights_of(job, n, half), words, turned + half * SUMS, alone)
+            finish_vector(job, turned, weight_sums, SUMS, r, n)
+
+    @jit
+    def multiply(job: Any, index: int) -> None:
+        rows, words = job.rows, job.width * size // 4
+        parts, units = job.parts, job.results // OUTPUTS
+        group, part = index // parts, index % parts
+        halves = 2 if job.ups > 0 else 1
+        scratch = malloc(2 * SUMS)  # of both halves
+        whole = rows - left_over(rows)
+        first, end = group * TOGETHER, min(whole, group * TOGETHER + TOGETHER)
+        for unit in range(first_unit(part, parts, units), first_unit(part + 1, parts, units)):
+            n = unit * OUTPUTS
+            if size == 1:
+                for half in range(halves):
+                    sum_weights(weights_of(job, n, half), words, scratch + WEIGHT_SUMS_AT + half * SUMS)
+            multiply_group(job, n, halves, first, end, scratch)
+            if end == whole:
+                multiply_left_over(job, n, halves, whole, scratch)
+        free(scratch)
+
+    return multiply

@@ -1,0 +1,250 @@
+"""Attention of prompt chunks over pages: flash attention with tiles that stay in a core's own cache.
+
+Work is divided by (sequence, tile of queries, kv head). The queries of one kv head are the rows of a matrix; a tile of
+keys is turned, a tile of values brought in order, once for all of them, and both products run in one micro-kernel of
+four rows by four vectors. Tiles that no query sees are skipped.
+
+Products are of float32, or, where pages are bfloat16 and the processor multiplies two of them in a lane, of words that
+hold two: queries and weights are rounded to bfloat16 then, sums stay float32.
+
+Axes: T tokens, H query heads, K kv heads, G = H/K, D head size, S page size, W page-table width, M rows of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, Stored, describe
+from rekindle_kernels.native.kernels.prefill_softmax import softmax_function, unit_of
+from rekindle_kernels.native.kernels.prefill_tiles import KEYS, loader, products
+from rekindle_kernels.native.language.dot_products import store_rounded
+from rekindle_kernels.native.language.handler import Kernel, job_layout
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import f32, free, i32, malloc, set_f32, set_i32
+from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store, total
+from rekindle_kernels.native.language.vector_math import exp_of_one
+
+ZERO, ONE = np.float32(0), np.float32(1)
+
+JOB = job_layout(
+    "prefill",
+    {
+        **FIELDS,
+        "ends": "int32 [prompts + 1]: where each prompt's tokens end",
+        "queries": "of a tile",
+        "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
+        "tiles": "",
+    },
+    numbers=NUMBERS,
+)
+
+
+class Tile(NamedTuple):
+    """The queries of one prompt for one kv head. Its rows are G query heads of each query."""
+
+    s: int  # prompt
+    k: int  # kv head
+    token: int  # of the first query
+    position: int  # of the first query
+    rows: int
+    padded: int  # rows, up to a multiple of four
+
+
+class Scratch(NamedTuple):
+    """Addresses of what a tile keeps while it passes over the keys; M padded rows."""
+
+    q: int  # [M, D], or half as many words of two bfloat16
+    out: int  # [M, D]
+    logits: int  # [M, KEYS]
+    sums: int  # of weights, [M, LANES]
+    keys: int
+    values: int
+    tops: int  # the largest logits, [M]
+
+
+@inline
+def count_tiles(job: Any, prompts: int) -> int:
+    tiles = 0
+    for s in range(prompts):
+        tiles += (i32(job.ends, s + 1) - i32(job.ends, s) + job.queries - 1) // job.queries
+    return tiles
+
+
+@inline
+def list_tiles(job: Any, prompts: int) -> None:
+    """Note where every tile begins."""
+    tiles = 0
+    for s in range(prompts):
+        for number in range((i32(job.ends, s + 1) - i32(job.ends, s) + job.queries - 1) // job.queries):
+            set_i32(job.work, 2 * tiles, s)
+            set_i32(job.work, 2 * tiles + 1, number * job.queries)
+            tiles += 1
+    job.tiles = tiles
+
+
+def preparer(D: int) -> Any:
+    """`prepare(frame, job, threads)` for heads of that size."""
+
+    @jit
+    def prepare(frame: Any, job: Any, threads: int) -> int:
+        describe(frame, job)
+        prompts, before, row = i32(frame.prompts.data, 0), frame.settings.decode_rows, job.heads * D * 4
+        tokens = dim(frame.q, 0) - before
+        job.q = job.q + before * row  # the rows that decode come first in all of them
+        job.page_table = job.page_table + before * job.width * 4
+        job.lens = job.lens + before * 4
+        job.out = job.out + before * row
+        job.ends = frame.ends.data
+        job.queries = frame.settings.queries
+        for at in range(i32(job.ends, prompts) * job.heads * D, tokens * job.heads * D):
+            set_f32(job.out, at, ZERO)
+        tiles = count_tiles(job, prompts)
+        job.work = malloc(2 * tiles * 4)
+        list_tiles(job, prompts)
+        return tiles * job.kv_heads
+
+    return prepare
+
+
+@inline
+def tile_of(job: Any, index: int) -> Tile:
+    """The tile of a block. The last tiles of a prompt see the most keys and go first, so that threads end together."""
+    K = job.kv_heads
+    G = job.heads // K
+    number, k = job.tiles - 1 - index // K, index % K
+    s, begin = i32(job.work, 2 * number), i32(job.work, 2 * number + 1)
+    start = i32(job.ends, s)
+    q_len, length = i32(job.ends, s + 1) - start, i32(job.lens, s)
+    rows = min(job.queries, q_len - begin) * G
+    return Tile(s, k, start + begin, length - q_len + begin, rows, (rows + 3) // 4 * 4)
+
+
+@inline
+def scratch_of(M: int, D: int) -> Scratch:
+    """Memory for M padded rows, at `q`."""
+    q = malloc((M * (2 * D + KEYS + LANES + 1) + 2 * KEYS * D) * 4)
+    out, logits, sums = q + M * D * 4, q + 2 * M * D * 4, q + M * (2 * D + KEYS) * 4
+    keys = sums + M * LANES * 4
+    values = keys + KEYS * D * 4
+    return Scratch(q, out, logits, sums, keys, values, values + KEYS * D * 4)
+
+
+@inline
+def address_of_row(job: Any, array: int, tile: Tile, m: int, D: int) -> int:
+    """Where row m of a tile is in an array [tokens, heads, D]."""
+    G = job.heads // job.kv_heads
+    return array + ((tile.token + m // G) * job.heads + tile.k * G + m % G) * D * 4
+
+
+def starter(D: int, paired: bool) -> Any:
+    """`start(job, tile, scratch)`: the tile's queries, and nothing seen."""
+    put = store_rounded if paired else store
+
+    @jit
+    def start(job: Any, tile: Tile, scratch: Scratch) -> None:
+        for m in range(tile.padded):
+            source = address_of_row(job, job.q, tile, m, D)
+            for d in range(0, D, LANES):
+                put(scratch.q, m * D + d, load_f32(source, d) if m < tile.rows else splat(ZERO))
+                store(scratch.out, m * D + d, splat(ZERO))
+            store(scratch.sums, m * LANES, splat(ZERO))
+            set_f32(scratch.tops, m, MASKED)
+
+    return start
+
+
+def attender(D: int, paired: bool) -> Any:
+    """`attend(job, tile, scratch, m, key)`: four rows from m on see the tile of keys that begins at `key`."""
+    elements = 2 if paired else 1  # of a word
+    words, key_words = D // elements, KEYS // elements  # of a query, of a row of weights
+    product, row_vector = products(paired)
+    softmax_row = softmax_function(D, paired)
+
+    @jit
+    def attend(job: Any, tile: Tile, scratch: Scratch, m: int, key: int) -> None:
+        G, window = job.heads // job.kv_heads, job.window
+        logits = scratch.logits + m * KEYS * 4
+        product(scratch.q + m * words * 4, words, scratch.keys, KEYS, words, logits, KEYS, False)
+        for i in range(m, m + 4):
+            sees = tile.position + min(i, tile.rows - 1) // G
+            low = max(0, sees - window + 1 - key) if window > 0 else 0
+            high = max(low, min(KEYS, sees + 1 - key))
+            softmax_row(
+                job,
+                scratch.logits + i * KEYS * 4,
+                low,
+                high,
+                scratch.tops + i * 4,
+                scratch.sums + i * LANES * 4,
+                scratch.out + i * D * 4,
+            )
+        if D % KEYS == 0:
+            for column in range(0, D, KEYS):
+                at = scratch.out + (m * D + column) * 4
+                product(logits, KEYS, scratch.values + column * 4, D, key_words, at, D, True)
+        else:
+            for i in range(m, m + 4):
+                for column in range(0, D, LANES):
+                    at = scratch.out + (i * D + column) * 4
+                    row_vector(scratch.logits + i * KEYS * 4, scratch.values + column * 4, D, key_words, at)
+
+    return attend
+
+
+def finisher(D: int, paired: bool) -> Any:
+    """`put_results(job, tile, scratch)`: sums of values, divided by sums of weights, the sink's included."""
+    unit = unit_of(paired)
+
+    @jit
+    def put_results(job: Any, tile: Tile, scratch: Scratch) -> None:
+        G = job.heads // job.kv_heads
+        for m in range(tile.rows):
+            target = address_of_row(job, job.out, tile, m, D)
+            top, weights = f32(scratch.tops, m), total(load_f32(scratch.sums, m * LANES))
+            keep = ONE
+            if job.sinks != 0:
+                sink = f32(job.sinks, tile.k * G + m % G) * unit
+                if sink > top:
+                    keep = exp_of_one((top - sink) / unit)
+                    weights = weights * keep + ONE
+                else:
+                    weights += exp_of_one((sink - top) / unit)
+            factor = keep / weights
+            for d in range(D):
+                set_f32(target, d, f32(scratch.out, m * D + d) * factor)
+
+    return put_results
+
+
+def kernel(stored: Stored, paired: bool) -> Kernel:
+    """Attention of prompts over their pages. `paired`: pages are bfloat16, and multiplied two by two."""
+    D = stored.head_dim
+    prepare, load, start = preparer(D), loader(stored, paired), starter(D, paired)
+    attend, put_results = attender(D, paired), finisher(D, paired)
+
+    @jit
+    def block(job: Any, index: int) -> None:
+        tile = tile_of(job, index)
+        G, window = job.heads // job.kv_heads, job.window
+        scratch = scratch_of(tile.padded, D)
+        start(job, tile, scratch)
+        last = min(i32(job.lens, tile.s), tile.position + tile.rows // G)
+        first = max(0, tile.position - window + 1) if window > 0 else 0
+        for key in range(first // KEYS * KEYS, last, KEYS):
+            load(job, tile.s, tile.k, key, last, scratch.keys, scratch.values)
+            for m in range(0, tile.padded, 4):
+                if key > tile.position + min(tile.rows - 1, m + 3) // G:
+                    continue  # none of the four sees it
+                attend(job, tile, scratch, m, key)
+        put_results(job, tile, scratch)
+        free(scratch.q)
+
+    @jit
+    def finish(job: Any) -> None:
+        free(job.work)
+
+    return Kernel(kernel_table.PREFILL, JOB, prepare, block, finish)

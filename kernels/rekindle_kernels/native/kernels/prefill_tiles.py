@@ -1,0 +1,150 @@
+"""Tiles of keys and values in a core's own cache, and the product of a tile's rows with them.
+
+Axes: D head size, K kv heads, S page size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rekindle_kernels.native.kernels.attention_job import Stored
+from rekindle_kernels.native.language.dot_products import add_pairs, load_interleaved, store_columns
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import f32, i32, set_f32
+from rekindle_kernels.native.language.vector import LANES, load_f32, multiply_add, splat, store, store_four
+
+KEYS = 4 * LANES  # of a tile: the four vectors of the product
+ZERO, ONE = np.float32(0), np.float32(1)
+
+
+@inline
+def key_at(job: Any, s: int, k: int, t: int) -> int:
+    """The number of the key of position t, counted through all pages; its value is K · S vectors further."""
+    S, K = job.page_size, job.kv_heads
+    return (i32(job.page_table, s * job.width + t // S) * 2 * K + k) * S + t % S
+
+
+def loader(stored: Stored, paired: bool) -> Any:
+    """`load(job, s, k, begin, until, keys, values)`: the tile of prompt s whose first key is `begin`. Keys from `until`
+    on are zeros."""
+    return load_pairs(stored.head_dim) if paired else load_floats(stored)
+
+
+def load_floats(stored: Stored) -> Any:
+    """Keys [D, KEYS] and values [KEYS, D] as float32."""
+    (read, _, size), D, scaled = stored
+
+    @jit
+    def load_tile(job: Any, s: int, k: int, begin: int, until: int, keys: int, values: int) -> None:
+        pages = job.pages
+        for j in range(KEYS):
+            if begin + j < until:
+                key = key_at(job, s, k, begin + j)
+                value = key + job.kv_heads * job.page_size
+                key_scale = f32(job.scales, key) if scaled else ONE
+                value_scale = f32(job.scales, value) if scaled else ONE
+                for d in range(D):
+                    set_f32(values, j * D + d, read(pages + value * D * size, d) * value_scale)
+                for d in range(D):
+                    set_f32(keys, d * KEYS + j, read(pages + key * D * size, d) * key_scale)
+            else:
+                for d in range(D):
+                    set_f32(values, j * D + d, ZERO)
+                    set_f32(keys, d * KEYS + j, ZERO)
+
+    return load_tile
+
+
+def load_pairs(D: int) -> Any:
+    """Keys as words [D / 2, KEYS] of two bfloat16 of a key, values as words [KEYS / 2, D] of two values."""
+
+    @jit
+    def load_tile(job: Any, s: int, k: int, begin: int, until: int, keys: int, values: int) -> None:
+        pages, heads = job.pages, job.kv_heads * job.page_size * D * 2
+        zeros = values + KEYS * D * 2  # behind the values: a row of zeros
+        for d in range(0, D, 2 * LANES):
+            store(zeros, d // 2, splat(ZERO))
+        for j in range(0, KEYS, 4):
+            t = begin + j
+            a = pages + key_at(job, s, k, t) * D * 2 if t < until else zeros
+            b = pages + key_at(job, s, k, t + 1) * D * 2 if t + 1 < until else zeros
+            c = pages + key_at(job, s, k, t + 2) * D * 2 if t + 2 < until else zeros
+            e = pages + key_at(job, s, k, t + 3) * D * 2 if t + 3 < until else zeros
+            for i in range(0, D // 2, LANES):
+                store_columns(
+                    keys + (i * KEYS + j) * 4, KEYS, load_f32(a, i), load_f32(b, i), load_f32(c, i), load_f32(e, i)
+                )
+            a = a + heads if t < until else zeros
+            b = b + heads if t + 1 < until else zeros
+            c = c + heads if t + 2 < until else zeros
+            e = e + heads if t + 3 < until else zeros
+            for d in range(0, D, LANES):
+                store(values, j // 2 * D + d, load_interleaved(a, b, d))
+                store(values, (j // 2 + 1) * D + d, load_interleaved(c, e, d))
+
+    return load_tile
+
+
+@inline
+def add_product_of_floats(a: Any, b: Any, c: Any) -> Any:
+    """a + b · c in every lane."""
+    return multiply_add(b, c, a)
+
+
+def products(paired: bool) -> Any:
+    """`product` of four rows with four vectors and `row_vector` of one row with one vector, in words of two bfloat16 or
+    of one float32."""
+    add_product = add_pairs if paired else add_product_of_floats
+
+    @inline
+    def product(a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool) -> None:
+        """c (+)= a · b for four rows of a and four vectors of b; steps count floats from row to row."""
+        r00 = r01 = r02 = r03 = r10 = r11 = r12 = r13 = splat(ZERO)
+        r20 = r21 = r22 = r23 = r30 = r31 = r32 = r33 = splat(ZERO)
+        if add:
+            r00, r01, r02, r03 = (
+                load_f32(c, 0), load_f32(c, LANES), load_f32(c, 2 * LANES), load_f32(c, 3 * LANES),
+            )  # fmt: skip
+            r10, r11, r12, r13 = (
+                load_f32(c, c_step), load_f32(c, c_step + LANES), load_f32(c, c_step + 2 * LANES),
+                load_f32(c, c_step + 3 * LANES),
+            )  # fmt: skip
+            r20, r21, r22, r23 = (
+                load_f32(c, 2 * c_step), load_f32(c, 2 * c_step + LANES), load_f32(c, 2 * c_step + 2 * LANES),
+                load_f32(c, 2 * c_step + 3 * LANES),
+            )  # fmt: skip
+            r30, r31, r32, r33 = (
+                load_f32(c, 3 * c_step), load_f32(c, 3 * c_step + LANES), load_f32(c, 3 * c_step + 2 * LANES),
+                load_f32(c, 3 * c_step + 3 * LANES),
+            )  # fmt: skip
+        for i in range(depth):
+            b0, b1 = load_f32(b, i * b_step), load_f32(b, i * b_step + LANES)
+            b2, b3 = load_f32(b, i * b_step + 2 * LANES), load_f32(b, i * b_step + 3 * LANES)
+            x = splat(f32(a, i))
+            r00, r01 = add_product(r00, b0, x), add_product(r01, b1, x)
+            r02, r03 = add_product(r02, b2, x), add_product(r03, b3, x)
+            x = splat(f32(a, a_step + i))
+            r10, r11 = add_product(r10, b0, x), add_product(r11, b1, x)
+            r12, r13 = add_product(r12, b2, x), add_product(r13, b3, x)
+            x = splat(f32(a, 2 * a_step + i))
+            r20, r21 = add_product(r20, b0, x), add_product(r21, b1, x)
+            r22, r23 = add_product(r22, b2, x), add_product(r23, b3, x)
+            x = splat(f32(a, 3 * a_step + i))
+            r30, r31 = add_product(r30, b0, x), add_product(r31, b1, x)
+            r32, r33 = add_product(r32, b2, x), add_product(r33, b3, x)
+        store_four(c, 0, r00, r01, r02, r03)
+        store_four(c, c_step, r10, r11, r12, r13)
+        store_four(c, 2 * c_step, r20, r21, r22, r23)
+        store_four(c, 3 * c_step, r30, r31, r32, r33)
+
+    @inline
+    def row_vector(a: int, b: int, b_step: int, depth: int, c: int) -> None:
+        """c += a · b for one row and one vector: for head sizes that four vectors do not divide."""
+        x = load_f32(c, 0)
+        for i in range(depth):
+            x = add_product(x, load_f32(b, i * b_step), splat(f32(a, i)))
+        store(c, 0, x)
+
+    return product, row_vector

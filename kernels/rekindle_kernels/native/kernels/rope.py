@@ -1,0 +1,117 @@
+"""Rotary position embedding of a step's queries and keys, normed before if they are, and its values beside them.
+
+These are moves with a little arithmetic. XLA:CPU decides for every element of a concatenation which part it comes from:
+0.5 ms a layer for 512 tokens of 12 heads of 64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.vector import (
+    LANES,
+    load_f32,
+    multiply,
+    multiply_add,
+    splat,
+    store,
+    subtract,
+    total,
+)
+
+TOKENS = 16  # of a block
+ZERO, ONE = np.float32(0), np.float32(1)
+
+JOB = job_layout(
+    "rope",
+    {
+        "qk": "[tokens, source_heads, head_dim]",
+        "qkv": "[tokens, heads + 2 kv_heads, head_dim]",
+        "cos": "[tokens, frequencies]",
+        "sin": "[tokens, frequencies]",
+        "norm": "[heads + kv_heads, head_dim], or 0",
+        "q": "[tokens, heads, head_dim]",
+        "k": "[tokens, kv_heads, head_dim]",
+        "v": "[tokens, kv_heads, head_dim]",
+        "tokens": "",
+        "source_heads": "",
+        "head_dim": "",
+        "frequencies": "",
+        "heads": "",
+        "kv_heads": "",
+    },
+    numbers={"eps": "added to the mean square"},
+)
+
+
+@inline
+def normalise_head(job: Any, x: int, weight: int, out: int) -> None:
+    """One head of one token, divided by its root mean square and multiplied by the weight."""
+    width, squares = job.head_dim, splat(ZERO)
+    for i in range(0, width, LANES):
+        squares = multiply_add(load_f32(x, i), load_f32(x, i), squares)
+    mean = total(squares) / np.float32(width)
+    factor = splat(ONE / np.float32(math.sqrt(mean + job.eps)))
+    for i in range(0, width, LANES):
+        store(out, i, multiply(multiply(load_f32(x, i), factor), load_f32(weight, i)))
+
+
+@inline
+def rotate_heads(job: Any, t: int, first: int, count: int, out: int) -> None:
+    """The heads [first, first + count) of one token, as `rope.rotate` does it; what no frequency rotates is copied."""
+    width, half = job.head_dim, job.frequencies
+    cos, sin = job.cos + t * half * 4, job.sin + t * half * 4
+    for head in range(count):
+        x = job.qk + (t * job.source_heads + first + head) * width * 4
+        if job.norm != 0:
+            normalise_head(job, x, job.norm + (first + head) * width * 4, out + head * width * 4)
+            x = out + head * width * 4
+        for i in range(0, half, LANES):
+            a, b, c, s = load_f32(x, i), load_f32(x, half + i), load_f32(cos, i), load_f32(sin, i)
+            store(out, head * width + i, subtract(multiply(a, c), multiply(b, s)))
+            store(out, head * width + half + i, multiply_add(b, c, multiply(a, s)))
+        for i in range(2 * half, width, LANES):
+            store(out, head * width + i, load_f32(x, i))
+
+
+def kernel() -> Kernel:
+    """Queries and keys of qk, normed and rotated, and the values of qkv."""
+
+    @jit
+    def prepare(frame: Any, job: Any, threads: int) -> int:
+        job.qk = frame.qk.data
+        job.qkv = frame.qkv.data
+        job.cos = frame.cos.data
+        job.sin = frame.sin.data
+        job.norm = frame.norm.data if frame.has_norm else 0
+        job.eps = frame.settings.eps
+        job.q = frame.q.data
+        job.k = frame.k.data
+        job.v = frame.v.data
+        job.tokens = dim(frame.qk, 0)
+        job.source_heads = dim(frame.qk, 1)
+        job.head_dim = dim(frame.qk, 2)
+        job.frequencies = dim(frame.cos, 1)
+        job.heads = dim(frame.q, 1)
+        job.kv_heads = dim(frame.k, 1)
+        return (job.tokens + TOKENS - 1) // TOKENS
+
+    @jit
+    def block(job: Any, index: int) -> None:
+        heads, kv_heads, width = job.heads, job.kv_heads, job.head_dim
+        for t in range(index * TOKENS, min(job.tokens, (index + 1) * TOKENS)):
+            rotate_heads(job, t, 0, heads, job.q + t * heads * width * 4)
+            rotate_heads(job, t, heads, kv_heads, job.k + t * kv_heads * width * 4)
+            values = job.qkv + (t * (heads + 2 * kv_heads) + heads + kv_heads) * width * 4
+            out = job.v + t * kv_heads * width * 4
+            for i in range(0, kv_heads * width, LANES):
+                store(out, i, load_f32(values, i))
+
+    return Kernel(kernel_table.ROPE, JOB, prepare, block, nothing)

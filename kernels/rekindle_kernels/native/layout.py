@@ -1,0 +1,62 @@
+"""Named numbers in memory: a layout is declared once, and Python and machine code both read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+SIZES = {"word": 8, "int32": 4, "float32": 4}  # bytes; a word is an integer or an address
+WORD = SIZES["word"]
+
+
+class Field(NamedTuple):
+    """Where a number lies, in bytes from the begin of its record, and what it is: a key of SIZES."""
+
+    offset: int
+    kind: str
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The fields of a record in memory, by name."""
+
+    name: str
+    fields: Mapping[str, Field]
+    size: int  # bytes
+
+    def offset(self, name: str) -> int:
+        """Bytes from the begin of the record to a field."""
+        return self.fields[name].offset
+
+    def index(self, name: str) -> int:
+        """A field's place among fields of its own size."""
+        field = self.fields[name]
+        return field.offset // SIZES[field.kind]
+
+    def pack(self, values: Mapping[str, float]) -> np.ndarray:
+        """The record as an int32 array; float32 fields are stored as their bits. Each field needs a value."""
+        assert set(values) == set(self.fields), f"{self.name} has {', '.join(self.fields)}, not {', '.join(values)}"
+        record = np.zeros(self.size // 4, np.int32)
+        for name, value in values.items():
+            offset, kind = self.fields[name]
+            assert kind != "word", f"{self.name}.{name} takes eight bytes"
+            record.view(kind)[offset // 4] = value
+        return record
+
+
+def consecutive(name: str, kinds: Mapping[str, str]) -> Layout:
+    """Fields that follow each other, all of them of one size."""
+    fields, offset = {}, 0
+    for field, kind in kinds.items():
+        fields[field] = Field(offset, kind)
+        offset += SIZES[kind]
+    return Layout(name, fields, offset)
+
+
+def words(name: str, indices: Mapping[str, int], size: int = 0) -> Layout:
+    """Words at given places, counted in words; `size` words altogether, by default up to the last one."""
+    fields = {field: Field(WORD * index, "word") for field, index in indices.items()}
+    return Layout(name, fields, WORD * (size or 1 + max(indices.values())))

@@ -1,0 +1,49 @@
+"""The next token of each row of logits, as calls of JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rekindle_kernels.native.build import builds
+from rekindle_kernels.native.calling import call
+from rekindle_kernels.native.kernel_table import ARGMAX, SAMPLE
+
+
+def chooses(logits: jax.Array) -> bool:
+    """Whether `largest_index` and `draw` take these logits."""
+    return logits.dtype == jnp.float32 and builds(ARGMAX.variant().name) and builds(SAMPLE.variant().name)
+
+
+def largest_index(logits: jax.Array) -> jax.Array:
+    """The first index [R] of the largest of each row of logits [R, V]."""
+    (indices,) = call(ARGMAX.variant(), {"x": logits})
+    return indices
+
+
+def draw(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+    block: int,
+) -> jax.Array:
+    """Tokens [R] drawn from logits [R, V], those of rows with temperature 0 by `largest_index`; seed is uint32 [R, 2],
+    `block` how many tokens the first of a draw's two uniforms does not tell apart."""
+    (tokens,) = call(
+        SAMPLE.variant(),
+        {
+            "logits": logits,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+            "position": position,
+        },
+        {"block": block},
+    )
+    return tokens
