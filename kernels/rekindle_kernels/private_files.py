@@ -7,7 +7,7 @@ used only where nobody else could have put anything into it:
 - every folder above belongs to this user or the system, and nobody else can exchange what is in it: it is not writable
   by everybody unless sticky, as /tmp is, nor by a group other than this user's own.
 
-A cache that several users share on purpose has a key instead: REKINDLE_CACHE_KEY names a file that they all can read.
+A cache that several users share on purpose has a key instead: REKINDLE_SIGNING_KEY names a file that they all can read.
 What is code, in `SIGNED` folders, is then signed, and nothing is loaded whose signature does not fit. Weights and pages
 are not signed: they stay subject to the rules above.
 """
@@ -31,7 +31,7 @@ TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 """
 KINDS = ("compilations", "fingerprints", "native", "pages", "programs", "snapshots", "weights")  # folders in a cache
 SIGNED = ("native", "programs")  # of them, those whose files are signed where there is a key
-KEY_VARIABLE = "REKINDLE_CACHE_KEY"
+KEY_VARIABLE = "REKINDLE_SIGNING_KEY"
 MIN_KEY = 16  # bytes
 log = logging.getLogger("rekindle.cache")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
