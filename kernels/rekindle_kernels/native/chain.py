@@ -294,11 +294,14 @@ def _step(operation: Operation, buffers: dict[Value, Buffer], tokens: int | None
     spec = operation.kernel.spec
     operands = [(buffers[value], value.shape) for value in operation.inputs]
     results = [(buffers[value], value.shape) for value in operation.outputs]
-    for arrays, called in ((spec.operands, operands), (spec.results, results)):
-        for index, array in enumerate(arrays):
-            buffer, shape = called[index]
-            if array.is_per_token and shape[0] == tokens:
-                called[index] = buffer, (chain_plan.ROWS, *shape[1:])
+    per_token = [
+        *((operands, index) for index, array in enumerate(spec.operands) if array.is_per_token),
+        *((results, index) for index, array in enumerate(spec.results) if array.is_per_token),
+    ]
+    for called, index in per_token:
+        buffer, shape = called[index]
+        if shape[0] == tokens:
+            called[index] = buffer, (chain_plan.ROWS, *shape[1:])
     return Step(operation.kernel.name, operands, results)
 
 

@@ -45,7 +45,7 @@ def _handle(frame: int) -> int:
     while extension:
         if _read(EXTENSION, extension, "kind") == METADATA_KIND:
             answer = _read(EXTENSION, extension, "metadata") + METADATA.offset("major")
-            (ctypes.c_int32 * 3).from_address(answer)[:] = API_VERSION
+            (ctypes.c_int32 * 3).from_address(answer)[:] = list(API_VERSION)
             return 0
         extension = _read(EXTENSION, extension, "next")
     count = _read(CALL_FRAME, frame, "result_count")
