@@ -320,7 +320,9 @@ def _rows(attention: Operation, buffers: dict[Value, Buffer]) -> chain_plan.Rows
     """Where the chain finds how many rows there are."""
     names = ("lens", "ends", "prompts") if attention.has("ends") else ("lens",)
     places = {name: buffers[attention.operand(name)].number for name in names}
-    return chain_plan.Rows(attention.setting("decode_rows") or 0, **places)
+    tokens = attention.operand("q").shape[0]
+    most_prompts = attention.operand("ends").shape[0] - 1 if attention.has("ends") else 0
+    return chain_plan.Rows(attention.setting("decode_rows") or 0, **places, tokens=tokens, most_prompts=most_prompts)
 
 
 def _identity(value: Value) -> Any:
