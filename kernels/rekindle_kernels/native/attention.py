@@ -35,6 +35,11 @@ def paged_attention(
 ) -> jax.Array:
     """Decode rows, then prefill tokens, each into its part of one result: a slice or a concatenation would copy."""
     (T, H, D), R = q.shape, decode_rows
+    if min(T, kv_lens.shape[0]) < R or H % kv.kv_heads:
+        raise ValueError(
+            f"{R} decode rows of {T} tokens and {kv_lens.shape[0]} lengths, {H} query heads of {kv.kv_heads} kv heads: "
+            "every decode row needs a token and a length, and every kv head as many query heads"
+        )
     operands = {
         "q": q.astype(jnp.float32),
         "pages": kv.pages,

@@ -89,5 +89,6 @@ def norms(x: jax.Array) -> bool:
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x [T, E] / rms(x) · weight [E]."""
+    assert norms(x), f"rows of {x.dtype}{list(x.shape)} are normed by XLA"
     (normed,) = call(RMS_NORM.variant(), {"x": x, "weight": weight.astype(jnp.float32)}, {"eps": eps})
     return normed

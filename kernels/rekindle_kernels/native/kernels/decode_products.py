@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.kernels.attention_job import MASKED, Stored
+from rekindle_kernels.native.kernels.attention_job import MASKED, Stored, page_of
 from rekindle_kernels.native.language.jit import inline
-from rekindle_kernels.native.language.memory import f32, i32, prefetch, set_f32
+from rekindle_kernels.native.language.memory import f32, prefetch, set_f32
 from rekindle_kernels.native.language.vector import (
     LANES,
     add,
@@ -40,7 +40,7 @@ ZERO, ONE = np.float32(0), np.float32(1)
 def vector_of(job: Any, r: int, key: int, part: int, k: int) -> int:
     """The number of the vector of `key`, counted through all pages: keys are part 0, values part 1."""
     S, K = job.page_size, job.kv_heads
-    page = i32(job.page_table, r * job.width + key // S)
+    page = page_of(job, r, key // S)
     return ((page * 2 + part) * K + k) * S + key % S
 
 

@@ -72,8 +72,8 @@ def rows_to_compute(frame: Any) -> int:
     """A gap amid so few rows is not worth stepping over."""
     rows = dim(frame.x, 0)
     if frame.has_rows:
-        before = frame.rows.before
-        return min(before, rows) if before + frame.rows.gap >= rows else rows
+        before = max(0, min(frame.rows.before, rows))
+        return before if before + frame.rows.gap >= rows else rows
     return rows
 
 

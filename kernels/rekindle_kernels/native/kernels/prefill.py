@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, Stored, describe
+from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, Stored, describe, length_of
 from rekindle_kernels.native.kernels.prefill_softmax import softmax_function, unit_of
 from rekindle_kernels.native.kernels.prefill_tiles import KEYS, loader, products
 from rekindle_kernels.native.language.dot_products import store_rounded
@@ -35,6 +35,7 @@ JOB = job_layout(
     {
         **FIELDS,
         "ends": "int32 [prompts + 1]: where each prompt's tokens end",
+        "tokens": "of all prompts, padding included",
         "queries": "of a tile",
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
         "tiles": "",
@@ -67,10 +68,22 @@ class Scratch(NamedTuple):
 
 
 @inline
+def end_of(job: Any, s: int) -> int:
+    """Where the tokens of the prompt before s end, within the tokens that there are."""
+    return max(0, min(i32(job.ends, s), job.tokens))
+
+
+@inline
+def tiles_of(job: Any, s: int) -> int:
+    """How many tiles a prompt's queries make."""
+    return max(0, (end_of(job, s + 1) - end_of(job, s) + job.queries - 1) // job.queries)
+
+
+@inline
 def count_tiles(job: Any, prompts: int) -> int:
     tiles = 0
     for s in range(prompts):
-        tiles += (i32(job.ends, s + 1) - i32(job.ends, s) + job.queries - 1) // job.queries
+        tiles += tiles_of(job, s)
     return tiles
 
 
@@ -79,7 +92,7 @@ def list_tiles(job: Any, prompts: int) -> None:
     """Note where every tile begins."""
     tiles = 0
     for s in range(prompts):
-        for number in range((i32(job.ends, s + 1) - i32(job.ends, s) + job.queries - 1) // job.queries):
+        for number in range(tiles_of(job, s)):
             set_i32(job.work, 2 * tiles, s)
             set_i32(job.work, 2 * tiles + 1, number * job.queries)
             tiles += 1
@@ -92,15 +105,17 @@ def preparer(D: int) -> Any:
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
-        prompts, before, row = i32(frame.prompts.data, 0), frame.settings.decode_rows, job.heads * D * 4
-        tokens = dim(frame.q, 0) - before
+        before, row = frame.settings.decode_rows, job.heads * D * 4
+        most = min(dim(frame.ends, 0) - 1, dim(frame.lens, 0) - before)
+        prompts = max(0, min(i32(frame.prompts.data, 0), most))
         job.q = job.q + before * row  # the rows that decode come first in all of them
         job.page_table = job.page_table + before * job.width * 4
         job.lens = job.lens + before * 4
         job.out = job.out + before * row
         job.ends = frame.ends.data
+        job.tokens = dim(frame.q, 0) - before
         job.queries = frame.settings.queries
-        for at in range(i32(job.ends, prompts) * job.heads * D, tokens * job.heads * D):
+        for at in range(end_of(job, prompts) * job.heads * D, job.tokens * job.heads * D):
             set_f32(job.out, at, ZERO)
         tiles = count_tiles(job, prompts)
         job.work = malloc(2 * tiles * 4)
@@ -117,8 +132,8 @@ def tile_of(job: Any, index: int) -> Tile:
     G = job.heads // K
     number, k = job.tiles - 1 - index // K, index % K
     s, begin = i32(job.work, 2 * number), i32(job.work, 2 * number + 1)
-    start = i32(job.ends, s)
-    q_len, length = i32(job.ends, s + 1) - start, i32(job.lens, s)
+    start = end_of(job, s)
+    q_len, length = end_of(job, s + 1) - start, length_of(job, s)
     rows = min(job.queries, q_len - begin) * G
     return Tile(s, k, start + begin, length - q_len + begin, rows, (rows + 3) // 4 * 4)
 
@@ -232,7 +247,7 @@ def kernel(stored: Stored, paired: bool) -> Kernel:
         G, window = job.heads // job.kv_heads, job.window
         scratch = scratch_of(tile.padded, D)
         start(job, tile, scratch)
-        last = min(i32(job.lens, tile.s), tile.position + tile.rows // G)
+        last = min(length_of(job, tile.s), tile.position + tile.rows // G)
         first = max(0, tile.position - window + 1) if window > 0 else 0
         for key in range(first // KEYS * KEYS, last, KEYS):
             load(job, tile.s, tile.k, key, last, scratch.keys, scratch.values)
