@@ -9,6 +9,7 @@ page is accounted for, and memory, threads and descriptors are what they were.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -44,6 +45,8 @@ class Figures:
 
     def __init__(self) -> None:
         gc.collect()
+        with suppress(OSError, AttributeError):  # not on glibc
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed goes back, so that growth is what is kept
         process = psutil.Process()
         self.resident = process.memory_info().rss
         self.threads = process.num_threads()
@@ -127,9 +130,11 @@ def phase(name: str, folder: Path, seconds: float, seed: int, load: Load, faults
 def soak(folder: Path, seconds: float, seed: int = 0) -> None:
     load, faults = Load(seed), Faults(folder, seed)
     figures: dict[str, Figures] = {}
+    share = seconds / (len(PHASES) + 1)
     for index, name in enumerate(PHASES):
         start = dict(load.counts)
-        figures[name] = phase(name, folder, seconds / len(PHASES), seed + index, load, faults)
+        # Twice as long to warm up: every program is compiled by then, and memory is what serving takes.
+        figures[name] = phase(name, folder, share * (2 if index == 0 else 1), seed + index, load, faults)
         done = {what: count - start.get(what, 0) for what, count in sorted(load.counts.items())}
         print(f"{name}: {done}; {figures[name]}", flush=True)
     print(f"errors: {dict(load.errors)}")
@@ -142,6 +147,10 @@ def soak(folder: Path, seconds: float, seed: int = 0) -> None:
         assert after.descriptors <= before.descriptors, f"{name}: {after}, after warming up {before}"
 
 
+# Orbax forgets its own coroutine where a failing disk keeps it from starting; the error itself arrives.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'OrbaxLayout:RuntimeWarning")
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(SECONDS * 2 + 1200)
 def test_a_soak_of_half_an_hour(tmp_path: Path) -> None:
@@ -151,4 +160,4 @@ def test_a_soak_of_half_an_hour(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_soak(tmp_path: Path) -> None:
-    soak(tmp_path, 42.0)
+    soak(tmp_path, 40.0)

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +125,23 @@ class _Files:
     write: Callable[[Path], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Writing:
+    """What Orbax awaits. A coroutine in its place would warn where a full disk keeps Orbax from awaiting it."""
+
+    directory: Any
+    files: _Files
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        created = yield from self.directory.await_creation().__await__()
+        self.files.write(Path(str(created)))
+
+
 class _Handler:
     """Writes the one item of such a checkpoint for Orbax, or tells where its files are."""
 
     async def save(self, directory: Any, checkpointable: _Files) -> Awaitable[None]:
-        async def write() -> None:
-            checkpointable.write(Path(str(await directory.await_creation())))
-
-        return write()
+        return _Writing(directory, checkpointable)
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Path]:
         async def read() -> Path:
