@@ -147,10 +147,6 @@ def soak(folder: Path, seconds: float, seed: int = 0) -> None:
         assert after.descriptors <= before.descriptors, f"{name}: {after}, after warming up {before}"
 
 
-# Orbax forgets its own coroutine where a failing disk keeps it from starting; the error itself arrives.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'OrbaxLayout:RuntimeWarning")
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(SECONDS * 2 + 1200)
 def test_a_soak_of_half_an_hour(tmp_path: Path) -> None:

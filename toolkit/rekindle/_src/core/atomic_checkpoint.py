@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import shutil
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
@@ -159,6 +161,18 @@ class _Handler:
         return None
 
 
+def _close_forgotten(error: BaseException) -> None:
+    """Close the coroutines that Orbax had made and not begun when it failed; Python would warn of each."""
+    chain: BaseException | None = error
+    while chain is not None:
+        for frame, _ in traceback.walk_tb(chain.__traceback__):
+            for value in tuple(frame.f_locals.values()):
+                for one in (value, getattr(value, "_background_awaitable", None)):
+                    if inspect.iscoroutine(one) and inspect.getcoroutinestate(one) == inspect.CORO_CREATED:
+                        one.close()
+        chain = chain.__cause__ or chain.__context__
+
+
 class _Orbax:
     """Orbax with the handler above. It is imported at first use."""
 
@@ -176,7 +190,11 @@ class _Orbax:
 
     def save(self, path: Path, write: Callable[[Path], None]) -> None:
         with ONE_AT_A_TIME, self._context():
-            self._v1.save_checkpointables(path, {ITEM: _Files(write)})
+            try:
+                self._v1.save_checkpointables(path, {ITEM: _Files(write)})
+            except BaseException as error:
+                _close_forgotten(error)
+                raise
 
     def load(self, path: Path) -> Path:
         """The folder of the files, after Orbax has found the checkpoint complete."""

@@ -149,6 +149,10 @@ class CacheWriter:
                 continue
             try:
                 reply.put(job())
+            except OSError as error:
+                typed = StoreError(f"the cache folder can't be used now: {error}. Check the disk, and try again")
+                typed.__cause__ = error
+                reply.fail(typed)
             except BaseException as error:
                 reply.fail(error)
         while not self._jobs.empty():
