@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from helpers.faults import full_disk
 from helpers.tiered import ask, opened
+from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle.errors import StoreError
 from rekindle_kernels.private_files import tell_once
 
@@ -39,3 +41,19 @@ def test_a_session_works_without_a_cache_that_others_can_write(
         session.check_integrity()
     assert caplog.text.count("can be written by others") == 1, "said once, by whichever part was first"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()} == before
+
+
+def test_an_error_of_the_disk_that_nothing_else_translates_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: DiskTier, *, reserve: int = 0) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with opened(tmp_path) as session:
+        ask(session, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(DiskTier, "collect", failing)
+            with pytest.raises(StoreError, match="Input/output error") as caught:
+                session.save("mine").result_sync()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert session.save("mine").result_sync().pages > 0

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import warnings
@@ -60,6 +61,56 @@ def run_script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=120,
     )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("parent", ["open", "closed"])
+def test_opening_in_a_forked_child_is_refused_at_once(parent: str) -> None:
+    done = run_script(
+        """
+        import os, sys, time, warnings
+        import anyio
+        import rekindle
+        warnings.simplefilter("ignore")  # os.fork() in a process with threads, which is the point
+        async def awaited(opening):
+            return await opening
+        options = dict(cache_dir=sys.argv[2], precompile="lazy", quiet=True)
+        earlier = rekindle.open("tiny", **options)
+        session = rekindle.open_sync("tiny", **options)
+        if sys.argv[1] == "closed":
+            session.close()
+        pid = os.fork()
+        if pid == 0:
+            for use in (
+                lambda: rekindle.open_sync("tiny"),
+                lambda: rekindle.open("tiny"),
+                lambda: anyio.run(awaited, earlier),
+                lambda: anyio.run(awaited, earlier, backend="trio"),
+            ):
+                start = time.perf_counter()
+                try:
+                    use()
+                except rekindle.SessionForked as error:
+                    print(f"{time.perf_counter() - start:.3f} {error}", flush=True)
+            os._exit(0)
+        deadline = time.monotonic() + 30
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended[0] != pid:
+            os.kill(pid, 9)
+            sys.exit("the child hangs")
+        if sys.argv[1] == "open":
+            print("parent", session.generate_sync([5, 6], max_tokens=1, ignore_eos=True).usage.completion_tokens)
+        """,
+        parent,
+        tempfile.mkdtemp(),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    refused = [line for line in lines if "spawn" in line]
+    assert len(refused) == 4, done.stdout + done.stderr
+    assert all(float(line.split()[0]) < 2.0 for line in refused)
+    assert (lines[-1] == "parent 1") == (parent == "open")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@
     │   ├── StepFailed                     the device step that carried it raised; the cause is attached
     │   └── OutOfPages                     one sequence alone needs more KV pages than the pool has
     ├── SessionClosed                      the session was closed, or crashed; the cause is attached
-    ├── SessionForked                      used in a child process after os.fork()
+    ├── SessionForked                      used or opened in a forked child of a process with a session
     ├── CheckpointError(ValueError)        a checkpoint folder is missing, broken or incomplete
     │   └── UnsupportedModel               its config.json asks for something rekindle does not implement
     ├── CompileError                       a step program failed to compile at open()
@@ -86,7 +86,10 @@ class SessionClosed(RekindleError):
 
 
 class SessionForked(RekindleError):
-    """A session was used in a child process after `os.fork()`; open a new one there."""
+    """A session was used or opened in a child that `os.fork()` made of a process with a session.
+
+    Start processes anew instead, such as by `multiprocessing.get_context("spawn")`.
+    """
 
 
 class CheckpointError(RekindleError, ValueError):

@@ -117,3 +117,20 @@ def test_only_this_user_reads_what_was_kept(tmp_path: Path) -> None:
     for path in (tmp_path / "cache", *(tmp_path / "cache").rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
     assert os.path.exists(tmp_path / "cache" / ".pages.lock")
+
+
+@passing
+def test_a_folder_that_can_not_be_listed_now_costs_nothing(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tier(tmp_path)
+    disk.write(chain(0, 4))
+
+    def failing(path: object = ".") -> object:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", failing)
+        disk.collect()
+    assert disk.collect() > 0
+    assert known(tmp_path) == 4

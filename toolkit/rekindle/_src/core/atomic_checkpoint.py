@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import shutil
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +127,23 @@ class _Files:
     write: Callable[[Path], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Writing:
+    """What Orbax awaits. A coroutine in its place would warn where a full disk keeps Orbax from awaiting it."""
+
+    directory: Any
+    files: _Files
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        created = yield from self.directory.await_creation().__await__()
+        self.files.write(Path(str(created)))
+
+
 class _Handler:
     """Writes the one item of such a checkpoint for Orbax, or tells where its files are."""
 
     async def save(self, directory: Any, checkpointable: _Files) -> Awaitable[None]:
-        async def write() -> None:
-            checkpointable.write(Path(str(await directory.await_creation())))
-
-        return write()
+        return _Writing(directory, checkpointable)
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Path]:
         async def read() -> Path:
@@ -148,6 +159,18 @@ class _Handler:
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
         return None
+
+
+def _close_forgotten(error: BaseException) -> None:
+    """Close the coroutines that Orbax had made and not begun when it failed; Python would warn of each."""
+    chain: BaseException | None = error
+    while chain is not None:
+        for frame, _ in traceback.walk_tb(chain.__traceback__):
+            for value in tuple(frame.f_locals.values()):
+                for one in (value, getattr(value, "_background_awaitable", None)):
+                    if inspect.iscoroutine(one) and inspect.getcoroutinestate(one) == inspect.CORO_CREATED:
+                        one.close()
+        chain = chain.__cause__ or chain.__context__
 
 
 class _Orbax:
@@ -167,7 +190,11 @@ class _Orbax:
 
     def save(self, path: Path, write: Callable[[Path], None]) -> None:
         with ONE_AT_A_TIME, self._context():
-            self._v1.save_checkpointables(path, {ITEM: _Files(write)})
+            try:
+                self._v1.save_checkpointables(path, {ITEM: _Files(write)})
+            except BaseException as error:
+                _close_forgotten(error)
+                raise
 
     def load(self, path: Path) -> Path:
         """The folder of the files, after Orbax has found the checkpoint complete."""

@@ -18,6 +18,7 @@ MAX_PROMPT = 1 << 23  # characters or token ids of one prompt: twice what a mill
 # strings and n=64 held the other requests for seconds.
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 2_048  # of all stop strings together
+MAX_SALT = 1_024  # characters
 
 
 def bounded(field: str, value: Any, most: int) -> Any:
@@ -51,6 +52,19 @@ def bounded_stops(stop: Any) -> Any:
             "Use shorter or fewer ones",
         )
     return stop
+
+
+def check_salt(salt: Any) -> None:
+    """Raises InvalidRequest unless `salt` is None or text of a sensible length."""
+    if salt is None:
+        return
+    fix = "Pass a str such as the user's name, or leave it out to share the cache"
+    if not isinstance(salt, str):
+        raise InvalidRequest("salt", salt, "is not text", fix)
+    if not salt:
+        raise InvalidRequest("salt", salt, "is empty, which would share the cache with requests without one", fix)
+    if len(salt) > MAX_SALT:
+        raise InvalidRequest("salt", f"{len(salt):,} characters", f"is over the {MAX_SALT:,} that are possible", fix)
 
 
 def check_prompt(length: int, unit: str) -> None:

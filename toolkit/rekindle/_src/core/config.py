@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rekindle._src.core import foreign_names, html
-from rekindle._src.core.bounds import bounded, bounded_stops, check_n
+from rekindle._src.core.bounds import bounded, bounded_stops, check_n, check_salt
 from rekindle._src.core.options import DType, KVDType, Policy, Precompile, Quantize
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -75,6 +75,7 @@ class Sampling(html.Record):
         prompt_logprobs (None): the same of the prompt's tokens.
         priority (0): larger runs first in a session with policy="priority".
         processors (()): names of `LogitsProcessor`s that were given to `open()`.
+        salt (None): cached pages are shared only among requests with the same salt, such as those of one user.
     """
 
     max_tokens: int = 256
@@ -96,6 +97,7 @@ class Sampling(html.Record):
     prompt_logprobs: int | None = None
     priority: int = 0
     processors: tuple[str, ...] = ()
+    salt: str | None = None
 
     if TYPE_CHECKING:
 
@@ -171,6 +173,7 @@ class Sampling(html.Record):
         """Refuse what is too much before it is copied; what is of a wrong type is left to the checks after this one."""
         put = object.__setattr__
         check_n(self.n)
+        check_salt(self.salt)
         if isinstance(self.stop, Iterable):
             put(self, "stop", bounded_stops(self.stop))
         for name, most in (

@@ -66,10 +66,10 @@ class SchedulerLike(Protocol):
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
         """Forget every cached page, and with `recompute` what running requests have computed. No step is in flight."""
 
-    def pin(self, tokens: IntArray) -> int:
+    def pin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Keep the cached pages of `tokens`; how many tokens they cover."""
 
-    def unpin(self, tokens: IntArray) -> int:
+    def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Undo one `pin`; how many tokens are no longer pinned."""
 
     def status(self, request_id: str) -> Status | None:

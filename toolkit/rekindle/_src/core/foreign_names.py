@@ -44,6 +44,7 @@ SAMPLING: dict[str, Hint] = {
     "random_seed": Hint("seed", "Use seed with the same value"),
     "logits_processor": Hint("processors", "Give processors to open() and name them here in processors"),
     "logits_processors": Hint("processors", "Give processors to open() and name them here in processors"),
+    "cache_salt": Hint("salt", "Use salt with the same value"),
     "num_beams": Hint("n", "Beam search is not implemented: n with a temperature above 0 draws several completions"),
     "stream": Hint("", "Leave it out and use session.stream(prompt)"),
     "messages": Hint("", "Use session.chat(messages)"),

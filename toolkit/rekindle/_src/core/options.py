@@ -38,6 +38,7 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     priority: int | None
     processors: str | Sequence[str] | None
+    salt: str | None
 
 
 class OpenOptions(TypedDict, total=False):

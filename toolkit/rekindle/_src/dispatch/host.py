@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
+from rekindle._src.dispatch import forked
 from rekindle._src.dispatch.admission_limiter import AdmissionLimiter
 from rekindle._src.dispatch.device import Contexts, DeviceThread
 from rekindle._src.dispatch.dispatch import Dispatch, root_cause
@@ -21,7 +22,7 @@ from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.dispatch.messages import Control, Engine, Submission
 from rekindle._src.dispatch.schedule import Observer
 from rekindle._src.dispatch.wakeups import LoopWaker, caller, current_waker, run_sync
-from rekindle.errors import QueueFull, RekindleError, SessionClosed, SessionForked
+from rekindle.errors import QueueFull, RekindleError, SessionClosed
 
 T = TypeVar("T")
 
@@ -64,6 +65,8 @@ class Host:
         self._thread = threading.Thread(target=self._run, name="rekindle session", daemon=True)
 
     def start(self) -> None:
+        """Start the thread, which builds the engine. Raises SessionForked in a child of a process with a session."""
+        forked.opening()
         _hosts.add(self)
         if not _registered:
             _registered.append(True)
@@ -75,9 +78,7 @@ class Host:
     def check(self) -> None:
         """Raise if the session can't be used: closed, crashed, or in a forked child."""
         if self.forked:
-            raise SessionForked(
-                f"the session belongs to process {self._pid}, this is its forked child {os.getpid()}. Open one here"
-            )
+            raise forked.refusal(self._pid)
         if self.closing:
             raise self.refusal()
 

@@ -7,23 +7,24 @@ the tree. Iterating gives parents before children.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from rekindle._src.core.records import IntArray
-from rekindle._src.kvcache.digest import page_digest
+from rekindle._src.kvcache.digest import page_digest, root_lookup_key
 
 
 class Node:
     """One page of tokens after its parent's. Nodes are compared by object; only the tree changes them.
 
     A node has its page on the device, or its payload in a lower tier under its digest, or both. If a node has a device
-    page, so has its parent. The root has depth 0 and no page.
+    page, so has its parent. A root has depth 0, no parent and no page.
     """
 
     __slots__ = (
-        "children", "depth", "device_children", "digest", "key", "last_use", "page", "parent", "pins", "row", "score",
-        "visits",
+        "__weakref__", "children", "depth", "device_children", "digest", "key", "last_use", "page", "parent", "pins",
+        "row", "score", "visits",
     )  # fmt: skip
 
     def __init__(self, key: int, parent: Node | None, row: int, last_use: float) -> None:
@@ -45,12 +46,13 @@ class Node:
 
 
 class NodeTable:
-    """All nodes below one root, and their tokens in one array."""
+    """All nodes below the root and the roots of salts, and their tokens in one array."""
 
     def __init__(self, page_size: int, root_key: bytes) -> None:
         self.page_size = page_size
         self.root = Node(0, None, -1, 0.0)
         self.root.digest = root_key
+        self._salted: WeakValueDictionary[bytes, Node] = WeakValueDictionary()  # those with nodes below, or in use
         self._nodes: dict[int, Node] = {}
         self._tokens: IntArray = np.zeros((64, page_size), np.int32)
         self._rows = list(range(63, -1, -1))
@@ -63,6 +65,18 @@ class NodeTable:
 
     def __contains__(self, node: Node) -> bool:
         return self._nodes.get(node.key) is node
+
+    def salted(self, digest: bytes) -> Node:
+        """The root with this digest, which is that of a salt."""
+        root = self._salted.get(digest)
+        if root is None:
+            root = self._salted[digest] = Node(root_lookup_key(digest), None, -1, 0.0)
+            root.digest = digest
+        return root
+
+    def roots(self) -> list[Node]:
+        """Every root that is in use, the one without a salt first."""
+        return [self.root, *self._salted.values()]
 
     def find(self, parent: Node, keys: Sequence[int], tokens: IntArray) -> list[Node]:
         """The known nodes after `parent` for `tokens`, whose pages have `keys`. Tokens are compared exactly."""
@@ -147,14 +161,15 @@ class NodeTable:
     def check_integrity(self) -> None:
         """Raise AssertionError unless keys and counts are right and parents of device pages have one; walks it all."""
         below: dict[Node, list[Node]] = {}
+        roots = self.roots()
         for key, node in self._nodes.items():
             parent = node.parent
             assert node.key == key, "a node is filed under another key"
             assert parent is not None, "the root is not listed"
-            assert parent is self.root or parent in self, "a node lost its parent"
-            assert not node.page or parent is self.root or parent.page, "a device page below an absent one"
+            assert parent in (self if parent.depth else roots), "a node lost its parent"
+            assert not node.page or not parent.depth or parent.page, "a device page below an absent one"
             below.setdefault(parent, []).append(node)
-        for node in (self.root, *self):
+        for node in (*roots, *self):
             children = below.get(node, [])
             assert node.children == len(children), f"{node} has {len(children)} children"
             on_device = sum(bool(child.page) for child in children)
@@ -181,3 +196,13 @@ def path(node: Node) -> list[Node]:
         nodes.append(node)
         node = node.parent
     return nodes[::-1]
+
+
+def is_below(node: Node, pages: set[int]) -> bool:
+    """Whether one of the device pages before `node` is among `pages`."""
+    above = node.parent
+    while above is not None and above.page:
+        if above.page in pages:
+            return True
+        above = above.parent
+    return False

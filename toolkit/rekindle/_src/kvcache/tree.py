@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.records import IntArray, PageMove
-from rekindle._src.kvcache.digest import page_keys
+from rekindle._src.kvcache.digest import page_keys, salt_key, salted_root
 from rekindle._src.kvcache.eviction import EvictionQueue
-from rekindle._src.kvcache.node import Node, NodeTable
+from rekindle._src.kvcache.node import Node, NodeTable, is_below
 from rekindle._src.kvcache.offloaded import OffloadedNodes, TierLike
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.statistics import CacheStatistics
@@ -83,8 +83,21 @@ class PrefixCache:
     def root(self) -> Node:
         return self._table.root
 
-    def keys(self, tokens: IntArray) -> list[int]:
-        return page_keys(tokens, self.page_size)
+    @property
+    def roots(self) -> list[Node]:
+        """The root and those of the salts in use."""
+        return self._table.roots()
+
+    def root_of(self, salt: str | None) -> Node:
+        """What the first pages of requests with `salt` follow."""
+        return self.root if salt is None else self._table.salted(salted_root(self.root_key, salt))
+
+    def salted(self, digest: bytes) -> Node:
+        """The root with this digest, which is that of a salt."""
+        return self._table.salted(digest)
+
+    def keys(self, tokens: IntArray, salt: str | None = None) -> list[int]:
+        return page_keys(tokens, self.page_size, previous=salt_key(salt))
 
     def tokens_of(self, node: Node) -> IntArray:
         """The tokens of this page alone."""
@@ -102,9 +115,9 @@ class PrefixCache:
         """Whether `node` is still part of the tree."""
         return node in self._table
 
-    def find(self, tokens: IntArray) -> list[Node]:
+    def find(self, tokens: IntArray, salt: str | None = None) -> list[Node]:
         """The known nodes of a prompt, in whichever tier their payloads are. Statistics and scores do not change."""
-        return self._table.find(self.root, self.keys(tokens), tokens)
+        return self._table.find(self.root_of(salt), self.keys(tokens, salt), tokens)
 
     def in_host_memory(self, node: Node) -> bool:
         """Whether the payload of `node` is in host memory."""
@@ -116,9 +129,9 @@ class PrefixCache:
         """About how many leading pages are on the device. Quick: it looks at keys alone, not at tokens."""
         return self._table.depth(keys, on_device=True)
 
-    def match(self, keys: Sequence[int], tokens: IntArray) -> PrefixMatch:
+    def match(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> PrefixMatch:
         """The longest prefix of `tokens` with pages on the device or in host memory; tokens are compared exactly."""
-        nodes = self._table.find(self.root, keys, tokens)
+        nodes = self._table.find(self.root_of(salt), keys, tokens)
         on_device = 0
         for node in nodes:
             if not node.page:
@@ -133,13 +146,13 @@ class PrefixCache:
             usable = on_device
         return PrefixMatch(nodes[:usable], on_device)
 
-    def to_fetch(self, keys: Sequence[int], tokens: IntArray) -> tuple[list[bytes], int]:
+    def to_fetch(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> tuple[list[bytes], int]:
         """Digests of the pages to fetch from disk, so that every known page of `tokens` can be matched.
 
         The count is how many other pages, which are in host memory already, would be usable then too.
         """
         digests, near = [], 0
-        for node in self._table.find(self.root, keys, tokens):
+        for node in self._table.find(self.root_of(salt), keys, tokens):
             if node.page:
                 continue
             if self._offloaded.restorable(node):
@@ -286,14 +299,14 @@ class PrefixCache:
     def detach(self, moves: Sequence[PageMove]) -> None:
         """The step that should have restored these pages has failed: they and all below them leave the device."""
         broken = {move.page for move in moves}
-        gone = [node for node in self if node.page and (node.page in broken or _below(node, broken))]
+        gone = [node for node in self if node.page and (node.page in broken or is_below(node, broken))]
         for node in reversed(gone):
             self._leave(node)
         self.version += bool(gone)
 
-    def pin(self, tokens: IntArray) -> int:
+    def pin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Keep every page of `tokens` that is known now until `unpin`; returns how many tokens that covers."""
-        nodes = self._table.find(self.root, self.keys(tokens), tokens)
+        nodes = self.find(tokens, salt)
         fresh = [node for node in nodes if not node.pins]
         self.pool.share([node.page for node in fresh if node.page])
         for node in nodes:
@@ -304,9 +317,9 @@ class PrefixCache:
         self.pinned_pages += len(fresh)
         return len(nodes) * self.page_size
 
-    def unpin(self, tokens: IntArray) -> int:
+    def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Undo one `pin` of the same tokens; returns how many tokens are no longer pinned."""
-        nodes = [node for node in self._table.find(self.root, self.keys(tokens), tokens) if node.pins]
+        nodes = [node for node in self.find(tokens, salt) if node.pins]
         for node in nodes:
             node.pins -= 1
         loose = [node for node in nodes if not node.pins]
@@ -318,9 +331,9 @@ class PrefixCache:
         self.pinned_pages -= len(loose)
         return len(loose) * self.page_size
 
-    def pinned_prefix(self, tokens: IntArray) -> int:
+    def pinned_prefix(self, tokens: IntArray, salt: str | None = None) -> int:
         """How many leading pages of `tokens` are pinned."""
-        return sum(bool(node.pins) for node in self._table.find(self.root, self.keys(tokens), tokens))
+        return sum(bool(node.pins) for node in self.find(tokens, salt))
 
     def reset(self, root_key: bytes | None = None) -> None:
         """Forget everything, pins included. Pages that sequences hold return to the pool when these release them."""
@@ -384,12 +397,3 @@ class PrefixCache:
         parent.device_children -= 1
         self._leaves.offer(parent)
         self._offloaded.add(node)
-
-
-def _below(node: Node, pages: set[int]) -> bool:
-    above = node.parent
-    while above is not None and above.page:
-        if above.page in pages:
-            return True
-        above = above.parent
-    return False

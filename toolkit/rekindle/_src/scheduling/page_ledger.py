@@ -42,7 +42,7 @@ class PageLedger:
             return self.pool.total
         own = 0
         if request.sampling.prompt_logprobs is None:
-            own = cache.pinned_prefix(request.token_ids)
+            own = cache.pinned_prefix(request.token_ids, request.sampling.salt)
         return self.pool.total - cache.pinned_pages + own
 
     def keys(self, sequence: Sequence) -> list[int]:
@@ -78,7 +78,9 @@ class PageLedger:
         """Start to read the sequence's cached pages from disk; None if there are none, or computing them is quicker."""
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
-        digests, in_host_memory = self.cache.to_fetch(self.keys(sequence), sequence.tokens(0, sequence.known))
+        digests, in_host_memory = self.cache.to_fetch(
+            self.keys(sequence), sequence.tokens(0, sequence.known), sequence.salt
+        )
         return self.cache.host_tier.fetch(digests, in_host_memory)
 
     def acquire(self, sequence: Sequence, spare: int) -> int | None:
@@ -91,13 +93,13 @@ class PageLedger:
             return None  # without the exact match, which a long prompt that waits would pay for in each step
         match = _NOTHING
         if self.cache is not None:
-            match = self.cache.match(self.keys(sequence), sequence.tokens(0, sequence.known))
+            match = self.cache.match(self.keys(sequence), sequence.tokens(0, sequence.known), sequence.salt)
         needed = pages - match.on_device
         if needed + spare > self.available - self.pool.unheld(match.pages):
             return None
         if self.cache is not None:
             sequence.add_pages(self.cache.lock(match))
-            sequence.node = match.nodes[-1] if match.nodes else self.cache.root
+            sequence.node = match.nodes[-1] if match.nodes else self.cache.root_of(sequence.salt)
             sequence.generation = self.cache.generation
         taken = self._take(needed)
         sequence.add_pages(taken)

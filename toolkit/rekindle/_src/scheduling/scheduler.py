@@ -214,29 +214,29 @@ class Scheduler:
 
     # -- the cache, from outside
 
-    def pin(self, tokens: IntArray) -> int:
+    def pin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Keep the cached pages of `tokens` until `unpin`; returns how many tokens that covers.
 
         Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
         """
         if self.cache is None:
             return 0
-        covered = self.cache.pin(tokens)
+        covered = self.cache.pin(tokens, salt)
         for sequence in self._alive.values():
             length = sequence.request.prompt_length + sequence.limit - 1
             needed = pages_for(length, self.limits.page_size)
             if needed > self.pool.total - self.cache.pinned_pages and needed > self._ledger.usable(sequence.request):
                 usable = self._ledger.usable(sequence.request)
-                self.cache.unpin(tokens)
+                self.cache.unpin(tokens, salt)
                 raise OutOfPages(
                     f"Pinning {covered} tokens would leave {usable} pages to request {sequence.id}, which may need "
                     f"{needed}. Pin later or less, or raise device_memory."
                 )
         return covered
 
-    def unpin(self, tokens: IntArray) -> int:
+    def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Undo one `pin`; returns how many tokens are no longer pinned."""
-        return self.cache.unpin(tokens) if self.cache is not None else 0
+        return self.cache.unpin(tokens, salt) if self.cache is not None else 0
 
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
         """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Status
-from rekindle._src.kvcache.digest import page_keys
+from rekindle._src.kvcache.digest import page_keys, salt_key
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
@@ -71,6 +71,10 @@ class Sequence:
         return self.request.id
 
     @property
+    def salt(self) -> str | None:
+        return self.request.sampling.salt
+
+    @property
     def prefilling(self) -> bool:
         return self.planned < self.target
 
@@ -108,7 +112,10 @@ class Sequence:
         if len(keys) < count:
             first, size = len(keys), self.page_size
             keys += page_keys(
-                self.tokens(first * size, count * size), size, first=first, previous=keys[-1] if keys else 0
+                self.tokens(first * size, count * size),
+                size,
+                first=first,
+                previous=keys[-1] if keys else salt_key(self.salt),
             )
         return keys if len(keys) == count else keys[:count]
 

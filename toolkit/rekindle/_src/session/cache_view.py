@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.core import html
+from rekindle._src.core.bounds import check_salt
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.persist import snapshot
@@ -68,15 +69,16 @@ class CacheView:
 
         return self._client.ask(collect)
 
-    def explain(self, prompt: PromptLike) -> PrefixExplanation:
-        """What would match, where it is, and what bringing it back would cost; changes nothing."""
+    def explain(self, prompt: PromptLike, *, salt: str | None = None) -> PrefixExplanation:
+        """What a request with this `salt` would find, where it is, and what bringing it back costs; changes nothing."""
+        check_salt(salt)
         cache, tiers = self._parts()
         tokens = self._client.tokens(prompt)
 
         def explain() -> PrefixExplanation:
             counts = dict.fromkeys(TIERS, 0)
             usable = len(tokens) // cache.page_size
-            for node in cache.find(tokens)[:usable]:
+            for node in cache.find(tokens, salt)[:usable]:
                 tier = _tier(cache, tiers, node)
                 if tier not in counts:
                     break
@@ -199,7 +201,7 @@ def _runs(cache: PrefixCache, tiers: Tiers | None, limit: int) -> list[tuple[Nod
         below.setdefault(node.parent, []).append(node)
     now = cache.clock()
     found: list[tuple[NodeView, IntArray]] = []
-    todo = [(0, node) for node in reversed(below.get(cache.root, []))]
+    todo = [(0, node) for root in reversed(cache.roots) for node in reversed(below.get(root, []))]
     while todo and len(found) < limit:
         depth, first = todo.pop()
         run, tier = [first], _tier(cache, tiers, first)

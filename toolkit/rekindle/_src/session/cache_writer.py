@@ -25,6 +25,7 @@ from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine, Exclusive
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
+from rekindle._src.kvcache.digest import is_salted
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
 from rekindle._src.kvcache.tiers.disk import DiskTier
@@ -148,6 +149,10 @@ class CacheWriter:
                 continue
             try:
                 reply.put(job())
+            except OSError as error:
+                typed = StoreError(f"the cache folder can't be used now: {error}. Check the disk, and try again")
+                typed.__cause__ = error
+                reply.fail(typed)
             except BaseException as error:
                 reply.fail(error)
         while not self._jobs.empty():
@@ -356,11 +361,11 @@ class CacheWriter:
 
 
 def _connected(pages: Sequence[Page], root: bytes) -> list[Page]:
-    """The pages that can be reached from the root; `pages` has parents before their children."""
+    """The pages that can be reached from the root or a salt's; `pages` has parents before their children."""
     reached = {root}
     found = []
     for page in pages:
-        if page.parent in reached:
+        if page.parent in reached or is_salted(page.parent, root):
             reached.add(page.digest)
             found.append(page)
     return found

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from rekindle._src.core.bounds import check_salt
 from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.mailbox import OneShot
@@ -54,17 +55,19 @@ class Client:
         tokenizer = self.engine.tokenizer
         return tokenizer.decode(token_ids) if tokenizer.has_text else ""
 
-    def pin(self, prompt: PromptLike) -> int:
+    def pin(self, prompt: PromptLike, salt: str | None = None) -> int:
         """Keep the cached pages of a prompt on the device until `unpin`; how many tokens they cover."""
         self.host.check()
+        check_salt(salt)
         tokens = self.tokens(prompt)
-        return self.ask(lambda: self.engine.scheduler.pin(tokens))
+        return self.ask(lambda: self.engine.scheduler.pin(tokens, salt))
 
-    def unpin(self, prompt: PromptLike) -> int:
+    def unpin(self, prompt: PromptLike, salt: str | None = None) -> int:
         """Undo one `pin`; how many tokens are no longer kept."""
         self.host.check()
+        check_salt(salt)
         tokens = self.tokens(prompt)
-        return self.ask(lambda: self.engine.scheduler.unpin(tokens))
+        return self.ask(lambda: self.engine.scheduler.unpin(tokens, salt))
 
     async def flush_cache(self) -> None:
         """Forget every cached page; requests that run keep theirs."""

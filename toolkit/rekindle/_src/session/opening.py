@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
+from rekindle._src.dispatch import forked
 from rekindle._src.dispatch.device import capture_contexts
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
@@ -92,6 +93,7 @@ def open(
     one. `processors` are `LogitsProcessor`s that requests may name. `progress` is called in another thread with how
     much of the weights was read.
     """
+    forked.opening()  # before an event loop is asked for anything
     return Opening(functools.partial(_build, model, EngineConfig.of(options), _listed(processors), progress))
 
 

@@ -172,16 +172,18 @@ class Session(Requests):
         """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only what is new."""
         return Once(self._cache_writer.save, name, name="save")
 
-    def pin(self, prompt: PromptLike) -> int:
+    def pin(self, prompt: PromptLike, *, salt: str | None = None) -> int:
         """Keep the cached pages of a prompt until `unpin`; how many of its tokens that covers.
+
+        With `salt`, those of requests with that salt.
 
         Only what was computed can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
         """
-        return self._client.pin(prompt)
+        return self._client.pin(prompt, salt)
 
-    def unpin(self, prompt: PromptLike) -> int:
-        """Undo one `pin`; how many tokens are no longer kept."""
-        return self._client.unpin(prompt)
+    def unpin(self, prompt: PromptLike, *, salt: str | None = None) -> int:
+        """Undo one `pin` with this `salt`; how many tokens are no longer kept."""
+        return self._client.unpin(prompt, salt)
 
     def swap_weights(self, weights: Any) -> Call[None]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.

@@ -21,6 +21,7 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.atomic_checkpoint import is_finished, remove
+from rekindle._src.kvcache.digest import is_salted
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.persist.identity import Identity, verify
 from rekindle._src.kvcache.persist.segment import Page, Segment, pages_of, write_index
@@ -168,8 +169,8 @@ def protected(folder: Path) -> dict[str, set[bytes]]:
 def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
     """Make verified pages known to the tree, each run without branches at once.
 
-    Returns how many can be reached from the root. The tree computes digests from the tokens by itself, so that a page
-    which was not verified would not be found under any payload.
+    Returns how many can be reached from the root, or from that of a salt. The tree computes digests from the tokens by
+    itself, so that a page which was not verified would not be found under any payload.
     """
     below: dict[bytes, list[Page]] = {}
     for page in pages:
@@ -177,7 +178,8 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
     now = cache.clock() - time.time()
     count = 0
     todo: list[tuple[bytes, Node]] = [(cache.root_key, cache.root)]
-    seen = {cache.root_key}
+    todo += [(digest, cache.salted(digest)) for digest in below if is_salted(digest, cache.root_key)]
+    seen = {digest for digest, _ in todo}
     while todo:
         parent, node = todo.pop()
         for first in below.get(parent, ()):

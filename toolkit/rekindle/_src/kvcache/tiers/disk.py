@@ -371,6 +371,7 @@ class DiskTier:
 
     def _remove_partials(self) -> None:
         for folder in (self.pages_folder, self.folder / "snapshots"):
-            for partial in folder.glob(f"{PARTIAL}*") if folder.is_dir() else ():
-                if is_stale(partial):
-                    shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):  # they are found again next time
+                for partial in folder.glob(f"{PARTIAL}*") if folder.is_dir() else ():
+                    if is_stale(partial):
+                        shutil.rmtree(partial, ignore_errors=True)
