@@ -36,6 +36,7 @@ JOB = job_layout(
         **FIELDS,
         "ends": "int32 [prompts + 1]: where each prompt's tokens end",
         "queries": "of a tile",
+        "decoding": "rows that decode and have tiles like prompts; their tokens, lengths and pages come first",
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
         "tiles": "",
     },
@@ -46,7 +47,7 @@ JOB = job_layout(
 class Tile(NamedTuple):
     """The queries of one prompt for one kv head. Its rows are G query heads of each query."""
 
-    s: int  # prompt
+    s: int  # prompt; below 0, a row that decodes: its token, length and pages lie so far before the first prompt's
     k: int  # kv head
     token: int  # of the first query
     position: int  # of the first query
@@ -68,7 +69,7 @@ class Scratch(NamedTuple):
 
 @inline
 def count_tiles(job: Any, prompts: int) -> int:
-    tiles = 0
+    tiles = job.decoding
     for s in range(prompts):
         tiles += (i32(job.ends, s + 1) - i32(job.ends, s) + job.queries - 1) // job.queries
     return tiles
@@ -78,6 +79,10 @@ def count_tiles(job: Any, prompts: int) -> int:
 def list_tiles(job: Any, prompts: int) -> None:
     """Note where every tile begins."""
     tiles = 0
+    for r in range(job.decoding):
+        set_i32(job.work, 2 * tiles, r - job.decoding)  # numbers below 0 are rows that decode
+        set_i32(job.work, 2 * tiles + 1, 0)
+        tiles += 1
     for s in range(prompts):
         for number in range((i32(job.ends, s + 1) - i32(job.ends, s) + job.queries - 1) // job.queries):
             set_i32(job.work, 2 * tiles, s)
@@ -93,6 +98,7 @@ def preparer(D: int) -> Any:
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
         prompts, before, row = i32(frame.prompts.data, 0), frame.settings.decode_rows, job.heads * D * 4
+        job.decoding = before if frame.settings.together > 0 else 0
         tokens = dim(frame.q, 0) - before
         job.q = job.q + before * row  # the rows that decode come first in all of them
         job.page_table = job.page_table + before * job.width * 4
@@ -117,6 +123,8 @@ def tile_of(job: Any, index: int) -> Tile:
     G = job.heads // K
     number, k = job.tiles - 1 - index // K, index % K
     s, begin = i32(job.work, 2 * number), i32(job.work, 2 * number + 1)
+    if s < 0:
+        return Tile(s, k, s, i32(job.lens, s) - 1, G, (G + 3) // 4 * 4)
     start = i32(job.ends, s)
     q_len, length = i32(job.ends, s + 1) - start, i32(job.lens, s)
     rows = min(job.queries, q_len - begin) * G
@@ -213,7 +221,7 @@ def finisher(D: int, paired: bool) -> Any:
                     weights = weights * keep + ONE
                 else:
                     weights += exp_of_one((sink - top) / unit)
-            factor = keep / weights
+            factor = keep / weights if weights > ZERO else ZERO  # 0 where a row that decodes has no sequence
             for d in range(D):
                 set_f32(target, d, f32(scratch.out, m * D + d) * factor)
 
