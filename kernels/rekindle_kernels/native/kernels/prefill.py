@@ -37,6 +37,7 @@ JOB = job_layout(
         "ends": "int32 [prompts + 1]: where each prompt's tokens end",
         "tokens": "of all prompts, padding included",
         "queries": "of a tile",
+        "decoding": "rows that decode and have tiles like prompts; their tokens, lengths and pages come first",
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
         "tiles": "",
     },
@@ -47,7 +48,7 @@ JOB = job_layout(
 class Tile(NamedTuple):
     """The queries of one prompt for one kv head. Its rows are G query heads of each query."""
 
-    s: int  # prompt
+    s: int  # prompt; below 0, a row that decodes: its token, length and pages lie so far before the first prompt's
     k: int  # kv head
     token: int  # of the first query
     position: int  # of the first query
@@ -81,7 +82,7 @@ def tiles_of(job: Any, s: int) -> int:
 
 @inline
 def count_tiles(job: Any, prompts: int) -> int:
-    tiles = 0
+    tiles = job.decoding
     for s in range(prompts):
         tiles += tiles_of(job, s)
     return tiles
@@ -91,6 +92,10 @@ def count_tiles(job: Any, prompts: int) -> int:
 def list_tiles(job: Any, prompts: int) -> None:
     """Note where every tile begins."""
     tiles = 0
+    for r in range(job.decoding):
+        set_i32(job.work, 2 * tiles, r - job.decoding)  # numbers below 0 are rows that decode
+        set_i32(job.work, 2 * tiles + 1, 0)
+        tiles += 1
     for s in range(prompts):
         for number in range(tiles_of(job, s)):
             set_i32(job.work, 2 * tiles, s)
@@ -106,6 +111,7 @@ def preparer(D: int) -> Any:
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
         before, row = frame.settings.decode_rows, job.heads * D * 4
+        job.decoding = before if frame.settings.together > 0 else 0
         most = min(dim(frame.ends, 0) - 1, dim(frame.lens, 0) - before)
         prompts = max(0, min(i32(frame.prompts.data, 0), most))
         job.q = job.q + before * row  # the rows that decode come first in all of them
@@ -132,6 +138,8 @@ def tile_of(job: Any, index: int) -> Tile:
     G = job.heads // K
     number, k = job.tiles - 1 - index // K, index % K
     s, begin = i32(job.work, 2 * number), i32(job.work, 2 * number + 1)
+    if s < 0:
+        return Tile(s, k, s, length_of(job, s) - 1, G, (G + 3) // 4 * 4)
     start = end_of(job, s)
     q_len, length = end_of(job, s + 1) - start, length_of(job, s)
     rows = min(job.queries, q_len - begin) * G
@@ -228,7 +236,7 @@ def finisher(D: int, paired: bool) -> Any:
                     weights = weights * keep + ONE
                 else:
                     weights += exp_of_one((sink - top) / unit)
-            factor = keep / weights
+            factor = keep / weights if weights > ZERO else ZERO  # 0 where a row that decodes has no sequence
             for d in range(D):
                 set_f32(target, d, f32(scratch.out, m * D + d) * factor)
 
