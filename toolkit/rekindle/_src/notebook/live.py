@@ -75,7 +75,7 @@ class Live:
             self.widget.html = self.picture
 
     def _draw(self) -> None:
-        self.picture = self.draw()
+        self.picture = str(self.draw())  # not Markup: marimo's encoder knows no subclasses of str
         self.pictures += 1
 
     def _heard(self, event: str, name: str, value: Any) -> None:
@@ -85,7 +85,7 @@ class Live:
             elif event == "token" and isinstance(value, int):
                 self.token(value)
         except RekindleError as error:  # an exception in a callback would be shown nowhere
-            self.widget.note = html.line(f"{type(error).__name__}: {error}")
+            self.widget.note = str(html.line(f"{type(error).__name__}: {error}"))
 
     def _run(self) -> None:
         # Errors end here: the kernel's channels may close at any time, and the user can do nothing about it.

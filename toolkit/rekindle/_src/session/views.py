@@ -32,7 +32,7 @@ class Views:
 
     def _repr_html_(self) -> str:
         rows = [(f"session.view.{name}", getattr(type(self), name).__doc__) for name in NAMES]
-        return html.table(["view", "shows"], rows)
+        return str(html.table(["view", "shows"], rows))
 
     def stream(self, prompt: PromptLike, **options: Any) -> StreamView:
         """A request's text while it is made, with a button that stops it."""
