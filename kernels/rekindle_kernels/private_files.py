@@ -29,7 +29,8 @@ TAG = "CACHEDIR.TAG"  # bford.info/cachedir: backups leave such a folder out, an
 TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # This folder was made by rekindle. All of it can be made again; see `rekindle cache --help`.
 """
-KINDS = ("compilations", "fingerprints", "native", "pages", "programs", "snapshots", "weights")  # folders in a cache
+# Folders in a cache.
+KINDS = ("chats", "compilations", "fingerprints", "native", "pages", "programs", "snapshots", "weights")
 SIGNED = ("native", "programs")  # of them, those whose files are signed where there is a key
 KEY_VARIABLE = "REKINDLE_SIGNING_KEY"
 MIN_KEY = 16  # bytes
