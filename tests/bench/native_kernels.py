@@ -9,6 +9,7 @@ both trees, and the median of the ratios new / old of each turn, with the quarte
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -87,28 +88,31 @@ def cases() -> dict[str, Callable[[], Any]]:
     return found
 
 
-def serve(seconds: float) -> None:
+def serve(seconds: float, one_core: bool) -> None:
     """A tree's process: the names of its cases, then for each name that is asked for the seconds of one call."""
+    if one_core:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    clock = time.process_time if one_core else time.perf_counter
     found = cases()
     print(*found, sep="\t", flush=True)
     for line in sys.stdin:
         call = found[line.strip()]
         call()
         times: list[float] = []
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds or len(times) < 3:
-            start = time.perf_counter()
+        began = clock()
+        while clock() - began < seconds or len(times) < 3:
+            start = clock()
             call()
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
         print(min(times), flush=True)
 
 
 class Tree:
     """The process of one source tree."""
 
-    def __init__(self, root: Path, seconds: float) -> None:
+    def __init__(self, root: Path, seconds: float, one_core: bool) -> None:
         code = f"import sys; sys.path[:0] = {[str(root / 'kernels'), str(Path(__file__).parent)]!r}"
-        code += f"; import native_kernels; native_kernels.serve({seconds})"
+        code += f"; import native_kernels; native_kernels.serve({seconds}, {one_core})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -143,11 +147,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each process")
     parser.add_argument("--processes", type=int, default=4, help="of each tree, one after another")
     parser.add_argument("--seconds", type=float, default=0.05, help="of each turn")
+    parser.add_argument("--one-core", action="store_true", help="CPU time on one core, for a machine that is busy")
     parser.add_argument("--only", default="", help="cases that begin so")
     options = parser.parse_args()
     turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for _ in range(options.processes):
-        with Tree(options.old.resolve(), options.seconds) as old, Tree(options.new.resolve(), options.seconds) as new:
+        both = (Tree(root.resolve(), options.seconds, options.one_core) for root in (options.old, options.new))
+        with next(both) as old, next(both) as new:
             for name in old.names:
                 if name in new.names and name.startswith(options.only):
                     turns[name] += [(old.time(name), new.time(name)) for _ in range(options.rounds)]

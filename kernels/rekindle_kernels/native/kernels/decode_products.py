@@ -73,11 +73,15 @@ def weights_of(job: Any, count: int, logits: int) -> tuple[float, float]:
 
 
 @inline
-def scale_values(job: Any, r: int, k: int, begin: int, end: int, logits: int) -> None:
-    """Multiply the weights of one head by the scales of the values."""
-    for t in range(begin, end):
-        factor = f32(job.scales, vector_of(job, r, t, 1, k))
-        set_f32(logits, t - begin, f32(logits, t - begin) * factor)
+def scale_values(job: Any, r: int, k: int, begin: int, end: int, weights: int) -> None:
+    """Multiply the weights of one head by the scales of the values [begin, end), page by page."""
+    key = begin
+    while key < end:
+        until = min(end, (key // job.page_size + 1) * job.page_size)
+        scales, here = job.scales + vector_of(job, r, key, 1, k) * 4, weights + (key - begin) * 4
+        for t in range(until - key):
+            set_f32(here, t, f32(here, t) * f32(scales, t))
+        key = until
 
 
 def fetcher(stored: Stored) -> Any:
