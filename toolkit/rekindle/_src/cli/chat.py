@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
     options = sampling_options(arguments)
-    with open_sync(arguments.model, quiet=True, **engine_options(arguments)) as session:
+    with open_sync(arguments.model, **engine_options(arguments)) as session:
         print(HELP, file=sys.stderr)
         while (line := _read()) is not None:
             match line.strip():
