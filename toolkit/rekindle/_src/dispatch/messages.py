@@ -34,6 +34,7 @@ class Engine(NamedTuple):
     # Characters that one token can stand for at most, counted when first asked; None: longer prompts are encoded.
     characters_per_token: Callable[[], int] | None = None
     longest: int | None = None  # positions of the model
+    sampling: Sampling | None = None  # of requests that bring none: what the checkpoint asks for
     program_wait: ProgramWait | None = None  # how long steps waited for programs
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 
 from rekindle import tiny
-from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.config import EngineConfig, Sampling, cache_folder
 from rekindle._src.core.progress import in_notebook
 from rekindle._src.dispatch.device import Contexts
 from rekindle._src.dispatch.messages import Engine
@@ -38,9 +39,12 @@ from rekindle._src.session.opening_progress import OpeningProgress
 from rekindle._src.session.resolve import resolve
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.generation_config import checkpoint_sampling, told
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle_kernels import configure, traits
+
+log = logging.getLogger("rekindle.engine")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,6 +153,7 @@ def _engine(
         detokenizer=real_detokenizer(tokenizer),
         config=config,
         program_wait=runner.program_wait,
+        sampling=_sampling(folder, config, request.model),
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         chat=ChatTemplate.load(folder) if folder is not None else None,
@@ -159,6 +164,18 @@ def _engine(
         processors=tuple(processor.name for processor in request.processors),
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )
+
+
+def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:
+    """What the checkpoint asks requests to be sampled with, which is said once."""
+    if folder is None or config.generation_config == "greedy":
+        return None
+    found = checkpoint_sampling(folder)
+    if found is not None:
+        log.info(
+            'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off', model, told(found)
+        )
+    return found
 
 
 def _describe(request: OpenRequest) -> Described:

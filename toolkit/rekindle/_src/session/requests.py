@@ -23,6 +23,7 @@ from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown
 from rekindle._src.session.handle import Batch, Handle, SyncStream
 from rekindle._src.session.prompts import Prompt, PromptLike, parse, parse_one
+from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest, RekindleError
 
@@ -115,7 +116,7 @@ class Requests:
         """
         if errors not in ("raise", "return"):
             raise InvalidRequest("errors", errors, "is not known", "Use 'raise' or 'return'")
-        options_ = Sampling.of(sampling, options)
+        options_ = sampling_of(self._engine, sampling, options)
         self._host.check()
         given, many = parse(prompt, keep_errors=errors == "return")
         check_batch(len(given), options_.n)
@@ -251,7 +252,7 @@ class Requests:
         self._host.check()
         # The template writes special tokens itself.
         prompt = Prompt(None, None, add_special_tokens=False, render=render)
-        return Handle(self._host, self, prompt, Sampling.of(sampling, options))
+        return Handle(self._host, self, prompt, sampling_of(self._engine, sampling, options))
 
     @overload
     def fork(
@@ -308,7 +309,7 @@ class Requests:
     def _handle(
         self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
     ) -> Handle[Any]:
-        options_ = Sampling.of(sampling, options)
+        options_ = sampling_of(self._engine, sampling, options)
         self._host.check()
         return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped)
 
