@@ -149,7 +149,7 @@ def make_private(folder: Path) -> None:
 
 
 def checksum(name: str, *parts: bytes) -> str:
-    """The checksum of what is stored under `name`; with a key it is a signature that only holders of the key can make."""
+    """The checksum of what is stored under `name`; with a key it is a signature that needs the key."""
     hasher = hashlib.blake2b(digest_size=16, key=signing_key() or b"")
     for part in (name.encode(), *parts):
         hasher.update(len(part).to_bytes(8, "little"))

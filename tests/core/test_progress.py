@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-import rekindle
-from helpers.driving import tiny_model
 from rekindle._src.core import progress
 from rekindle._src.core.progress import Progress
 from rekindle._src.models.loading.load_progress import LoadProgress as Loaded
-from rekindle._src.session import builder
 
 
 class Clock:
@@ -103,33 +99,3 @@ def test_programs_are_named(clock: Clock) -> None:
     clock.now = 2.0
     assert shown.line(Warmed(Record("r2t32"), 1, 8)) == "compiling: 1 of 8 programs, r2t32, 14 s left"
     assert shown.line(Warmed(Record("admit"), 8, 8)) == "compiling: 8 of 8 programs, admit"
-
-
-@pytest.mark.anyio
-async def test_opening_tells_a_terminal_of_its_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels: list[str] = []
-    lines: list[str] = []
-
-    class Recorded(Progress):
-        def __init__(self, label: str, *, backend: progress.Backend) -> None:
-            assert backend == "terminal"
-            labels.append(label)
-            super().__init__(label, backend=backend, quiet=True)
-
-        def __call__(self, report: Any) -> None:
-            lines.append(self.line(report))
-
-    monkeypatch.setattr(builder, "Progress", Recorded)
-    options: dict[str, Any] = {
-        "max_model_len": 64, "device_pages": 8, "page_size": 16, "max_requests": 2, "max_tokens_per_step": 32,
-        "cache_dir": str(tmp_path),
-    }  # fmt: skip
-    for terminal, quiet, expected in ((True, True, 0), (False, False, 0), (True, False, 1)):
-        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
-        session = await rekindle.open(tiny_model(), precompile="all", quiet=quiet, **options)
-        programs = len(session.programs())
-        await session.aclose()
-        assert len(labels) == expected
-    assert labels == ["opening llama"]
-    assert len(lines) == programs > 2
-    assert f"{programs} of {programs} programs" in lines[-1]

@@ -30,6 +30,7 @@ class Cell:
     error: str  # class of the exception, if it raised
     traceback: str
     seconds: float
+    updates: tuple[str, ...] = ()  # what displays were replaced by, as plain text
 
 
 class Kernel:
@@ -48,7 +49,7 @@ class Kernel:
         """Run a cell; `during` is called in another thread once it has printed something."""
         start = time.perf_counter()
         message = self.client.execute(code)
-        text, error, trace, status = [], "", "", ""
+        text, updates, error, trace, status = [], [], "", "", ""
         deadline = start + timeout
         while True:
             try:
@@ -65,12 +66,14 @@ class Kernel:
                     during = None
             elif kind in ("execute_result", "display_data"):
                 text.append(content["data"].get("text/plain", ""))
+            elif kind == "update_display_data":
+                updates.append(content["data"].get("text/plain", ""))
             elif kind == "error":
                 error, trace = content["ename"], "\n".join(content["traceback"])
             elif kind == "status" and content["execution_state"] == "idle":
                 break
         status = "error" if error else "ok"
-        return Cell(status, "".join(text), error, trace, time.perf_counter() - start)
+        return Cell(status, "".join(text), error, trace, time.perf_counter() - start, tuple(updates))
 
     def ok(self, code: str, **options: Any) -> str:
         """Run a cell that must not raise; what it printed."""

@@ -192,3 +192,27 @@ def test_restart(now: bool) -> None:
         assert notebook.run("session").error == "NameError"
         notebook.ok(SETUP)
         assert notebook.ok("print(len((await session.generate('hi', max_tokens=5)).token_ids))") == "5"
+
+
+def test_a_list_of_prompts_shows_a_bar_that_goes(notebook: Kernel) -> None:
+    cell = notebook.run("many = await session.generate(['a', 'b', 'c'], max_tokens=300, ignore_eos=True)")
+    assert cell.status == "ok"
+    assert " of 3 prompts" in cell.text
+    assert cell.updates[-1] == ""
+    assert any("tokens/s" in update for update in cell.updates)
+    quick = notebook.run("many = await session.generate(['a', 'b', 'c'], max_tokens=3)")
+    assert (quick.text, quick.updates) == ("", ())
+
+
+def test_a_compilation_inside_a_call_is_shown_in_its_cell(notebook: Kernel) -> None:
+    """The session's own thread draws it, while the cell waits."""
+    notebook.ok("from rekindle._src.core.program_wait import ProgramWait\nprograms = ProgramWait(quiet=False)")
+    cell = notebook.run("""
+def compile():
+    with programs.waiting("r2t32"):
+        time.sleep(1.5)
+threading.Thread(target=compile).start()
+await anyio.sleep(2)
+""")
+    assert "compiling program r2t32" in cell.text
+    assert cell.updates[-1] == ""

@@ -7,7 +7,18 @@ from __future__ import annotations
 from typing import assert_type
 
 import rekindle
-from rekindle import Batch, Completion, Handle, Session, SessionStats, StepReport, TextDelta
+from rekindle import (
+    Batch,
+    Completion,
+    Conversation,
+    Handle,
+    RekindleError,
+    Session,
+    SessionStats,
+    StepReport,
+    TextDelta,
+    Turn,
+)  # fmt: skip
 
 
 async def door(k: int) -> None:
@@ -32,6 +43,17 @@ async def door(k: int) -> None:
     assert_type(session.generate_sync("x", max_tokens=None), Completion)
     assert_type(session.generate_sync(["x"]), list[Completion])
     assert_type(await session.generate("x", rekindle.Sampling(stop="y", n=None), top_k=3), Completion)
+
+    assert_type(await session.generate(["x", "y"], errors="return"), list[Completion | RekindleError])
+    assert_type(await session.generate(["x"], errors="return", n=2), list[list[Completion] | RekindleError])
+    assert_type(session.generate_sync(["x", "y"], errors="return"), list[Completion | RekindleError])
+    chat = session.conversation(system="x", temperature=0.8)
+    assert_type(chat, Conversation)
+    assert_type(chat.say("x", max_tokens=3), Turn)
+    assert_type(await chat.say("x"), Completion)
+    async for delta in chat.stream("x"):
+        assert_type(delta, TextDelta)
+    assert_type(chat.fork(), Conversation)
 
     async for delta in session.stream("x", stop=["a", "b"], logit_bias={3: 1.0}):
         assert_type(delta, TextDelta)
@@ -59,6 +81,8 @@ async def mistakes(session: Session) -> None:
     await rekindle.open("tiny", dtype="float8")  # pyright: ignore[reportArgumentType]
     await session.generate("x", temprature=0.8)  # pyright: ignore
     await session.generate("x", temperature="hot")  # pyright: ignore
+    session.conversation(temprature=0.8)  # pyright: ignore[reportCallIssue]
+    await session.generate("x", errors="return")  # pyright: ignore
     rekindle.Sampling(max_token=3)  # pyright: ignore[reportCallIssue]
     _ = session.stats().runing  # pyright: ignore
     for _ in session.stream("x"):  # pyright: ignore

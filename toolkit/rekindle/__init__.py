@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.cache_view import CacheView
     from rekindle._src.session.cache_writer import SaveReport
     from rekindle._src.session.call import Call
+    from rekindle._src.session.conversation import Conversation, Turn
     from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
@@ -59,6 +60,7 @@ _LAZY = {
     "CacheView": "rekindle._src.session.cache_view",
     "Call": "rekindle._src.session.call",
     "Completion": "rekindle._src.core.records",
+    "Conversation": "rekindle._src.session.conversation",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
     "Handle": "rekindle._src.session.handle",
@@ -83,6 +85,7 @@ _LAZY = {
     "TextDelta": "rekindle._src.core.records",
     "Timings": "rekindle._src.core.records",
     "TokenLogprobs": "rekindle._src.core.records",
+    "Turn": "rekindle._src.session.conversation",
     "Usage": "rekindle._src.core.records",
     "open": "rekindle._src.session.opening",
     "open_sync": "rekindle._src.session.opening",
@@ -100,6 +103,7 @@ __all__ = [
     "CompileError",
     "Completion",
     "ConfigError",
+    "Conversation",
     "EngineConfig",
     "Explanation",
     "FinishReason",
@@ -140,6 +144,7 @@ __all__ = [
     "TextDelta",
     "Timings",
     "TokenLogprobs",
+    "Turn",
     "UnsupportedModel",
     "Usage",
     "__version__",

@@ -19,21 +19,71 @@
     │   └── SnapshotRefused                it belongs to other weights, dtype, page size or version
     └── MissingExtra(ImportError)          an optional dependency is not installed
 
-A message says what happened, with numbers, and one fix.
+A message says what happened, with numbers, and one fix. A notebook shows it below the line of the user's that it came
+from; `%xmode Verbose` brings all frames back, and `%debug` has them always.
 """
 
 from __future__ import annotations
+
+import linecache
+import pathlib
+import sys
+import sysconfig
+import traceback
+import types
 
 
 class RekindleError(Exception):
     """Base of every error that rekindle raises on purpose."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython is not None else None
+        shown = getattr(shell, "InteractiveTB", None)
+        if shell is None or getattr(shown, "mode", "") in ("Verbose", "Docs"):
+            whole = traceback.TracebackException.from_exception(self)
+            return [line for part in whole.format() for line in part.rstrip("\n").split("\n")]
+        name, message = type(self).__name__, str(self)
+        cause, lines = self.__cause__, [f"\x1b[31m{name}\x1b[0m: {message}"]
+        first = str(cause).strip().split("\n")[0] if cause is not None else ""
+        if first and first not in message:
+            lines.append(f"caused by {type(cause).__name__}: {first}")
+        return [*_where(self.__traceback__, shell), *lines]
+
+
+_OWN = str(pathlib.Path(__file__).parent)
+_INSTALLED = tuple({*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))})
+
+
+def _where(trace: types.TracebackType | None, shell: object) -> list[str]:
+    """The innermost frame that belongs to the user: where it is, and its line."""
+    users = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(trace)
+        if not frame.f_code.co_filename.startswith((_OWN, *_INSTALLED, "<frozen"))
+        and not str(frame.f_globals.get("__name__")).startswith("rekindle.")  # the constructors of dataclasses
+    ]
+    if not users:
+        return []
+    frame, line = users[-1]
+    file = frame.f_code.co_filename
+    naming = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cell = naming(file) if naming is not None else None
+    where = " ".join(cell) if cell else f"File {file}"
+    source = linecache.getline(file, line).strip()
+    return [f"\x1b[32m{where}\x1b[0m, line {line}", *([f"----> {line} {source}"] if source else []), ""]
+
 
 class _FieldError(RekindleError, ValueError):
-    """An argument is wrong: `field` names it, `value` is what was given, `problem` and `fix` say why and what to do."""
+    """An argument is wrong: `field` names it, `value` is what was given, `problem` and `fix` say why and what to do.
 
-    def __init__(self, field: str, value: object, problem: str, fix: str) -> None:
+    `index` says which entry of a list of prompts it is about.
+    """
+
+    def __init__(self, field: str, value: object, problem: str, fix: str, index: int | None = None) -> None:
         self.field: str = field
+        self.index: int | None = index
         self.value: object = value
         self.problem: str = problem
         self.fix: str = fix
@@ -43,10 +93,11 @@ class _FieldError(RekindleError, ValueError):
             shown = f"<{type(value).__name__}>"
         if len(shown) > 120:
             shown = shown[:117] + "..."
-        super().__init__(f"{field}={shown}: {problem}. {fix}")
+        named = field if index is None else f"{field}[{index}]"
+        super().__init__(f"{named}={shown}: {problem}. {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.field, self.value, self.problem, self.fix)
+        return type(self), (self.field, self.value, self.problem, self.fix, self.index)
 
 
 class ConfigError(_FieldError):

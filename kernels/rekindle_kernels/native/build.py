@@ -32,6 +32,7 @@ OLDEST = (0, 48)  # llvmlite: 0.45 to 0.47 end the process over some kernels, th
 log = logging.getLogger(__name__)
 cache_folder: Path | None = None  # `rekindle_kernels.configure` sets it
 _lock = threading.Lock()
+compiling: str = ""  # the kernel that is being compiled now
 _failed: set[str] = set()
 _ready: set[str] = set()  # kernels
 _entries = (ctypes.c_int64 * SLOTS)()  # addresses of their code, which the kernel of chains calls
@@ -128,11 +129,16 @@ def _made(name: str) -> int:
 
 def _compile(name: str) -> bytes:
     """Object code of one kernel; the only function that needs numba."""
-    import llvmlite.binding as llvm
+    global compiling
+    compiling = name
+    try:
+        import llvmlite.binding as llvm
 
-    from rekindle_kernels.native import compiling
+        from rekindle_kernels.native.compiling import object_code
 
-    return compiling.object_code(name, entry(name), _machine(llvm))
+        return object_code(name, entry(name), _machine(llvm))
+    finally:
+        compiling = ""
 
 
 def _load(name: str, code: bytes) -> int:

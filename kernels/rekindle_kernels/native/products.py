@@ -18,7 +18,7 @@ _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multipl
 
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
-    """Whether `multiply` takes so many rows and this weight; if it need not be deterministic, and is faster than XLA."""
+    """Whether `multiply` takes so many rows and this weight: where it is faster than XLA, or must be deterministic."""
     kernel = _kernel(rows, weight, quantize_rows, deterministic)
     return kernel is not None and builds(kernel.name)
 

@@ -58,6 +58,11 @@ def ensure_kernels(names: Iterable[str]) -> None:
         native.ensure(name)
 
 
+def kernel_being_compiled() -> str:
+    """The kernel that this process is compiling now, by its name, for progress displays; empty if there is none."""
+    return build.compiling
+
+
 def configure(*, cache_folder: str | Path) -> None:
     """Keep machine code that this process builds from now on below `cache_folder`, and look for it there.
 

@@ -15,17 +15,21 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
-    with open_sync(arguments.model, quiet=True, **engine_options(arguments)) as session:
+    with open_sync(arguments.model, **engine_options(arguments)) as session:
         handle = session.submit(prompt, **sampling_options(arguments))
         if arguments.json:
             done = handle.result_sync()
             print(json.dumps(as_json(done), ensure_ascii=False))
             return 0
-        print(prompt, end="", flush=True)
-        interrupted = False
+        interrupted = started = False
         try:
             for delta in handle.stream_sync():
+                if not started:  # until then the line is the progress bar's
+                    print(prompt, end="", flush=True)
+                    started = True
                 print(delta.text, end="", flush=True)
+            if not started:
+                print(prompt, end="", flush=True)
         except KeyboardInterrupt:
             interrupted = True
             handle.cancel()
@@ -34,10 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
             print("[interrupted]", file=sys.stderr)
             return 130
         done = handle.result_sync()
+        compiling = f", {done.timings.compiling:.1f} s of it compiling" if done.timings.compiling >= 0.05 else ""
         rate = done.timings.decode_rate(done.usage.completion_tokens)
         print(
             f"[{done.usage.prompt_tokens} prompt + {done.usage.completion_tokens} new tokens, first after "
-            f"{done.timings.first_token * 1e3:.0f} ms, then {rate:.0f} tokens/s, ended by {done.finish_reason}]",
+            f"{done.timings.first_token * 1e3:.0f} ms{compiling}, then {rate:.0f} tokens/s, "
+            f"ended by {done.finish_reason}]",
             file=sys.stderr,
         )
     return 0
@@ -59,5 +65,6 @@ def as_json(done: Completion) -> dict[str, object]:
             "queued": done.timings.queued,
             "first_token": done.timings.first_token,
             "total": done.timings.total,
+            "compiling": done.timings.compiling,
         },
     }

@@ -120,11 +120,11 @@ def _engine_options(command: argparse.ArgumentParser) -> None:
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-tokens", type=int, default=256)
-    command.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    command.add_argument("--top-k", type=int, default=0)
-    command.add_argument("--top-p", type=float, default=1.0)
-    command.add_argument("--min-p", type=float, default=0.0)
-    command.add_argument("--repetition-penalty", type=float, default=1.0)
+    command.add_argument("--temperature", type=float, help="0 is greedy; left out, the checkpoint's own or 0")
+    command.add_argument("--top-k", type=int)
+    command.add_argument("--top-p", type=float)
+    command.add_argument("--min-p", type=float)
+    command.add_argument("--repetition-penalty", type=float)
     command.add_argument("--seed", type=int)
     command.add_argument("--stop", action="append", default=[], help="stop at this text; may be given several times")
 
@@ -136,6 +136,6 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options of a request."""
+    """The sampling options that were given on the command line."""
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
-    return {name: getattr(arguments, name) for name in names}
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rekindle._src.core import foreign_names, html
 from rekindle._src.core.bounds import bounded, bounded_stops, check_n, check_salt
-from rekindle._src.core.options import DType, KVDType, Policy, Precompile, Quantize
+from rekindle._src.core.options import DType, GenerationConfig, KVDType, Policy, Precompile, Quantize
 from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ def _advice(name: str, known: Iterable[str], foreign: Mapping[str, foreign_names
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Sampling(html.Record):
     """How one request chooses its tokens. Greedy by default; `None` for an option means its default.
+
+    A request without a `Sampling` of its own begins with what the checkpoint's generation_config.json asks for, if it
+    asks for sampling; `open(..., generation_config="greedy")` turns that off.
 
     The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
     penalties, the `min_tokens` mask, `temperature`, `top_k`, `top_p`, `min_p`.
@@ -306,6 +309,7 @@ class EngineConfig(html.Record):
         log_every (0): steps between two log lines; 0 is quiet.
         step_timeout (60.0): seconds after which a step is reported as slow.
         quiet (False): no progress bars.
+        generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks; "greedy" does not.
     """
 
     dtype: DType = "auto"
@@ -332,6 +336,7 @@ class EngineConfig(html.Record):
     log_every: int = 0
     step_timeout: float = 60.0
     quiet: bool = False
+    generation_config: GenerationConfig = "auto"
 
     if TYPE_CHECKING:
 
@@ -397,6 +402,7 @@ _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("quantize", QUANTIZE),
     ("policy", POLICIES),
     ("precompile", PRECOMPILE),
+    ("generation_config", get_args(GenerationConfig)),
 )
 _WHOLE = (
     ("max_requests", 1), ("max_tokens_per_step", 1), ("max_model_len", 2), ("page_size", 8), ("device_pages", 2),

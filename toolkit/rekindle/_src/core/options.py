@@ -15,6 +15,7 @@ KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Quantize = Literal["int8", "int8-weight"]
 Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
 Precompile = Literal["auto", "all", "lazy", "background"]
+GenerationConfig = Literal["auto", "greedy"]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -68,3 +69,4 @@ class OpenOptions(TypedDict, total=False):
     log_every: int | None
     step_timeout: float | None
     quiet: bool | None
+    generation_config: GenerationConfig | None

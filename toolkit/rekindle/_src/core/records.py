@@ -224,17 +224,19 @@ class Usage(html.Record):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Timings(html.Record):
-    """Seconds, on the clock of time.perf_counter()."""
+    """Seconds, on the clock of time.perf_counter(). `compiling` and `compiling_later` are parts of the others."""
 
     queued: float  # submit to first admission
     first_token: float  # submit to first token
     total: float  # submit to end
+    compiling: float = 0.0  # of total, while steps waited for a program to be compiled or loaded
+    compiling_later: float = 0.0  # of that, after the first token
 
-    _seconds = ("queued", "first_token", "total")
+    _seconds = ("queued", "first_token", "total", "compiling", "compiling_later")
 
     def decode_rate(self, tokens: int) -> float:
-        """Tokens per second after the first."""
-        seconds = self.total - self.first_token
+        """Tokens per second after the first; the time in which programs were compiled is left out."""
+        seconds = self.total - self.first_token - self.compiling_later
         return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else 0.0
 
 
@@ -294,10 +296,11 @@ class Completion:
         return f"{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
 
     def _speed(self) -> tuple[str, ...]:
-        rate, usage = self.timings.decode_rate(len(self.token_ids)), self.usage
+        rate, usage, compiling = self.timings.decode_rate(len(self.token_ids)), self.usage, self.timings.compiling
         return (
             f"first token after {self.timings.first_token * 1e3:.0f} ms"
             + (f", then {rate:.0f} tokens/s" if rate else ""),
+            f"{compiling:.1f} s of it compiling" if compiling >= 0.05 else "",
             f"prompt of {html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
             "" if self.sampling.greedy else f"seed {self.seed}",
         )

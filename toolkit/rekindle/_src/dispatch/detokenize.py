@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.contracts import DetokenizerLike
+from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import (
     Completion,
     FinishReason,
@@ -29,8 +30,8 @@ class OutputState:
     """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it."""
 
     __slots__ = (
-        "_cached", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs", "_prompt_logprobs", "_text",
-        "_tokens", "mailbox", "prompt", "request", "started",
+        "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs",
+        "_program_wait", "_prompt_logprobs", "_text", "_tokens", "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +41,7 @@ class OutputState:
         prompt: str | None,
         detokenizer: DetokenizerLike,
         decode: Callable[[Sequence[int]], str] | None = None,
+        program_wait: ProgramWait | None = None,
     ) -> None:
         self.request = request
         self.mailbox = mailbox
@@ -54,12 +56,18 @@ class OutputState:
         self._delivered = 0  # tokens delivered in deltas
         self._cached = 0
         self._first = 0.0
+        self._program_wait = program_wait
+        self._compiling = self._compiling_first = self._waited(request.arrival)  # of the session, when it was taken in
+
+    def _waited(self, now: float) -> float:
+        return 0.0 if self._program_wait is None else self._program_wait.seconds(now)
 
     def take(self, event: TokenEvent, now: float) -> FinishReason | None:
         """Add an event, deliver what became final, and say how the sequence ended if it did."""
         reason = event.finish_reason
         if event.token_ids and not self._tokens:
             self._first = now
+            self._compiling_first = self._waited(now)
         self._cached = event.cached_tokens
         self._prompt_logprobs += event.prompt_logprobs
         start = len(self._tokens)
@@ -100,7 +108,7 @@ class OutputState:
 
     def completion(self, reason: FinishReason, now: float) -> Completion:
         """The completion of a sequence that ended for `reason` at `now`."""
-        request, sampling = self.request, self.request.sampling
+        request, sampling, waited = self.request, self.request.sampling, self._waited(now)
         return Completion(
             id=request.id,
             text="".join(self._text),
@@ -113,6 +121,8 @@ class OutputState:
                 queued=self.started - request.arrival,
                 first_token=self._first - request.arrival,
                 total=now - request.arrival,
+                compiling=waited - self._compiling,
+                compiling_later=waited - self._compiling_first if self._tokens else 0.0,
             ),
             sampling=sampling,
             logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,

@@ -14,6 +14,7 @@ from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
+from rekindle._src.scheduling.limits import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted, RequestFailed
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
@@ -57,7 +58,9 @@ async def _hand_on(
         requests = prepare(submission, token_ids, engine, seeds)
         decode = text_of_tokens(engine.tokenizer)
         made = [
-            OutputState(request, mailbox, submission.text, engine.detokenizer(request.sampling), decode)
+            OutputState(
+                request, mailbox, submission.text, engine.detokenizer(request.sampling), decode, engine.program_wait
+            )
             for request in requests
         ]
     except RekindleError as error:
@@ -110,7 +113,7 @@ def check_characters(text: str, engine: Engine) -> None:
             "prompt",
             text[:80],
             f"has {len(text):,} characters, and {limit:,} tokens (max_model_len) stand for at most {most:,}",
-            "Shorten it, or open with a larger max_model_len",
+            how_to_fit(limit, engine.longest),
         )
 
 

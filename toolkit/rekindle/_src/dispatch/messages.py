@@ -10,6 +10,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from rekindle._src.core.config import EngineConfig, Sampling
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
+from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 
@@ -32,6 +33,9 @@ class Engine(NamedTuple):
     processors: tuple[str, ...] = ()  # names that requests may ask for
     # Characters that one token can stand for at most, counted when first asked; None: longer prompts are encoded.
     characters_per_token: Callable[[], int] | None = None
+    longest: int | None = None  # positions of the model
+    sampling: Sampling | None = None  # of requests that bring none: what the checkpoint asks for
+    program_wait: ProgramWait | None = None  # how long steps waited for programs
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.page_transfers import Leaving, PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
@@ -27,7 +28,7 @@ from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
-from rekindle._src.programs.programs import ADMIT, Programs
+from rekindle._src.programs.programs import ADMIT, Key, Programs
 from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.step import StepOutput
 from rekindle._src.programs.warming import warm
@@ -90,6 +91,7 @@ class Runner:
         if programs is None:
             programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
         self.programs, self.config, self.host_tier = programs, config, host_tier
+        self.program_wait = ProgramWait(quiet=config.quiet)
         self._transfers = PageTransfers(programs, host_tier)
         self.prefer_ready = prefer_ready  # a larger program that is ready is used before the one that fits is compiled
         self._leaves: tuple[Any, ...] = tuple(model.leaves)
@@ -121,7 +123,7 @@ class Runner:
         ran, admissions, refused = self._prepare(plan)
         if ran.rows:
             bucket = self._bucket(ran)
-            program = self.programs.get(bucket)
+            program = self._program(bucket)
             upload = self._take_upload(bucket)
             ran = self._pack(upload, ran, refused)
         if not ran.rows:
@@ -333,8 +335,15 @@ class Runner:
                 self._owners[row.slot] = None
                 continue
             if packed is not None:
-                self._state = self.programs.get(ADMIT)(self._state, *packed)
+                self._state = self._program(ADMIT)(self._state, *packed)
             self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
+
+    def _program(self, key: Key) -> Any:
+        """A program; the wait for one that isn't ready is counted and shown."""
+        if self.programs.ready(key):
+            return self.programs.get(key)
+        with self.program_wait.waiting(key.name):
+            return self.programs.get(key)
 
     def _take_upload(self, bucket: Bucket) -> Upload:
         try:

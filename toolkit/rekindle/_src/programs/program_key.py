@@ -25,8 +25,8 @@ from rekindle._src.models.loading.fingerprint import files_digest
 # Options that change neither a shape nor a program. All others are part of the key, so a new one is safe by default.
 NOT_IN_PROGRAMS = frozenset(
     {
-        "cache_dir", "device_memory", "disk_memory", "host_memory", "log_every", "max_queue", "policy", "precompile",
-        "prefix_cache", "prompt_lookup", "quiet", "restore", "seed", "step_timeout",
+        "cache_dir", "device_memory", "disk_memory", "generation_config", "host_memory", "log_every", "max_queue",
+        "policy", "precompile", "prefix_cache", "prompt_lookup", "quiet", "restore", "seed", "step_timeout",
     }
 )  # fmt: skip
 JAX_OPTIONS = (

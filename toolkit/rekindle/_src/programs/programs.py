@@ -29,7 +29,7 @@ from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.step import make_step
 from rekindle.errors import CompileError, StoreError
-from rekindle_kernels import deprecated, fuse, give_up_zeros, traits, zeros
+from rekindle_kernels import deprecated, fuse, give_up_zeros, kernel_being_compiled, traits, zeros
 
 MOVED_PAGES = 4  # pages of one gather or scatter; a scatter compiles one operation for each page and layer
 
@@ -99,6 +99,7 @@ class Programs:
         self._building: dict[Key, threading.Lock] = {}
         self._ready: dict[Key, Compiled] = {}
         self._records: dict[Key, ProgramRecord] = {}
+        self._compiling: dict[Key, None] = {}  # in the order in which they began
         self._why: dict[Key, str] = {}  # why the store could not give it
 
     @property
@@ -206,12 +207,25 @@ class Programs:
 
     def _compiled(self, key: Key) -> Compiled:
         start = time.perf_counter()
-        compiled = self.compile(key)
+        with self._lock:
+            self._compiling[key] = None
+        try:
+            compiled = self.compile(key)
+        finally:
+            with self._lock:
+                del self._compiling[key]
         seconds = time.perf_counter() - start
         self._records[key] = ProgramRecord(key.name, "compiled", seconds, self._why.get(key, "no store"))
         if self._store is not None:
             self._store.save(key.name, compiled, seconds)
         return compiled
+
+    def describe_compiling(self) -> str:
+        """What is being compiled now, in words; empty if nothing is."""
+        with self._lock:
+            names = " and ".join(key.name for key in self._compiling)
+        kernel = kernel_being_compiled()
+        return f"compiling {names}" + (f" (kernel {kernel})" if kernel else "") if names else ""
 
     def _function(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
         if isinstance(key, Bucket):

@@ -10,6 +10,13 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle.errors import OutOfPages, PromptTooLong
 
 
+def how_to_fit(max_model_len: int, longest: int | None) -> str:
+    """What to do about a prompt that is too long; `longest` is how many positions the model has."""
+    if longest is not None and max_model_len >= longest:
+        return f"Shorten it: the model itself has {longest:,} positions"
+    return "Shorten it, or raise max_model_len in open()" + (f", up to {longest:,}" if longest is not None else "")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds that are fixed while a session lives."""
@@ -22,6 +29,7 @@ class Limits:
     max_queue: int = 1024
     prompt_lookup: int = 0  # draft tokens of one request in a step, at most
     max_beside_decode: int = 1 << 30  # prompt tokens of a step that has decode rows, which wait for them
+    longest: int | None = None  # positions of the model; None: not known
 
     @classmethod
     def of(cls, config: EngineConfig, *, max_prefill_rows: int, padded: bool = True) -> Limits:
@@ -51,7 +59,7 @@ class Limits:
                 "prompt",
                 f"{length} tokens",
                 f"leaves no room for a new token, max_model_len is {self.max_model_len}",
-                "Shorten it, or raise max_model_len",
+                how_to_fit(self.max_model_len, self.longest),
             )
         if pages_for(length, self.page_size) > usable_pages:
             raise OutOfPages(

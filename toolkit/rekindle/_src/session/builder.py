@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from rekindle import tiny
-from rekindle._src.core.config import EngineConfig, cache_folder
-from rekindle._src.core.progress import Progress, in_notebook
+from rekindle._src.core.config import EngineConfig, Sampling, cache_folder
+from rekindle._src.core.progress import in_notebook
 from rekindle._src.dispatch.device import Contexts
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner
@@ -25,7 +25,7 @@ from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import Graph, LoadedModel
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import Described, describe, load, read
-from rekindle._src.models.loading.load_progress import Report
+from rekindle._src.models.loading.load_progress import LoadProgress, Report
 from rekindle._src.models.loading.swap_weights import replace_weights
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import program_key
@@ -36,12 +36,16 @@ from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
 from rekindle._src.programs.warming import Warming
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
+from rekindle._src.session.opening_progress import OpeningProgress
 from rekindle._src.session.resolve import resolve
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.generation_config import checkpoint_sampling, told
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle_kernels import configure, traits
+
+log = logging.getLogger("rekindle.engine")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class OpenRequest:
     processors: Sequence[LogitsProcessor] = ()
     progress: Report | None = None
     contexts: Contexts = contextlib.nullcontext
+    shown: OpeningProgress = dataclasses.field(default_factory=lambda: OpeningProgress("model"))
 
 
 def build(request: OpenRequest) -> Engine:
@@ -69,24 +74,25 @@ def build(request: OpenRequest) -> Engine:
 
 def _build(request: OpenRequest) -> Engine:
     configure(cache_folder=cache_folder())  # of kernels: the user's folder, since kernels are shared by all sessions
-    described = request.model if isinstance(request.model, LoadedModel) else _describe(request.model, request.config)
+    described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
     model, graph, shapes, weight_bytes = _shapes(described)
     config = resolve(request.config, model, weight_bytes=weight_bytes)
     if config.deterministic:
         graph = deterministic(graph, config)
     programs = stored_programs(model, graph, shapes, config, request.processors)
     precompile = _precompile(config.precompile)
-    bar = _bar(model.model_type if described is request.model else str(request.model), config)
+    request.shown.compiling = programs.describe_compiling
     # Programs need shapes alone, so they are loaded or compiled while the weights are read.
     warming = Warming(
         programs,
         precompile,
         restoring=config.restore is not None,
-        progress=bar if precompile == "all" else None,  # otherwise nothing waits for them
+        progress=request.shown.warmed if precompile == "all" else None,  # otherwise nothing waits for them
         contexts=request.contexts,
     )
     try:
-        loaded = described if isinstance(described, LoadedModel) else read(described, progress=request.progress or bar)
+        request.shown.stage = "weights"
+        loaded = described if isinstance(described, LoadedModel) else read(described, progress=_reports(request))
         return _engine(request, config, loaded, programs, warming, prefer_ready=precompile == "background")
     except BaseException:
         warming.stop()
@@ -110,15 +116,19 @@ def _engine(
     padded = not traits(loaded.graph.precision.implementation).skips_padding
     limits = Limits.of(config, max_prefill_rows=most, padded=padded)
     # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.
-    limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
+    limits = dataclasses.replace(
+        limits, max_queue=config.max_queue + config.max_requests, longest=model.max_position_embeddings
+    )
     assert config.page_size is not None, "resolved"
     pool = PagePool(config.device_pages)
     cache = None
     if tiers is not None:
         cache = PrefixCache(pool, config.page_size, page_identity(loaded, config).root, host_tier=tiers)
         if config.restore is not None:
+            request.shown.stage = f"restoring {config.restore}"
             # Before waiting for programs, so that pages are read meanwhile.
             runner.prefault(restore(cache, tiers, config.restore).pages)
+    request.shown.stage = "programs"
     try:
         warming.opened()
     except BaseException:
@@ -145,6 +155,9 @@ def _engine(
         tokenizer=tokenizer,
         detokenizer=real_detokenizer(tokenizer),
         config=config,
+        program_wait=runner.program_wait,
+        sampling=_sampling(folder, config, request.model),
+        longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         chat=ChatTemplate.load(folder) if folder is not None else None,
         model=str(request.model) if owned else model.model_type,
@@ -156,9 +169,37 @@ def _engine(
     )
 
 
-def _describe(model: str | Path, config: EngineConfig) -> Described:
-    folder, kept = tiny.folder() if model == "tiny" else model, cache_folder(config.cache_dir)
-    return describe(folder, dtype=config.dtype, quantize=config.quantize, cache_dir=kept)
+def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:
+    """What the checkpoint asks requests to be sampled with, which is said once."""
+    if folder is None or config.generation_config == "greedy":
+        return None
+    found = checkpoint_sampling(folder)
+    if found is not None:
+        log.info(
+            'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off', model, told(found)
+        )
+    return found
+
+
+def _describe(request: OpenRequest) -> Described:
+    assert not isinstance(request.model, LoadedModel), "a loaded model describes itself"
+    config, shown = request.config, request.shown
+    folder = tiny.folder() if request.model == "tiny" else request.model
+    shown.stage = "the checkpoint's headers"
+    shown.hidden = not Path(folder).expanduser().exists()  # the hub shows its downloads itself
+    try:
+        return describe(folder, dtype=config.dtype, quantize=config.quantize, cache_dir=cache_folder(config.cache_dir))
+    finally:
+        shown.hidden = False
+
+
+def _reports(request: OpenRequest) -> Report:
+    def report(progress: LoadProgress) -> None:
+        request.shown.weights(progress)
+        if request.progress is not None:
+            request.progress(progress)
+
+    return report
 
 
 def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequence[Any], int]:
@@ -166,12 +207,6 @@ def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequenc
     if isinstance(model, LoadedModel):
         return model.config, model.graph, model.leaves, 0
     return model.found.config, model.graph, model.shapes, model.nbytes
-
-
-def _bar(model: str, config: EngineConfig) -> Progress | None:
-    """A progress bar on the terminal; None if there is no terminal or the session is quiet."""
-    quiet = config.quiet or not sys.stderr.isatty()
-    return None if quiet else Progress(f"opening {Path(model).name}", backend="terminal")
 
 
 def stored_programs(

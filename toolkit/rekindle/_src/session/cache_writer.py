@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from rekindle._src.core import html
+from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
@@ -115,7 +116,13 @@ class CacheWriter:
         snapshot.check_name(name)
         if self._disk is None:
             raise ConfigError("disk_memory", 0, "leaves no room for snapshots", "Open the session with disk_memory")
-        return await self.run(partial(self._save, name))
+        done: list[Page] = []
+
+        def look() -> State:
+            return State(f"saving {name!r}: {html.count(len(done), 'page')}")
+
+        with Activity(look, quiet=self._engine.config.quiet):
+            return await self.run(partial(self._save, name, done))
 
     async def finish(self) -> None:
         """Save what can be saved within `CLOSE_SECONDS`, before the session is closed."""
@@ -203,12 +210,11 @@ class CacheWriter:
             self._complete_at = version if self._whole and not (missing or batch) else -1
         self.saved_bytes += written
 
-    def _save(self, name: str) -> SaveReport:
+    def _save(self, name: str, pages: list[Page]) -> SaveReport:
         assert self._disk is not None
         disk, start, written, total_bytes, skipped = self._disk, time.perf_counter(), 0, 0, 0
         identity = disk.identity
         disk.scan()
-        pages: list[Page] = []
         batch: list[_Wanted] = []
         batch_bytes = 0
         page_bytes = 0

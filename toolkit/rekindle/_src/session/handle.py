@@ -5,26 +5,28 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from rekindle._src.core import html
+from rekindle._src.core.activity import Activity
 from rekindle._src.core.config import Sampling
-from rekindle._src.core.records import Completion, Status, TextDelta, TokenLogprobs
+from rekindle._src.core.records import Completion, Status, TextDelta
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
 from rekindle._src.dispatch.messages import Submission
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.call import Call
-from rekindle._src.session.prompts import Prompt
-from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, SessionClosed
+from rekindle._src.session.produced import Produced
+from rekindle._src.session.prompts import Prompt, at_index
+from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
 
 T = TypeVar("T")
 # Unique in the process, so that an id never means two requests, not even of two sessions.
 _ids = itertools.count()
 
 
-class Handle(Call[T]):
+class Handle(Produced, Call[T]):
     """One prompt's request: await it for its completion, iterate over it for its deltas, cancel it from any thread.
 
     `submit` queues it at once; otherwise that happens when it is first awaited or iterated, and waits while the queue
@@ -42,6 +44,8 @@ class Handle(Call[T]):
         self._given = prompt
         self._scoped = scoped  # ends with the loop over it
         self._mailbox = Mailbox(sampling.n)
+        if prompt.error is not None:
+            self._mailbox.complete_all(prompt.error)
         self._lock = threading.RLock()
         self._submitted = False
         self._asked = False  # submitted, or waiting for a place
@@ -51,45 +55,7 @@ class Handle(Call[T]):
         """The prompt's text, if it has one; a chat's is rendered when its request is taken in."""
         return self._mailbox.prompt if self._given.text is None else self._given.text
 
-    # What it has produced.
-
-    @property
-    def text(self) -> str:
-        """The text so far, of the first sequence; it stays when the request is interrupted.
-
-        This and the other results raise `InvalidRequest` if the request was neither submitted nor awaited.
-        """
-        return "".join(delta.text for delta in self._first)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The token ids so far, of the first sequence."""
-        return tuple(token for delta in self._first for token in delta.token_ids)
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """The log-probabilities so far, of the first sequence, if they were asked for."""
-        return tuple(entry for delta in self._first for entry in delta.logprobs)
-
-    @property
-    def deltas(self) -> tuple[TextDelta, ...]:
-        """Every delta so far, of all sequences."""
-        self._must_be_asked()
-        return tuple(self._mailbox.deltas)
-
-    @property
-    def _first(self) -> list[TextDelta]:
-        self._must_be_asked()
-        return [delta for delta in self._mailbox.deltas if delta.index == 0]
-
-    def _must_be_asked(self) -> None:
-        if not (self._asked or self._submitted or self._mailbox.ended):
-            raise InvalidRequest(
-                "handle",
-                self.id,
-                "has no results, because it was neither awaited nor submitted",
-                "Write done = await session.generate(…) and done.text, or handle = session.submit(…) for text so far",
-            )
+    # What it has become.
 
     @property
     def done(self) -> bool:
@@ -344,29 +310,49 @@ class SyncStream(Iterator[TextDelta]):
 
 
 class Batch(Call[list[T]]):
-    """The requests of several prompts: await it for the list of their results. If one fails, the others are aborted."""
+    """The requests of several prompts: await it for the list of their results.
 
-    def __init__(self, handles: Sequence[Handle[T]]) -> None:
+    If one fails, the others are aborted; with errors="return" they go on, and its error stands in its place.
+    """
+
+    # Any: only generate() makes one, and the signature of a public class names no private type.
+    def __init__(self, handles: Sequence[Any], *, progress: Any = None, keep_errors: bool = False) -> None:
         self.handles: list[Handle[T]] = list(handles)
+        self._progress: Callable[[Sequence[Mailbox]], Activity] | None = progress
+        self._keep_errors = keep_errors
 
     async def _result(self) -> list[T]:
+        if self._progress is None or len(self.handles) < 2:
+            return await self._results()
+        with self._progress([handle._mailbox for handle in self.handles]):
+            return await self._results()
+
+    async def _results(self) -> list[T]:
         failure: OneShot[BaseException] = OneShot()
         for handle in self.handles:
             if not handle.done:
                 handle._host.check_waiting(f"request {handle.id}")
         try:
             for handle in self.handles:
-                handle._mailbox.failure = failure
+                handle._mailbox.failure = None if self._keep_errors else failure
                 await handle.admit()
             for handle in self.handles:
                 await handle._mailbox.done()
                 if failure.filled:
-                    raise fresh(await failure.get())
-            return [handle.completion() for handle in self.handles]
+                    error = await failure.get()
+                    found = [error in other._mailbox.results for other in self.handles]
+                    raise at_index(fresh(error), found.index(True))
+            return [self._outcome(index) for index in range(len(self.handles))]
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None
             raise
+
+    def _outcome(self, index: int) -> Any:
+        error = self.handles[index].error
+        if self._keep_errors and isinstance(error, InvalidRequest | RequestAborted | RequestFailed):
+            return at_index(fresh(error), index)
+        return self.handles[index].completion()
 
     def cancel(self) -> None:
         """Abort all of the requests."""

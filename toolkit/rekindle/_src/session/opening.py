@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rekindle._src.core.activity import Activity
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.dispatch import forked
@@ -16,6 +17,7 @@ from rekindle._src.dispatch.device import capture_contexts
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.call import Call
+from rekindle._src.session.opening_progress import OpeningProgress
 from rekindle._src.session.session import Session
 from rekindle._src.session.signatures import takes_options
 from rekindle.errors import ConfigError
@@ -121,8 +123,10 @@ def _listed(processors: Any) -> tuple[Any, ...]:
 
 def _build(model: Any, config: EngineConfig, processors: Any, progress: Any) -> Engine:
     # JAX is imported on the session's thread: `import rekindle` and the caller's loop stay quick.
-    with gc_paused(stays="jax" not in sys.modules):
-        from rekindle._src.programs.processors import check_processors
-        from rekindle._src.session.builder import OpenRequest, build
+    shown = OpeningProgress(model)
+    with Activity(shown.look, quiet=config.quiet):
+        with gc_paused(stays="jax" not in sys.modules):
+            from rekindle._src.programs.processors import check_processors
+            from rekindle._src.session.builder import OpenRequest, build
 
-    return build(OpenRequest(model, config, check_processors(processors), progress, capture_contexts()))
+        return build(OpenRequest(model, config, check_processors(processors), progress, capture_contexts(), shown))

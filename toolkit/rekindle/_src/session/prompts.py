@@ -23,16 +23,37 @@ class Prompt:
     token_ids: IntArray | None
     add_special_tokens: bool = True
     render: Callable[[], str] | None = None  # makes the text when the request is taken in
+    error: BaseException | None = None  # why it is no prompt
 
 
-def parse(prompt: Any) -> tuple[list[Prompt], bool]:
-    """The prompts of a request, and whether they were given as a list of prompts."""
+def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:
+    """The prompts of a request, and whether they were given as a list of prompts.
+
+    An entry of a list that is no prompt raises, or stands in the list with its error if errors are kept.
+    """
     if isinstance(prompt, str) or _is_ids(prompt):
         return [parse_one(prompt)], False
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes) and getattr(prompt, "ndim", 1) != 0:
         check_batch(len(prompt))
-        return [parse_one(one) for one in prompt], True
+        return [_numbered(one, index, keep_errors) for index, one in enumerate(prompt)], True
     raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str, a list of ints, or a list")
+
+
+def _numbered(prompt: Any, index: int, keep_errors: bool) -> Prompt:
+    try:
+        return parse_one(prompt)
+    except InvalidRequest as error:
+        found = at_index(error, index)
+    if keep_errors:
+        return Prompt("", None, error=found)
+    raise found
+
+
+def at_index(error: BaseException, index: int) -> BaseException:
+    """The error of one prompt of a list; one about the prompt names its index."""
+    if not isinstance(error, InvalidRequest) or error.index is not None or error.field != "prompt":
+        return error
+    return type(error)(error.field, error.value, error.problem, error.fix, index)
 
 
 def parse_one(prompt: Any) -> Prompt:

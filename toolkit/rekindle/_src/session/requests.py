@@ -20,10 +20,12 @@ from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import Completion
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
+from rekindle._src.session.batch_progress import shown
 from rekindle._src.session.handle import Batch, Handle, SyncStream
 from rekindle._src.session.prompts import Prompt, PromptLike, parse, parse_one
+from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -74,21 +76,56 @@ class Requests:
         n: int,
         **options: Unpack[SamplingOptions],
     ) -> Batch[Completions]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        errors: Literal["return"],
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Batch[Completion | RekindleError]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        errors: Literal["return"],
+        n: int,
+        **options: Unpack[SamplingOptions],
+    ) -> Batch[Completions | RekindleError]: ...
     @takes_options(Sampling, returns="Handle[Completion] | Batch[Completion]")
     def generate(
-        self, prompt: PromptLike | Sequence[PromptLike], sampling: Sampling | None = None, /, **options: Any
+        self,
+        prompt: PromptLike | Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        errors: Literal["raise", "return"] = "raise",
+        **options: Any,
     ) -> Any:
         """Await it for the completion of a prompt, or for a list of them if `prompt` is a list of prompts.
 
         A prompt is a string or a list of token ids. With `n` above 1 each completion is a list of n. Waits for a place
         while the queue is full. Returns a `Handle` (a `Batch` for a list): see there for partial text and `cancel`.
+        A prompt of a list that fails ends the whole list; with errors="return" its error stands in its place instead.
         """
-        options_ = Sampling.of(sampling, options)
+        if errors not in ("raise", "return"):
+            raise InvalidRequest("errors", errors, "is not known", "Use 'raise' or 'return'")
+        options_ = sampling_of(self._engine, sampling, options)
         self._host.check()
-        given, many = parse(prompt)
+        given, many = parse(prompt, keep_errors=errors == "return")
         check_batch(len(given), options_.n)
+        if errors == "return" and not many:
+            raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
         handles: list[Handle[Any]] = [Handle(self._host, self, one, options_) for one in given]
-        return Batch(handles) if many else handles[0]
+        if not many:
+            return handles[0]
+        return Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
 
     @overload
     def stream(
@@ -215,7 +252,7 @@ class Requests:
         self._host.check()
         # The template writes special tokens itself.
         prompt = Prompt(None, None, add_special_tokens=False, render=render)
-        return Handle(self._host, self, prompt, Sampling.of(sampling, options))
+        return Handle(self._host, self, prompt, sampling_of(self._engine, sampling, options))
 
     @overload
     def fork(
@@ -272,7 +309,7 @@ class Requests:
     def _handle(
         self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
     ) -> Handle[Any]:
-        options_ = Sampling.of(sampling, options)
+        options_ = sampling_of(self._engine, sampling, options)
         self._host.check()
         return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped)
 
@@ -310,12 +347,41 @@ class Requests:
         n: int,
         **options: Unpack[SamplingOptions],
     ) -> list[Completions]: ...
+    @overload
+    def generate_sync(
+        self,
+        prompt: Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        errors: Literal["return"],
+        n: One = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completion | RekindleError]: ...
+    @overload
+    def generate_sync(
+        self,
+        prompt: Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        errors: Literal["return"],
+        n: int,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completions | RekindleError]: ...
     @takes_options(Sampling, returns="Completion | list[Completion]")
     def generate_sync(
-        self, prompt: PromptLike | Sequence[PromptLike], sampling: Sampling | None = None, /, **options: Any
+        self,
+        prompt: PromptLike | Sequence[PromptLike],
+        sampling: Sampling | None = None,
+        /,
+        *,
+        errors: Literal["raise", "return"] = "raise",
+        **options: Any,
     ) -> Any:
         """`generate` for code without an event loop: blocks this thread until the result is there."""
-        call: Handle[Any] | Batch[Any] = self.generate(prompt, sampling, **options)  # type: ignore[call-overload]
+        given: Any = {"errors": errors, **options}
+        call: Handle[Any] | Batch[Any] = self.generate(prompt, sampling, **given)  # type: ignore[arg-type]
         return call.result_sync()
 
     @takes_options(Sampling)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +22,7 @@ from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
+from rekindle._src.session.conversation import Conversation, opened
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
@@ -28,9 +30,13 @@ from rekindle._src.session.requests import Requests
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.generation_config import told
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.options import SamplingOptions
     from rekindle._src.scheduling.explain import Explanation
 
 
@@ -258,8 +264,33 @@ class Session(Requests):
     ) -> None:
         self.close()
 
+    @property
+    def sampling(self) -> Sampling:
+        """The options of a request that brings none: what generation_config.json asks for, or greedy."""
+        return self._engine.sampling or Sampling()
+
+    def conversation(
+        self,
+        *,
+        system: str | None = None,
+        restore: str | os.PathLike[str] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Conversation:
+        """A chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
+
+        `system` opens it with a system message; `restore` takes up one that `chat.save(path)` wrote. The other options
+        are those of `chat`, for every turn.
+        """
+        more = {"tools": tools, "template": template, "template_options": template_options}
+        given = {name: value for name, value in more.items() if value is not None}
+        return opened(self, system=system, restore=restore, sampling=options, **given)
+
     def __repr__(self) -> str:
-        return f"<rekindle.Session {self.model or 'over given parts'}{', closed' if self.closed else ''}>"
+        sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"
+        return f"<rekindle.Session {self.model or 'over given parts'}{sampling}{', closed' if self.closed else ''}>"
 
     def _repr_html_(self) -> str:
         config = self.config
@@ -271,6 +302,9 @@ class Session(Requests):
                     f"up to {config.max_requests} requests at once",
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
+                    ""
+                    if self._engine.sampling is None
+                    else f"samples with {told(self._engine.sampling)}, by the checkpoint",
                 ),
                 "" if self.closed else self.stats()._repr_html_(),
                 title=f"rekindle session: {self.model or 'over given parts'}",

@@ -38,4 +38,4 @@ def locate(model: str | Path) -> Path:
             f"There is no folder {folder}, and the hub's {model!r} could not be downloaded "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}). "
             "Check the name, the network and your access."
-        ) from error
+        ) from None  # what was wrong is in the message; the chain is some 300 lines of HTTP

@@ -1,0 +1,95 @@
+"""`rekindle chat`: a conversation survives a full context, an interrupt and the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from helpers.sessions import CONFIG, byte_tokenizer, parts
+from rekindle import Session, tiny
+from rekindle._src.cli import chat
+from rekindle._src.cli.main import main
+from rekindle._src.text.chat import ChatTemplate
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    """What the command opens; closed by the command."""
+    scheduler, runner = parts()
+    made = Session(scheduler, runner, byte_tokenizer(), CONFIG, chat=ChatTemplate.load(tiny.folder()))
+    monkeypatch.setattr(chat, "open_sync", lambda model, **options: made)
+    yield made
+    made.close()
+
+
+def said(monkeypatch: pytest.MonkeyPatch, *lines: str) -> list[str]:
+    """Answers the prompts with these lines, then ends the input; gives the prompts that were shown."""
+    waiting, prompts = [*lines], []
+
+    def read(prompt: str) -> str:
+        prompts.append(prompt)
+        if not waiting:
+            raise EOFError
+        return waiting.pop(0)
+
+    monkeypatch.setattr("builtins.input", read)
+    return prompts
+
+
+def conversations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    made: list[Any] = []
+    real = Session.conversation
+
+    def conversation(self: Session, **options: Any) -> Any:
+        made.append(real(self, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Session, "conversation", conversation)
+    return made
+
+
+def users(conversation: Any) -> list[str]:
+    return [message["content"] for message in conversation.messages if message["role"] == "user"]
+
+
+def test_a_full_context_offers_to_drop_the_oldest_turn(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, long = conversations(monkeypatch), "b" * 300
+    prompts = said(monkeypatch, "a" * 200, "short", long, "", "/stats", "/nonsense", "/quit")
+    assert main(["chat", "--max-tokens", "4"]) == 0
+    assert prompts[3] == "Drop the oldest of 2 turns? [Y/n] "
+    assert users(made[0]) == ["short", long]
+    assert "leaves no room for a new token" in capsys.readouterr().err
+
+
+def test_the_conversation_is_kept_when_nothing_may_be_dropped(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = conversations(monkeypatch)
+    said(monkeypatch, "a" * 200, "b" * 300, "n", "c", "d", "/undo")
+    assert main(["chat", "--max-tokens", "4"]) == 0
+    assert users(made[0]) == ["a" * 200, "c"]
+    assert "nothing was dropped" in capsys.readouterr().err
+
+
+def test_one_message_alone_is_too_long(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = conversations(monkeypatch)
+    said(monkeypatch, "a" * 600, "/undo", "b", "/reset", "c")
+    assert main(["chat", "--max-tokens", "4", "--system", "Be brief."]) == 0
+    assert "no older turn to drop" in capsys.readouterr().err
+    assert [users(one) for one in made] == [["b"], ["c"]]
+
+
+def test_an_answer_that_fills_the_context_says_so(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = conversations(monkeypatch)
+    said(monkeypatch, "a" * 380, "y")
+    assert main(["chat", "--max-tokens", "1000"]) == 0
+    assert "the context is full, so the answer ends here" in capsys.readouterr().err
+    assert users(made[0]) == []

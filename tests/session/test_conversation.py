@@ -1,0 +1,177 @@
+"""A conversation adds each turn once, whatever becomes of it, and can be forked, taken back, saved and restored."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from helpers.sessions import CONFIG, byte_tokenizer, parts, wait_until_idle
+from rekindle import Conversation, Session, tiny
+from rekindle._src.text.chat import ChatTemplate
+from rekindle.errors import InvalidRequest, PromptTooLong, SessionClosed
+
+anyio_test = pytest.mark.anyio
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    scheduler, runner = parts(step_seconds=0.002)
+    chat = ChatTemplate.load(tiny.folder())
+    made = Session(scheduler, runner, byte_tokenizer(), CONFIG, model="fake", chat=chat)
+    try:
+        yield made
+        if not made.closed:
+            wait_until_idle(made)
+    finally:
+        made.close()
+
+
+def roles(chat: Conversation) -> list[str]:
+    return [message["role"] for message in chat.messages]
+
+
+@anyio_test
+async def test_turns_are_added_once(session: Session) -> None:
+    chat = session.conversation(system="Be brief.", max_tokens=5)
+    turn = chat.say("one")
+    assert chat.messages == [SYSTEM]
+    first = await turn
+    assert await turn is first or (await turn).text == first.text
+    assert chat.messages == [SYSTEM, {"role": "user", "content": "one"}, {"role": "assistant", "content": first.text}]
+    second = await chat.say("two", max_tokens=7)
+    assert len(second.token_ids) == 7
+    plain = await session.chat([*chat.messages[:3], {"role": "user", "content": "two"}], max_tokens=7)
+    assert plain.token_ids == second.token_ids
+    assert roles(chat) == ["system", "user", "assistant", "user", "assistant"]
+
+
+@anyio_test
+async def test_a_stream_is_a_turn_and_what_was_said_until_it_was_left_is_kept(session: Session) -> None:
+    chat = session.conversation(max_tokens=60, ignore_eos=True)
+    said = "".join([delta.text async for delta in chat.stream("one", max_tokens=8)])
+    assert chat.messages[-1] == {"role": "assistant", "content": said}
+    heard = ""
+    async for delta in chat.stream("two"):
+        heard += delta.text
+        if len(heard) > 3:
+            break
+    gc.collect()
+    kept = chat.messages[-1]["content"]
+    assert kept.startswith(heard)
+    assert len(chat.messages) == 4
+    await chat.say("three")
+    assert chat.messages[3]["content"] == kept
+    assert len(chat.messages) == 6
+
+
+@anyio_test
+async def test_a_turn_that_fails_or_is_cancelled_leaves_nothing(session: Session) -> None:
+    chat = session.conversation(max_tokens=300, ignore_eos=True)
+    with pytest.raises(PromptTooLong):
+        await chat.say("x" * 2000)
+    with anyio.move_on_after(0.05):
+        await chat.say("too slow")
+    assert chat.messages == []
+    await chat.say("now", max_tokens=2)
+    assert roles(chat) == ["user", "assistant"]
+
+
+@anyio_test
+async def test_one_turn_is_answered_at_a_time(session: Session) -> None:
+    chat = session.conversation(max_tokens=200, ignore_eos=True)
+    running = aiter(turn := chat.stream("one"))
+    await anext(running)
+    with pytest.raises(InvalidRequest, match="is being answered"):
+        await chat.say("two")
+    with pytest.raises(InvalidRequest, match="is being answered"):
+        chat.undo()
+    other = chat.fork()
+    assert other.messages == []
+    await other.say("beside it", max_tokens=2)
+    turn.cancel()
+    del running
+    gc.collect()
+    await chat.say("two", max_tokens=2)
+    assert [message["content"] for message in chat.messages if message["role"] == "user"] == ["one", "two"]
+
+
+def test_undo_fork_and_forget(session: Session) -> None:
+    chat = session.conversation(system="Be brief.", max_tokens=3)
+    for text in ("one", "two", "three"):
+        chat.say(text).result_sync()
+    other = chat.fork()
+    chat.undo()
+    assert [m["content"] for m in chat.messages if m["role"] == "user"] == ["one", "two"]
+    assert len(other.messages) == 7
+    assert other.forget() == 1
+    assert other.messages[0] == SYSTEM
+    assert [m["content"] for m in other.messages if m["role"] == "user"] == ["two", "three"]
+    assert other.forget(9) == 2
+    assert other.messages == [SYSTEM]
+    assert other.forget() == 0
+    with pytest.raises(InvalidRequest, match="no turn to take back"):
+        other.undo()
+    chat.messages.clear()
+    chat.messages[0]["content"] = "changed"
+    assert chat.messages[0] == SYSTEM
+    assert roles(chat)[1:] == ["user", "assistant"] * 2
+
+
+def test_a_loop_without_an_event_loop(session: Session) -> None:
+    chat = session.conversation(max_tokens=6)
+    said = "".join(delta.text for delta in chat.stream("one").stream_sync())
+    assert chat.messages[-1]["content"] == said
+
+
+def test_it_is_saved_and_taken_up_again(session: Session, tmp_path: Path) -> None:
+    chat = session.conversation(system="Be brief.", max_tokens=4)
+    chat.say("Grüße, 😀").result_sync()
+    chat.save(tmp_path / "chat.json")
+    again = session.conversation(restore=tmp_path / "chat.json", max_tokens=4)
+    assert again.messages == chat.messages
+    assert again.say("two").result_sync().text == chat.say("two").result_sync().text
+    assert json.loads((tmp_path / "chat.json").read_text("utf-8"))["model"] == "fake"
+    assert [path.name for path in tmp_path.iterdir()] == ["chat.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": "other"}', '{"format": "rekindle conversation", "version": 1}'])
+def test_a_file_of_another_kind_is_refused(session: Session, tmp_path: Path, text: str) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(InvalidRequest, match=r"chat\.save"):
+        session.conversation(restore=tmp_path / "file")
+    with pytest.raises(InvalidRequest, match="can't be read"):
+        session.conversation(restore=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"temprature": 1}, "temprature"), ({"system": 3}, "system"), ({"system": "x", "restore": "y"}, "system")],
+)
+def test_mistakes_are_told_at_once(session: Session, options: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        session.conversation(**options)
+    assert caught.value.field == field
+
+
+def test_what_is_no_message(session: Session) -> None:
+    chat = session.conversation()
+    for wrong in (None, 3, "", ["x"]):
+        with pytest.raises(InvalidRequest, match="is not a message"):
+            chat.say(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest):
+        chat.forget(0)
+
+
+def test_a_closed_session_is_named(session: Session) -> None:
+    chat = session.conversation()
+    session.close()
+    with pytest.raises(SessionClosed):
+        chat.say("x").result_sync()
+    assert chat.messages == []

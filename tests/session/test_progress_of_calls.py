@@ -1,0 +1,146 @@
+"""No call is silent while it lasts: opening, the first compilation, lists of prompts; and rates leave compiling out."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rekindle
+from helpers.driving import tiny_model
+from helpers.sessions import fake_session
+from rekindle._src.cli.main import main
+from rekindle._src.core import activity
+from rekindle._src.core.activity import State
+from rekindle._src.core.config import Sampling
+from rekindle._src.core.records import TextDelta, Timings
+from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.models.loading.load_progress import LoadProgress
+from rekindle._src.session import batch_progress
+from rekindle._src.session.batch_progress import BatchProgress
+from rekindle._src.session.opening_progress import OpeningProgress
+
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 64, "device_pages": 8, "page_size": 16, "max_requests": 2, "max_tokens_per_step": 32,
+}  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal as standard error, where everything that lasts a moment is shown."""
+    made = Terminal()
+    monkeypatch.setattr(activity, "sys", SimpleNamespace(stderr=made))
+    monkeypatch.setattr(activity, "PATIENCE", 0.0)
+    monkeypatch.setattr(activity, "INTERVAL", 0.01)
+    return made
+
+
+def shown(terminal: Terminal) -> str:
+    """Everything that it showed since this was last asked; the line has to be empty in the end."""
+    text = terminal.getvalue()
+    assert not text or text.endswith("\r\x1b[K"), text[-200:]
+    terminal.seek(0)
+    terminal.truncate()
+    return text
+
+
+@pytest.mark.anyio
+async def test_opening_and_the_first_call_say_what_is_compiled(terminal: Terminal, tmp_path: Path) -> None:
+    async with rekindle.open(tiny_model(), precompile="lazy", cache_dir=str(tmp_path), **OPTIONS) as session:
+        shown(terminal)
+        first = await session.generate([5, 6, 7], max_tokens=8)
+        text = shown(terminal)
+        assert "compiling program " in text
+        second = await session.generate([5, 6, 7], max_tokens=8)
+        assert "compiling" not in shown(terminal)
+    timings = first.timings
+    assert timings.first_token >= timings.compiling - timings.compiling_later > 0
+    assert timings.total >= timings.compiling > 0.05
+    assert "s of it compiling" in first._repr_html_()
+    seconds = timings.total - timings.first_token - timings.compiling_later
+    assert timings.decode_rate(8) == pytest.approx(7 / seconds)
+    assert second.timings.compiling == second.timings.compiling_later == 0.0
+    assert "compiling" not in second._repr_html_()
+
+
+@pytest.mark.anyio
+async def test_precompiling_counts_its_programs(terminal: Terminal, tmp_path: Path) -> None:
+    async with rekindle.open(tiny_model(), precompile="all", cache_dir=str(tmp_path), **OPTIONS) as session:
+        text = shown(terminal)
+        assert "opening model: " in text
+        assert f"programs 1 of {len(session.programs())}, compiling " in text
+
+
+@pytest.mark.anyio
+async def test_quiet_shows_nothing(terminal: Terminal, tmp_path: Path) -> None:
+    async with rekindle.open(tiny_model(), quiet=True, cache_dir=str(tmp_path), **OPTIONS) as session:
+        await session.generate([[5, 6], [7, 8]], max_tokens=8)
+        await session.save("evening")
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.anyio
+async def test_a_list_of_prompts_has_a_bar(terminal: Terminal) -> None:
+    async with fake_session(step_seconds=0.02) as session:
+        await session.generate(["a", "b", "c"], max_tokens=30)
+        text = shown(terminal)
+        assert " of 3 prompts" in text
+        assert "tokens/s" in text
+        assert "s left" in text
+        await session.generate("alone", max_tokens=30)
+        assert shown(terminal) == ""
+
+
+def test_rate_and_time_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(batch_progress, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
+    boxes = [Mailbox(1), Mailbox(1)]
+    progress = BatchProgress(boxes, Sampling(max_tokens=100), lambda: "compiling program r2")
+    assert progress.look() == State("0 of 2 prompts, compiling program r2", 0.0)
+    boxes[0].put(TextDelta("r0", "x", (1,)))
+    assert progress.look().fraction == pytest.approx(0.005)
+    boxes[0].put(TextDelta("r0", "x" * 49, (1,) * 49))
+    boxes[1].put(TextDelta("r1", "x" * 50, (1,) * 50))
+    now[0] += 2.0
+    assert progress.look() == State("0 of 2 prompts, 50 tokens/s, 2 s left, compiling program r2", 0.5)
+    boxes[1].complete_all(RuntimeError("it failed"))
+    assert progress.look().fraction == 0.75
+
+
+def test_an_opening_names_weights_programs_and_what_is_compiled() -> None:
+    progress = OpeningProgress(Path("/models/small"))
+    assert progress.look() == State("opening small: importing JAX", None)
+    progress.weights(LoadProgress(20_000_000, 80_000_000, 1.0))
+    progress.compiling = lambda: "compiling r1t16 (kernel gemm)"
+    state = progress.look()
+    assert state is not None
+    assert state.line == "opening small: weights 20 of 80 MB at 20 MB/s, 3.0 s left, compiling r1t16 (kernel gemm)"
+    assert state.fraction == 0.25
+    progress.hidden = True
+    assert progress.look() is None
+
+
+def test_a_rate_without_the_compilation() -> None:
+    assert Timings(0.0, 1.0, 4.0).decode_rate(11) == pytest.approx(10 / 3)
+    assert Timings(0.0, 1.0, 4.0, compiling=2.5, compiling_later=2.0).decode_rate(11) == pytest.approx(10.0)
+
+
+def test_the_command_line_shows_the_wait(
+    terminal: Terminal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "Once", "--max-tokens", "4", "--max-model-len", "64", "--cache-dir", str(tmp_path)]
+    assert main(arguments) == 0
+    text = terminal.getvalue()
+    assert "opening tiny" in text
+    assert "compiling program" in text
+    printed = capsys.readouterr()
+    assert "s of it compiling" in printed.err
+    assert printed.out.startswith("Once")

@@ -1,0 +1,109 @@
+"""Twenty typical mistakes in a real notebook: each is at most twelve lines and names the user's own line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from helpers.kernels_under_test import Kernel, kernel
+
+# jupyter_client leaves event loops and their sockets to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+MOST = 12
+SETUP = """
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
+import rekindle
+from helpers.sessions import fake_session
+session, closed = fake_session(), fake_session()
+await closed.aclose()
+"""
+# What is written, the error, and words that its message has to hold.
+MISTAKES = {
+    "a misspelled option of open": ("await rekindle.open('tiny', max_reqests=4)", "ConfigError", "max_requests"),
+    "a misspelled sampling option": ("await session.generate('x', temprature=1)", "InvalidRequest", "temperature"),
+    "a prompt of None": ("await session.generate(None)", "InvalidRequest", "prompt=None"),
+    "a number as prompt": ("await session.generate(123)", "InvalidRequest", "prompt=123"),
+    "a wrong path": ("await rekindle.open('/no/such/folder')", "CheckpointError", "/no/such/folder"),
+    "a hub id offline": ("await rekindle.open('nowhere/nothing')", "CheckpointError", "nowhere/nothing"),
+    "a prompt that is too long": ("await session.generate('x' * 5000)", "PromptTooLong", "max_model_len"),
+    "one of a list is too long": ("await session.generate(['a', 'x' * 5000])", "PromptTooLong", "prompt[1]"),
+    "an empty prompt": ("await session.generate('')", "InvalidRequest", "no tokens"),
+    "one of a list is empty": ("await session.generate(['a', 'b', ''])", "InvalidRequest", "prompt[2]"),
+    "a forgotten await": ("session.generate('x').text", "InvalidRequest", "await"),
+    "a closed session": ("await closed.generate('x')", "SessionClosed", "Open another one"),
+    "an unknown dtype": ("await rekindle.open('tiny', dtype='float8')", "ConfigError", "'bfloat16'"),
+    "a snapshot that isn't there": (
+        "await rekindle.open('tiny', restore='yesterday', max_model_len=64, device_pages=8)", "StoreError", "yesterday"
+    ),
+    "a snapshot's wrong name": ("await session.save('../up')", "StoreError|ConfigError|InvalidRequest", "../up"),
+    "chat without a template": ("await session.chat([{'role': 'user', 'content': 'x'}])", "InvalidRequest", "template"),
+    "n of zero": ("await session.generate('x', n=0)", "InvalidRequest", "n=0"),
+    "a huge n": ("await session.generate('x', n=10**9)", "InvalidRequest", "n=1000000000"),
+    "an empty stop string": ("await session.generate('x', stop='')", "InvalidRequest", "stop"),
+    "a negative temperature": ("await session.generate('x', temperature=-1)", "InvalidRequest", "temperature=-1"),
+    "an option of open in a request": ("await session.generate('x', dtype='int8')", "InvalidRequest", "open("),
+    "async for on a list": ("await session.stream(['a', 'b'])", "InvalidRequest", "prompt="),
+    "errors=return without a list": ("await session.generate('x', errors='return')", "InvalidRequest", "[prompt]"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Kernel]:
+    with kernel() as started:
+        started.ok(SETUP)
+        yield started
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_twelve_lines(notebook: Kernel, mistake: str) -> None:
+    code, error, words = MISTAKES[mistake]
+    cell = notebook.run(f"# {mistake}\n{code}")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", cell.traceback)
+    print(f"\n{shown}")
+    assert re.fullmatch(error, cell.error), shown
+    lines = shown.split("\n")
+    assert len(lines) <= MOST, shown
+    assert re.fullmatch(r"Cell In ?\[\d+\], line 2", lines[0]), shown
+    assert lines[1] == f"----> 2 {code}"
+    assert words in shown.split(f"{cell.error}: ", 1)[1], shown
+
+
+def test_chat_mistakes(notebook: Kernel) -> None:
+    notebook.ok("from rekindle import tiny\nfrom rekindle._src.text.chat import ChatTemplate")
+    notebook.ok("session._engine = session._engine._replace(chat=ChatTemplate.load(tiny.folder()))")
+    for code in ("session.chat('hello')", "session.chat([{'role': 'wizard', 'content': 3}])", "session.chat([])"):
+        cell = notebook.run(f"await {code}")
+        assert cell.error == "InvalidRequest", cell.traceback
+        assert cell.traceback.count("\n") < MOST
+
+
+def test_all_frames_come_back_where_they_are_asked_for(notebook: Kernel) -> None:
+    notebook.ok("%xmode Verbose")
+    try:
+        assert (
+            "signatures.py" in (shown := notebook.run("await session.generate(None)").traceback)
+            or "requests.py" in shown
+        )
+    finally:
+        notebook.ok("%xmode Context")
+
+
+def test_the_cause_is_named_in_a_line(notebook: Kernel) -> None:
+    code = "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise rekindle.StepFailed('it failed') from error"
+    cell = notebook.run(code)
+    assert cell.traceback.endswith("caused by ZeroDivisionError: division by zero")
+
+
+def test_errors_stand_in_place_of_completions(notebook: Kernel) -> None:
+    shown = notebook.ok("""
+many = await session.generate(['a', '', 'x' * 5000, 'b', 5], errors='return', max_tokens=3)
+print([type(one).__name__ for one in many])
+print(*(one.index for one in many if isinstance(one, rekindle.RekindleError)))
+""")
+    assert shown == "['Completion', 'InvalidRequest', 'PromptTooLong', 'Completion', 'InvalidRequest']\n1 2 4"

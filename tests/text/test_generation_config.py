@@ -1,0 +1,86 @@
+"""generation_config.json is the default of requests where it asks for sampling, and never more than that."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rekindle
+from rekindle import Sampling, tiny
+from rekindle._src.text.generation_config import checkpoint_sampling, told
+
+
+def written(folder: Path, record: Any) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(temperature=0.6, top_p=0.9)),
+        ({"do_sample": True}, Sampling(temperature=1.0)),
+        (
+            {"do_sample": True, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05, "temperature": None},
+            Sampling(temperature=1.0, top_k=20, min_p=0.05, repetition_penalty=1.05),
+        ),
+        ({"do_sample": True, "max_new_tokens": 7, "max_length": 20, "eos_token_id": [1]}, Sampling(temperature=1.0)),
+        ({"do_sample": False, "temperature": 0.6}, None),
+        ({"temperature": 0.6}, None),
+        ({"do_sample": "yes", "temperature": 0.6}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_file_asks_for(tmp_path: Path, record: Any, expected: Sampling | None) -> None:
+    assert checkpoint_sampling(written(tmp_path, record)) == expected
+
+
+def test_a_folder_without_one(tmp_path: Path) -> None:
+    assert checkpoint_sampling(tmp_path) is None
+    assert checkpoint_sampling(tiny.folder()) is None
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}])
+def test_values_that_mean_nothing_are_told_and_left_alone(
+    tmp_path: Path, wrong: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert checkpoint_sampling(written(tmp_path, {"do_sample": True, **wrong})) is None
+    assert "generation_config.json is left alone" in caplog.text
+
+
+def test_a_session_uses_it_says_it_once_and_turns_it_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder(), folder)
+    written(folder, {"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": [2, 0]})
+    options: dict[str, Any] = {"cache_dir": str(tmp_path / "cache"), "max_model_len": 64, "device_pages": 8}
+    with (
+        caplog.at_level(logging.INFO, "rekindle.engine"),
+        rekindle.open_sync(folder, precompile="lazy", **options) as session,
+    ):
+        wanted = Sampling(temperature=0.7, top_k=20)
+        assert session.sampling == wanted
+        assert "samples with temperature 0.7, top_k 20" in repr(session)
+        assert "temperature 0.7, top_k 20" in session._repr_html_()
+        assert [record.getMessage().count("temperature 0.7") for record in caplog.records].count(1) == 1
+        assert session.generate("x").sampling == wanted
+        assert session.stream("x", temperature=None).sampling == wanted
+        assert session.generate("x", temperature=0).sampling == Sampling(top_k=20)
+        assert session.generate("x", max_tokens=3).sampling == Sampling(temperature=0.7, top_k=20, max_tokens=3)
+        assert session.chat([{"role": "user", "content": "x"}]).sampling == wanted
+        assert session.generate("x", Sampling(), seed=1).sampling == Sampling(seed=1)
+        done = session.generate_sync("Once", max_tokens=4, seed=3)
+        forked = session.fork(done, at=2)
+        assert (forked.sampling.temperature, forked.sampling.top_k) == (0.7, 20)
+        assert forked.result_sync().token_ids == done.token_ids[2:]
+    with rekindle.open_sync(folder, precompile="lazy", generation_config="greedy", **options) as session:
+        assert session.sampling == session.generate("x").sampling == Sampling()
+        assert "samples" not in repr(session)
+
+
+def test_words() -> None:
+    assert told(Sampling(temperature=0.6, top_p=0.9)) == "temperature 0.6, top_p 0.9"

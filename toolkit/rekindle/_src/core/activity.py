@@ -1,0 +1,173 @@
+"""Shows what a call is waiting for while it lasts: drawn by a thread of its own, gone when the wait is over."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TextIO
+
+from rekindle._src.core import html
+from rekindle._src.core.progress import LOG_INTERVAL, PATIENCE, Backend, in_notebook, log
+
+INTERVAL = 0.2  # seconds between two pictures
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+WIDTH = 100  # columns of a terminal line, so that it is replaced and never wrapped
+
+
+class State(NamedTuple):
+    """What a wait looks like now: a line of text, and how much is done (None where that is not known)."""
+
+    line: str
+    fraction: float | None = None
+
+
+Look = Callable[[], State | None]
+_shown: list[Activity] = []  # the one that draws comes first: a wait inside another one shows nothing of its own
+_lock = threading.RLock()
+
+
+class Activity:
+    """`with Activity(look):` shows what `look()` returns, in a cell, a terminal or the log, until the block ends.
+
+    Nothing is shown in the first half second, while `look()` is None, or inside another activity. `look` is called in
+    another thread. A log, which can't be cleared, gets a line every ten seconds and none at the end.
+    """
+
+    def __init__(
+        self, look: Look, *, backend: Backend = "auto", quiet: bool = False, stream: TextIO | None = None
+    ) -> None:
+        self._look, self._backend, self._quiet, self._stream = look, backend, quiet, stream
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._screen: _Notebook | _Terminal | _Log | None = None
+        self._began = 0.0
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> Self:
+        """Begin to wait."""
+        screen = None if self._quiet else _screen(self._backend, self._stream)
+        if screen is None:
+            return self
+        self._began, self._screen = time.monotonic(), screen
+        with _lock:
+            _shown.append(self)
+        self._thread = threading.Thread(target=self._run, name="rekindle activity", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """The wait is over: what was shown goes. Calling it again does nothing."""
+        self._ended.set()
+        with _lock:
+            if self in _shown:
+                _shown.remove(self)
+            if self._screen is not None:
+                self._screen.clear()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+            self._thread = None
+
+    def draw(self) -> None:
+        """Show the present state, if it is time to show anything."""
+        with _lock:
+            if self._ended.is_set() or self._screen is None or _shown[0] is not self:
+                return
+            seconds = time.monotonic() - self._began
+            if seconds >= PATIENCE:
+                state = self._look()
+                if state is None:
+                    self._screen.clear()
+                else:
+                    self._screen.show(state, seconds)
+
+    def _run(self) -> None:
+        while not self._ended.wait(INTERVAL):
+            try:
+                self.draw()
+            except Exception as error:  # a picture is not worth a wait that fails
+                log.debug("progress could not be shown: %r", error)
+                return
+
+
+def _screen(asked: Backend, stream: TextIO | None) -> _Notebook | _Terminal | _Log | None:
+    out = sys.stderr if stream is None else stream
+    if asked == "auto":
+        asked = "notebook" if in_notebook() else "terminal" if out is not None and out.isatty() else "log"
+    if asked == "notebook":
+        return _Notebook()
+    if asked == "terminal":
+        return _Terminal(out)
+    return _Log() if log.isEnabledFor(logging.INFO) else None
+
+
+class _Terminal:
+    """One line that is written over and erased in the end."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._drawn = out, 0
+
+    def show(self, state: State, seconds: float) -> None:
+        self._drawn += 1
+        if state.fraction is None:
+            head = SPINNER[self._drawn % len(SPINNER)]
+        else:
+            filled = round(20 * state.fraction)
+            head = f"[{'█' * filled}{'·' * (20 - filled)}]"
+        self._out.write(f"\r\x1b[K{f'{head} {state.line} · {seconds:.0f} s'[:WIDTH]}")
+        self._out.flush()
+
+    def clear(self) -> None:
+        if self._drawn:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+            self._drawn = 0
+
+
+class _Log:
+    """A line now and then."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def show(self, state: State, seconds: float) -> None:
+        if seconds >= self._next:
+            self._next = seconds + LOG_INTERVAL
+            log.info("%s (%.0f s)", state.line, seconds)
+
+    def clear(self) -> None: ...
+
+
+class _Notebook:
+    """An output of the cell that is replaced by each picture and by an empty one in the end. It is no widget, so every
+    viewer shows it."""
+
+    def __init__(self) -> None:
+        self._output: Any = None
+
+    def show(self, state: State, seconds: float) -> None:
+        from IPython.display import display
+
+        line = f"{state.line} · {seconds:.0f} s"
+        done = state.fraction
+        bar = "" if done is None else html.bar({"done": done, "to do": 1.0 - done}, rest="to do", legend=False)
+        data = {"text/html": html.block(bar, html.line(line)), "text/plain": line}
+        if self._output is None:
+            self._output = display(data, raw=True, display_id=True)
+        else:
+            self._output.update(data, raw=True)
+
+    def clear(self) -> None:
+        if self._output is not None:
+            self._output.update({"text/html": "", "text/plain": ""}, raw=True)
+            self._output = None

@@ -1,0 +1,49 @@
+"""How long steps waited for their programs, and which program is being waited for now."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rekindle._src.core.activity import Activity, State
+from rekindle_kernels import kernel_being_compiled
+
+
+class ProgramWait:
+    """Counts the seconds in which a session's steps stood still because a program was compiled or loaded.
+
+    One thread waits at a time; any thread may read. While it lasts the wait is shown, unless the session is quiet.
+    """
+
+    def __init__(self, *, quiet: bool = True) -> None:
+        self.program: str = ""  # the one that is waited for; empty if none is
+        self._quiet = quiet
+        self._total = self._since = 0.0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def waiting(self, program: str) -> Iterator[None]:
+        """Count the time of this block as a wait for `program`."""
+        with self._lock:
+            self.program, self._since = program, time.perf_counter()
+        try:
+            with Activity(lambda: State(self.describe()), quiet=self._quiet):
+                yield
+        finally:
+            with self._lock:
+                self._total += time.perf_counter() - self._since
+                self.program = ""
+
+    def describe(self) -> str:
+        """What is being compiled, in words; empty if nothing is."""
+        program, kernel = self.program, kernel_being_compiled()
+        if not program:
+            return ""
+        return f"compiling program {program}" + (f", kernel {kernel}" if kernel else "")
+
+    def seconds(self, now: float) -> float:
+        """The seconds waited up to `now` (of `time.perf_counter()`), a wait that is going on included."""
+        with self._lock:
+            return self._total + (max(0.0, now - self._since) if self.program else 0.0)

@@ -1,0 +1,247 @@
+"""Conversations: chats that keep their own messages, so that a program never adds a turn by itself.
+
+chat = session.conversation(system="Answer in one sentence.")
+done = await chat.say("What is a page?")
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rekindle._src.core import html
+from rekindle._src.core.config import Sampling
+from rekindle._src.core.records import Completion
+from rekindle._src.session.call import Call
+from rekindle._src.session.handle import Handle, Stream, SyncStream
+from rekindle._src.session.signatures import takes_options
+from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.options import SamplingOptions
+
+FORMAT, VERSION = "rekindle conversation", 1
+Message = dict[str, Any]
+
+
+class Chats(Protocol):
+    """What a conversation needs of a session."""
+
+    @property
+    def model(self) -> str: ...
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling: Sampling | None = None, /, **options: Any
+    ) -> Handle[Completion]: ...
+
+
+def opened(
+    session: Any,
+    *,
+    system: str | None,
+    restore: str | os.PathLike[str] | None,
+    sampling: Mapping[str, Any],
+    **options: Any,
+) -> Conversation:
+    """A conversation that begins with a system message, with a saved one, or with nothing."""
+    Sampling.of(None, sampling)  # a misspelled option is refused now, not at the first turn
+    if not (system is None or isinstance(system, str)):
+        raise InvalidRequest("system", system, "is not text", "Pass a str")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    if restore is not None:
+        if messages:
+            raise InvalidRequest("system", system, "can't be given with restore", "The saved conversation has its own")
+        messages = read(restore)
+    return Conversation(session, messages, {**options, **sampling})
+
+
+def read(path: str | os.PathLike[str]) -> list[Message]:
+    """The messages of a file that `Conversation.save` wrote."""
+    fix = "Pass a file that chat.save(path) wrote"
+    try:
+        record = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequest("restore", str(path), f"can't be read ({error.strerror})", fix) from None
+    except ValueError:
+        raise InvalidRequest("restore", str(path), "is no JSON", fix) from None
+    if not isinstance(record, dict) or (record.get("format"), record.get("version")) != (FORMAT, VERSION):
+        raise InvalidRequest("restore", str(path), f"is not a {FORMAT}, version {VERSION}", fix)
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+    ):
+        raise InvalidRequest("restore", str(path), "holds something other than messages", fix)
+    return messages
+
+
+class Conversation:
+    """A chat with its messages. Make one with `session.conversation()`.
+
+    A turn is a message of the user's and the answer to it. It belongs to the conversation once the answer is complete:
+    a turn that fails or is cancelled leaves nothing. Of a stream that is left early, what was said until then is kept.
+    One turn is answered at a time.
+    """
+
+    # Any: the signature of a public class names no private type.
+    def __init__(self, session: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        self._session: Chats = session
+        self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
+        self._options = dict(options)
+        self._turn: Turn | None = None  # the latest, until it belongs to the messages or is given up
+
+    @takes_options(Sampling, returns="Turn")
+    def say(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
+        """Await it for the model's answer to `text`, which then belongs to the conversation, as `text` does."""
+        return Turn(self, text, sampling, {**self._options, **options})
+
+    @takes_options(Sampling, returns="Turn")
+    def stream(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
+        """`async for` over it gives the deltas of the model's answer to `text`."""
+        return Turn(self, text, sampling, {**self._options, **options})
+
+    @property
+    def messages(self) -> list[Message]:
+        """A copy of all messages, as `session.chat` takes them; a turn that is being answered is not among them."""
+        self._take_in()
+        return copy.deepcopy(self._messages)
+
+    def fork(self) -> Conversation:
+        """Another conversation that begins with the same messages; their pages in the cache are shared."""
+        return Conversation(self._session, self.messages, self._options)
+
+    def undo(self) -> None:
+        """Take the last turn back: the user's last message and what follows it."""
+        users = self._users()
+        if not users:
+            raise InvalidRequest("conversation", 0, "has no turn to take back", "Say something first")
+        del self._messages[users[-1] :]
+
+    def forget(self, turns: int = 1) -> int:
+        """Drop the oldest turns, for a conversation that has become too long; how many there were to drop.
+
+        System messages at the beginning stay.
+        """
+        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
+            raise InvalidRequest("turns", turns, "is not a number of turns", "Use 1 or more")
+        users = self._users()
+        if not users:
+            return 0
+        end = users[turns] if turns < len(users) else len(self._messages)
+        del self._messages[users[0] : end]
+        return min(turns, len(users))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the messages to a JSON file, for `session.conversation(restore=path)`."""
+        record = {"format": FORMAT, "version": VERSION, "model": self._session.model, "messages": self.messages}
+        path = Path(path).expanduser()
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        unfinished.write_text(json.dumps(record, ensure_ascii=False, indent=1), encoding="utf-8")
+        unfinished.replace(path)
+
+    def _users(self) -> list[int]:
+        """Where the turns begin. Raises while one is being answered."""
+        self._check_idle()
+        return [index for index, message in enumerate(self._messages) if message.get("role") == "user"]
+
+    def _take_in(self) -> None:
+        """Make the latest turn part of the messages, if it is over."""
+        turn = self._turn
+        if turn is not None and turn.over:
+            self._turn = None
+            if (answer := turn.kept()) is not None:
+                self._messages += [{"role": "user", "content": turn.said}, {"role": "assistant", "content": answer}]
+
+    def _check_idle(self) -> None:
+        self._take_in()
+        if self._turn is not None:
+            raise InvalidRequest(
+                "conversation", self._turn.said, "is being answered", "Await that turn first, or fork the conversation"
+            )
+
+    def _begin(self, turn: Turn, sampling: Sampling | None, options: Mapping[str, Any]) -> Handle[Completion]:
+        self._check_idle()
+        messages = [*self._messages, {"role": "user", "content": turn.said}]
+        handle = self._session.chat(messages, sampling, **options)
+        self._turn = turn
+        return handle
+
+    def __repr__(self) -> str:
+        return f"<Conversation: {html.count(len(self.messages), 'message')}>"
+
+    def _repr_html_(self) -> str:
+        return html.table(["role", "content"], [(m.get("role"), m.get("content")) for m in self.messages])
+
+
+class Turn(Call[Completion]):
+    """A message and the answer to it: await it for the completion, or iterate over its deltas."""
+
+    def __init__(
+        self, conversation: Conversation, said: str, sampling: Sampling | None, options: Mapping[str, Any]
+    ) -> None:
+        if not isinstance(said, str) or not said:
+            raise InvalidRequest("text", said, "is not a message", "Pass a non-empty str")
+        self.said: str = said
+        self._conversation, self._sampling, self._options = conversation, sampling, options
+        self._handle: Handle[Completion] | None = None
+        self._left = False  # it was cancelled, or the wait for it
+        self._reader: weakref.ref[object] | None = None  # the loop over the deltas that began last
+
+    @property
+    def over(self) -> bool:
+        """Whether no more of the answer will come: it ended, or the loop over it was left."""
+        if self._handle is None:
+            return False
+        return self._left or self._handle.done or (self._reader is not None and self._reader() is None)
+
+    def kept(self) -> str | None:
+        """The answer as the conversation keeps it; None for a turn that leaves nothing."""
+        handle = self._handle
+        if handle is None:
+            return None
+        if handle.done and handle.error is None:
+            return handle.completion().text
+        text = handle.text
+        handle.cancel()
+        return text if self._reader is not None and text else None
+
+    def cancel(self) -> None:
+        """End the answer here, from any thread."""
+        if self._handle is not None:
+            self._left = True
+            self._handle.cancel()
+
+    async def _result(self) -> Completion:
+        handle = self._begun()
+        try:
+            return await handle
+        except BaseException:
+            self._left = True
+            raise
+
+    def _begun(self) -> Handle[Completion]:
+        if self._handle is None:
+            self._handle = self._conversation._begin(self, self._sampling, self._options)
+        return self._handle
+
+    def __aiter__(self) -> Stream:
+        deltas = aiter(self._begun())
+        self._reader = weakref.ref(deltas)
+        return deltas
+
+    def stream_sync(self) -> SyncStream:
+        """The deltas, blocking this thread; for code without an event loop."""
+        deltas = self._begun().stream_sync()
+        self._reader = weakref.ref(deltas)
+        return deltas
+
+    def _repr_html_(self) -> str:
+        return html.block(html.text(self.said), "" if self._handle is None else self._handle._repr_html_())
+
+    def __repr__(self) -> str:
+        return f"<Turn {html.shortened(self.said)!r}: {'over' if self.over else 'await it'}>"

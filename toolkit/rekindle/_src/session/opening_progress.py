@@ -1,0 +1,45 @@
+"""What opening a session is busy with: weights, programs, kernels, the snapshot. `Activity` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.core.activity import State
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.load_progress import LoadProgress
+    from rekindle._src.programs.warming import Warmed
+
+
+class OpeningProgress:
+    """The state of one opening; the threads that work on it write, the one that draws reads."""
+
+    def __init__(self, model: Any) -> None:
+        self._name = Path(model).name if isinstance(model, str | Path) else "model"
+        self.stage: str = "importing JAX"
+        self.hidden: bool = False  # something else shows its own progress
+        self.compiling: Callable[[], str] = str  # what is being compiled now, in words; empty if nothing is
+        self._weights: LoadProgress | None = None
+        self._warmed: Warmed | None = None
+
+    def weights(self, report: LoadProgress) -> None:
+        """Weights were read."""
+        self._weights = report
+
+    def warmed(self, report: Warmed) -> None:
+        """A program is ready."""
+        self._warmed = report
+
+    def look(self) -> State | None:
+        """All of it as one line; None while there is nothing to show."""
+        if self.hidden:
+            return None
+        weights, warmed = self._weights, self._warmed
+        reading = weights is not None and weights.done < weights.total
+        programs = "" if warmed is None else f"programs {warmed.done} of {warmed.total}"
+        parts = [f"weights {weights}" if reading else "", programs, self.compiling()]
+        shown = [part for part in parts if part] or [self.stage]
+        shares = [report.done / report.total for report in (weights if reading else None, warmed) if report]
+        return State(f"opening {self._name}: {', '.join(shown)}", min(shares, default=None))
