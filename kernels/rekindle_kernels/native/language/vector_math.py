@@ -48,13 +48,13 @@ def exp(x: Any) -> Any:
 
 @inline
 def exp_of_one(x: float) -> float:
-    """The same of a single number."""
+    """e to the power of a single number ≤ 0."""
     return largest(exp(splat(x)))
 
 
 @inline
 def tanh(x: Any) -> Any:
-    """Of a vector."""
+    """The hyperbolic tangent of a vector."""
     small = exp(multiply(magnitude(x), splat(-TWO)))
     return with_sign_of(divide(subtract(splat(ONE), small), add(splat(ONE), small)), x)
 
