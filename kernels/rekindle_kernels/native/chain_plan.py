@@ -25,7 +25,7 @@ from rekindle_kernels.native.layout import consecutive
 
 CHAIN = "chain"  # the kernel's name
 ENTRIES = "rekindle_entries"  # the table's symbol
-SLOTS = 4096
+SLOTS = 1 << 16  # of 4096 two kernels of common head sizes had the same
 ROWS = -1
 OPERAND, RESULT, SCRATCH, GAP = range(4)  # where a buffer lies
 STEP = 64  # bytes: what scratch memory is counted in

@@ -1,4 +1,4 @@
-"""Derivatives of native calls: XLA knows none, so whoever asks for one gets the plain form, value and all."""
+"""Derivatives of native calls, which XLA does not know: where one is asked for, the plain form is computed instead."""
 
 from __future__ import annotations
 

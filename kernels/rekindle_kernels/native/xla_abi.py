@@ -1,7 +1,7 @@
 """XLA's interface for foreign functions (xla/ffi/api/c_api.h, version 0.1), as far as the kernels use it.
 
 XLA asks for the version that a kernel was written for when the kernel is registered, and refuses one that is too old:
-it promises to take a version for a year. `build.builds` then says that there is no such kernel.
+it promises to take a version for a year. `build.builds` is false then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rekindle_kernels.native.layout import Field, Layout, words
 API_VERSION = (0, 1, 0)  # the oldest that has all of this; XLA takes any that is not newer than its own
 
 # What a kernel is called with. It embeds the records of its operands and of its results: each is a count and an array
-# of addresses of buffers. `team` is no part of XLA's frame: the frames that a chain makes have it (`TEAM`).
+# of addresses of buffers. XLA's frame does not have `team`: it stands in those that a chain makes, for its threads.
 CALL_FRAME = words(
     "CallFrame",
     {"size": 0, "extension": 1, "api": 2, "context": 3, "operands": 9, "result_count": 12, "results": 14, "team": 15},

@@ -17,9 +17,11 @@ _INSTRUCTION = {1: "vpdpbusd", 2: "vdpbf16ps"}  # total += products of what is i
 
 
 def multiply_tile(rows: int, vectors: int, size: int) -> Any:
-    """`tile(columns, x, words, sums)`: `rows` rows of words at x, one after another, times columns of words
-    [words, vectors · 16], at a multiple of 64; sums [rows, vectors · 16]. Numbers have `size` bytes; those of x, if
-    it is one, no sign."""
+    """`tile(columns, x, words, sums)`: rows of words that follow each other at x, times columns of words.
+
+    Columns [words, vectors · 16] lie at a multiple of 64 bytes, sums [rows, vectors · 16] anywhere. Numbers have `size`
+    bytes; x holds unsigned ones if it is 1.
+    """
     assert rows % 3 == 0, "an address reaches three rows"
 
     @intrinsic

@@ -32,12 +32,13 @@ from rekindle_kernels.native.language.vector import LANES, add, load_f32, multip
 from rekindle_kernels.native.language.vector_math import silu
 
 ZERO = np.float32(0)
-# Bytes: the processor's own prefetcher stops at every page of memory. Asked for line by line between the products; a
-# whole row's lines at once fill the queue of misses, and everything waits for it (30 GB/s instead of 37, 2 rows).
-# Asked for in the order of their addresses also where two rows of weights are read in turn: 5 % less time for 2 rows.
+# Bytes by which weights are prefetched ahead: the processor's own prefetcher stops at every page of memory. Lines are
+# prefetched one by one between the products: a whole row's at once fill the queue of misses, and everything waits for
+# it (30 GB/s instead of 37, 2 rows). They are prefetched in the order of their addresses also where two rows of weights
+# are read in turn: 5 % less time for 2 rows.
 AHEAD = 8 << 10
 STEP = 8 * LANES  # weights of one row in four sums: with one sum int8 took 10 % longer, waiting for the sum before
-BLOCK_BYTES = 768 << 10  # of weights. Nobody has asked for a block's first lines: 192 KiB cost 2 to 5 % of the reading
+BLOCK_BYTES = 768 << 10  # of weights. A block's first lines are not prefetched: blocks of 192 KiB took 2 to 5 % longer
 
 JOB = job_layout(
     "matvec",

@@ -1,4 +1,4 @@
-"""Words of four bytes in the sixteen lanes of a vector, and the instructions that multiply what is in them."""
+"""Instructions that multiply the two bfloat16 or four int8 that each lane of a vector holds, and what feeds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rekindle_kernels.native.language.vector import FLOATS, LANES, VECTOR, llvm_
 
 
 class _BFloat(ir.Type):
-    """llvmlite has every float type but this one."""
+    """LLVM's bfloat, which llvmlite has no type for."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -42,7 +42,7 @@ def add_pairs(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a + b · c, where lanes hold an int32, four uint8 and four int8."""
+    """a + b · c, where a lane of a holds an int32, of b four uint8, and of c four int8."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _quads(builder, *args)
@@ -58,7 +58,7 @@ def _quads(builder: Any, *args: Any) -> Any:
 
 @intrinsic
 def store_rounded(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
-    """`store_bf16` in one instruction, which makes zeros of denormal numbers, as `add_pairs` does."""
+    """`store_bf16` in one instruction, which flushes denormal numbers to zero, as `add_pairs` does."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         narrow = ir.VectorType(_BFloat(), LANES)
@@ -168,7 +168,7 @@ def add_ints(typing_context: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def from_ints(typing_context: Any, a: Any, b: Any) -> Any:
-    """The integers in a less 128 times those in b, as float32."""
+    """The integers in a minus 128 times those in b, as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offset = builder.mul(builder.bitcast(args[1], _INTS), ir.Constant(_INTS, [128] * LANES))

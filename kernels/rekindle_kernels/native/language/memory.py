@@ -71,7 +71,7 @@ set_f32 = _writer(types.float32, ir.FloatType())
 
 @intrinsic
 def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Add to the word at `address`; what it was before. Orders all memory."""
+    """Add to the word at `address`, and return what it was before. All memory accesses are ordered around it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], WORD.as_pointer()), args[1], "seq_cst")
@@ -81,7 +81,7 @@ def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def acquire(typing_context: Any, address: Any) -> Any:
-    """The word at `address`, and everything written before it was."""
+    """The word at `address`; whatever was written before it was published can be read then."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], WORD.as_pointer()), "acquire", 8)
@@ -91,7 +91,7 @@ def acquire(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def publish(typing_context: Any, address: Any, value: Any) -> Any:
-    """Write the word at `address`; who acquires it sees everything written before."""
+    """Write the word at `address`; a thread that acquires it sees everything that was written before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], builder.inttoptr(args[0], WORD.as_pointer()), "release", 8)
@@ -129,7 +129,7 @@ def _external(name: str) -> Any:
 
 @intrinsic
 def malloc(typing_context: Any, size: Any) -> Any:
-    """The C library's, at the begin of a cache line: a vector that lies in two is read twice."""
+    """Memory of the C library's, from the begin of a cache line on: a vector that lies in two lines is read twice."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         block = _call(builder, "malloc", builder.add(args[0], WORD(LINE)))
@@ -151,7 +151,7 @@ def free(typing_context: Any, address: Any) -> Any:
 
 
 def _owner(builder: Any, address: Any) -> Any:
-    """Where the C library's own address is: right before the line, which begins 16 bytes or more behind it."""
+    """Where the C library's own address is kept: right before the cache line that `malloc` gave."""
     return builder.inttoptr(builder.sub(address, WORD(8)), WORD.as_pointer())
 
 

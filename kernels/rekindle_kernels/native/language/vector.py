@@ -63,7 +63,7 @@ def store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def store_four(typing_context: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """One after the other."""
+    """Store four vectors, one after the other."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(args[0], ir.FloatType().as_pointer()), [args[1]])

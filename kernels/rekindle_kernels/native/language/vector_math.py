@@ -48,7 +48,7 @@ def exp(x: Any) -> Any:
 
 @inline
 def exp_of_one(x: float) -> float:
-    """The same of a single number."""
+    """e to the power of a single number ≤ 0."""
     return largest(exp(splat(x)))
 
 
