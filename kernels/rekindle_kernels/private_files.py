@@ -29,7 +29,8 @@ TAG = "CACHEDIR.TAG"  # bford.info/cachedir: backups leave such a folder out, an
 TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # This folder was made by rekindle. All of it can be made again; see `rekindle cache --help`.
 """
-KINDS = ("compilations", "fingerprints", "native", "pages", "programs", "snapshots", "weights")  # folders in a cache
+# Folders in a cache.
+KINDS = ("chats", "compilations", "fingerprints", "native", "pages", "programs", "snapshots", "weights")
 SIGNED = ("native", "programs")  # of them, those whose files are signed where there is a key
 KEY_VARIABLE = "REKINDLE_SIGNING_KEY"
 MIN_KEY = 16  # bytes
@@ -148,7 +149,7 @@ def make_private(folder: Path) -> None:
 
 
 def checksum(name: str, *parts: bytes) -> str:
-    """Of what is stored under `name`; with a key it is a signature, which nobody can make who does not have the key."""
+    """The checksum of what is stored under `name`; with a key it is a signature that only holders of the key can make."""
     hasher = hashlib.blake2b(digest_size=16, key=signing_key() or b"")
     for part in (name.encode(), *parts):
         hasher.update(len(part).to_bytes(8, "little"))

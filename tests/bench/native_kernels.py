@@ -1,17 +1,20 @@
-"""Each native kernel of two source trees, timed in turn: `python tests/bench/native_kernels.py OLD NEW [--rounds 15]`.
+"""Each native kernel of two source trees, timed in turn: `python tests/bench/native_kernels.py OLD NEW [--rounds 5]`.
 
 A process per tree makes the same calls through what `rekindle_kernels.native` exports. They take turns, and one waits
-while the other works, so that what else the machine does hits both. Printed for each call: the median of its times in
+while the other works, so that what else the machine does hits both. A process can be lucky or not with the memory that
+it gets, by a fifth and more, so there are several of each tree. Printed for each call: the median of its best times in
 both trees, and the median of the ratios new / old of each turn, with the quarters of the ratios around it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,32 +88,43 @@ def cases() -> dict[str, Callable[[], Any]]:
     return found
 
 
-def serve(seconds: float) -> None:
+def serve(seconds: float, one_core: bool) -> None:
     """A tree's process: the names of its cases, then for each name that is asked for the seconds of one call."""
+    if one_core:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    clock = time.process_time if one_core else time.perf_counter
     found = cases()
     print(*found, sep="\t", flush=True)
     for line in sys.stdin:
         call = found[line.strip()]
         call()
         times: list[float] = []
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds or len(times) < 3:
-            start = time.perf_counter()
+        began = clock()
+        while clock() - began < seconds or len(times) < 3:
+            start = clock()
             call()
-            times.append(time.perf_counter() - start)
-        print(statistics.median(times), flush=True)
+            times.append(clock() - start)
+        print(min(times), flush=True)
 
 
 class Tree:
     """The process of one source tree."""
 
-    def __init__(self, root: Path, seconds: float) -> None:
+    def __init__(self, root: Path, seconds: float, one_core: bool) -> None:
         code = f"import sys; sys.path[:0] = {[str(root / 'kernels'), str(Path(__file__).parent)]!r}"
-        code += f"; import native_kernels; native_kernels.serve({seconds})"
+        code += f"; import native_kernels; native_kernels.serve({seconds}, {one_core})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.names = self._answer().split("\t")
+
+    def __enter__(self) -> Tree:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -120,7 +134,7 @@ class Tree:
         return answer
 
     def time(self, name: str) -> float:
-        """The median time of a call, in seconds."""
+        """The best time of a call in this turn, in seconds."""
         assert self._process.stdin is not None
         print(name, file=self._process.stdin, flush=True)
         return float(self._answer())
@@ -130,19 +144,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each process")
+    parser.add_argument("--processes", type=int, default=4, help="of each tree, one after another")
     parser.add_argument("--seconds", type=float, default=0.05, help="of each turn")
+    parser.add_argument("--one-core", action="store_true", help="CPU time on one core, for a machine that is busy")
     parser.add_argument("--only", default="", help="cases that begin so")
     options = parser.parse_args()
-    old, new = Tree(options.old.resolve(), options.seconds), Tree(options.new.resolve(), options.seconds)
+    turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for _ in range(options.processes):
+        both = (Tree(root.resolve(), options.seconds, options.one_core) for root in (options.old, options.new))
+        with next(both) as old, next(both) as new:
+            for name in old.names:
+                if name in new.names and name.startswith(options.only):
+                    turns[name] += [(old.time(name), new.time(name)) for _ in range(options.rounds)]
     print(f"{'microseconds':28}{'old':>10}{'new':>10}{'new/old':>10}{'quarters':>16}")
-    for name in old.names:
-        if name in new.names and name.startswith(options.only):
-            turns = [(old.time(name), new.time(name)) for _ in range(options.rounds)]
-            ratios = [after / before for before, after in turns]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            before, after = (1e6 * statistics.median(times) for times in zip(*turns, strict=True))
-            print(f"{name:28}{before:10.0f}{after:10.0f}{middle:10.3f}{low:9.3f}-{high:.3f}", flush=True)
+    for name, times in turns.items():
+        low, middle, high = statistics.quantiles([after / before for before, after in times], n=4)
+        before, after = (1e6 * statistics.median(side) for side in zip(*times, strict=True))
+        print(f"{name:28}{before:10.0f}{after:10.0f}{middle:10.3f}{low:9.3f}-{high:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def the_tree_answers(page: Any) -> None:
 
 
 def the_chat_forks_at_a_token(page: Any) -> None:
-    chat = run(page, 5)
+    chat = run(page, 5).locator(".rekindle-panel")
     line = chat.get_by_placeholder("Say something")
     line.fill("Who are you?")
     line.press("Enter")
@@ -122,6 +122,61 @@ def the_chat_forks_at_a_token(page: Any) -> None:
     page.screenshot(path=page.shots / "chat.png")
 
 
+DYING = (
+    CELLS[0],
+    "chat = session.view.chat(max_tokens=24, ignore_eos=True)\nchat",
+    "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    'session = await rekindle.open("tiny", max_requests=4, max_tokens_per_step=64)\n'
+    'chat = session.view.chat(restore="auto", max_tokens=24)\nchat',
+)
+
+
+def test_a_conversation_outlives_its_kernel(tmp_path: Path) -> None:
+    """Talk, kill the kernel, reopen the saved notebook: it is there. Restart: it goes on."""
+    pytest.importorskip("jupyterlab")
+    (SHOTS / "jupyterlab").mkdir(parents=True, exist_ok=True)
+    copy = ".jp-OutputArea-output [class^='rekindle-kept']"
+    with sync_api.sync_playwright() as playwright, browsing.served(tmp_path, DYING) as address:
+        with browsing.opened(playwright, address) as page:
+            printed(page, 0, "session ready", seconds=300)
+            chat = run(page, 1).locator(".rekindle-panel")
+            line = chat.get_by_placeholder("Say something")
+            line.fill("Who are you?")
+            line.press("Enter")
+            chat.locator("[data-token]").nth(10).wait_for()
+            page.wait_for_timeout(4000)
+            words = said(chat).strip()[:40]
+            assert words
+            assert not cell(page, 1).locator(copy).is_visible(), "nothing is shown twice"
+            dialog = page.locator("dialog.jp-Dialog button")  # "appears to have died", once or twice
+            page.add_locator_handler(dialog.first, lambda button: button.click())
+            run(page, 2)
+            line.fill("Are you there?")
+            chat.get_by_role("button", name="Send").click()
+            chat.get_by_text("No answer from the kernel").wait_for()
+            page.screenshot(path=SHOTS / "jupyterlab" / "chat-kernel-gone.png")
+            assert words in chat.inner_text()
+            page.keyboard.press("Control+s")
+            page.wait_for_timeout(2000)
+        with browsing.opened(playwright, address) as page:
+            left = cell(page, 1).locator(copy)
+            left.wait_for()
+            page.wait_for_timeout(3000)
+            page.screenshot(path=SHOTS / "jupyterlab" / "chat-reopened.png")
+            assert words in left.inner_text()
+            assert "Who are you?" in left.inner_text()
+            assert "session.view.chat(restore=" in left.inner_text()
+            printed(page, 0, "session ready", seconds=300)
+            again = run(page, 3).locator(".rekindle-panel")
+            again.get_by_text(words[:20]).first.wait_for()
+            line = again.get_by_placeholder("Say something")
+            line.fill("Thank you")
+            line.press("Enter")
+            again.locator("[data-token]").nth(5).wait_for()
+            page.screenshot(path=SHOTS / "jupyterlab" / "chat-restored.png")
+            assert left.is_visible(), "the old one is not hidden by the new"
+
+
 def said(chat: Any) -> str:
     return "".join(chat.locator("[data-token]").all_inner_texts())
 
@@ -142,9 +197,11 @@ def the_saved_notebook_keeps_pictures(page: Any) -> None:
     page.keyboard.press("Control+s")
     page.wait_for_timeout(2000)
     for index, words in ((1, "tokens/s"), (2, "RequestAborted"), (5, "Who is Tom?")):
-        kinds = browsing.outputs(page.folder, index)[0]
+        copy, kinds = browsing.outputs(page.folder, index)
         assert words in kinds["text/html"]
         assert WIDGET not in kinds
-    kinds = browsing.outputs(page.folder, 4)[0]
+        assert copy["text/html"] == "", "what the view was replaced by is not there twice"
+    copy, kinds = browsing.outputs(page.folder, 4)
     assert {"text/html", WIDGET} <= set(kinds)
-    assert "Prefix cache" in kinds["text/html"]
+    assert WIDGET not in copy
+    assert "Prefix cache" in copy["text/html"]

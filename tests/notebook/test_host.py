@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 sync_api = pytest.importorskip("playwright.sync_api")
 
 SHOTS = Path(os.environ.get("REKINDLE_SCREENSHOTS", Path(__file__).parent.parent.parent / "build" / "screenshots"))
-TRAITS = ("html", "note", "controls", "values")
+TRAITS = ("html", "note", "controls", "values", "kept", "heard")
 PAGE = """<!doctype html>
 <meta http-equiv="Content-Security-Policy"
       content="default-src 'none'; script-src 'unsafe-inline' blob:; style-src 'unsafe-inline'">

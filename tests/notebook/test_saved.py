@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,16 @@ SHOW = {
 WORDS = {"dashboard": "Session over fake", "stream": "ended by length", "chat": "assistant", "tree": "Prefix cache"}
 
 
-def executed(*cells: str) -> Any:
+def executed(*cells: str, **environment: str) -> Any:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    execute(notebook, **environment)
+    return notebook
+
+
+def execute(notebook: Any, **environment: str) -> None:
     path = os.pathsep.join(str(ROOT / name) for name in ("toolkit", "kernels", "tests"))
     client = nbclient.NotebookClient(notebook, kernel_name="python3", timeout=120, store_widget_state=False)
-    client.execute(env=os.environ | {"PYTHONPATH": path})
-    return notebook
+    client.execute(env=os.environ | {"PYTHONPATH": path} | environment)
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +92,70 @@ def test_progress_leaves_its_last_line(saved: dict[tuple[str, str], Any]) -> Non
 
 def test_objects_are_html(saved: dict[tuple[str, str], Any]) -> None:
     assert "<table" in saved["stats", ""].data["text/html"]
+
+
+DYING = """
+import os, signal, time
+chat = session.view.chat(max_tokens=20)
+chat"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """The notebook of a kernel that is killed in the middle of a conversation, and the cache folder that it had."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell(source)
+            for source in (
+                FIRST,
+                DYING,
+                "stream = session.view.stream('what', max_tokens=480)\nstream",
+                "tree = session.view.tree(); tree",
+                "chat.send('hello **you**')\nchat._handle.result_sync()\nchat.send('and <you>?')\n"
+                "chat._handle.result_sync()\ntree.refresh()\ntime.sleep(4)\nsaid = chat.answer\nprint(said)",
+                "os.kill(os.getpid(), signal.SIGKILL)",
+            )
+        ]
+    )
+    with pytest.raises(nbclient.exceptions.DeadKernelError):
+        execute(notebook, REKINDLE_CACHE=cache)
+    return notebook, cache
+
+
+def test_a_killed_kernel_leaves_what_its_views_showed(killed: tuple[Any, str]) -> None:
+    cells = killed[0].cells
+    copy, widget = cells[1].outputs
+    said = cells[4].outputs[0].text.strip()
+    assert WIDGET in widget.data
+    assert WIDGET not in copy.data, "JupyterLab shows an error in place of a widget without its kernel"
+    shown = copy.data["text/html"]
+    for words in ("hello", "you", "and &lt;you&gt;?", "restore=&quot;"):
+        assert words in shown, words
+    assert "Nothing was said yet" not in shown
+    assert "<script" not in shown
+    assert html.escape(said)[-5:] in re.sub(r"<[^>]*>", "", shown)
+    hidden = re.search(r'<div class="(rekindle-kept-[0-9a-f]+)">', shown)
+    assert hidden, "the widget hides it by this class while it is shown"
+    assert "tokens at 0" in cells[3].outputs[0].data["text/html"], "the tree as it was after Refresh"
+
+
+def test_a_new_kernel_takes_the_conversation_up(killed: tuple[Any, str]) -> None:
+    before, cache = killed
+    said = before.cells[4].outputs[0].text.strip()
+    named = re.search(r'restore="([^"]+)"', html.unescape(before.cells[1].outputs[0].data["text/html"]))
+    assert named
+    notebook = executed(
+        FIRST,
+        f"chat = session.view.chat(restore={named[1]!r}, max_tokens=20); chat",
+        "for message in chat.messages: print(message['role'], message['content'])",
+        "chat.send('more'); chat._handle.result_sync(); print([message['role'] for message in chat.messages])",
+        "print(session.view.chat(restore='auto').name == chat.name)",
+        REKINDLE_CACHE=cache,
+    )
+    assert "hello" in notebook.cells[1].outputs[0].data["text/html"]
+    roles = [line.split(" ")[0] for line in notebook.cells[2].outputs[0].text.splitlines()]
+    assert roles[0] == "user"
+    assert notebook.cells[2].outputs[0].text.strip().endswith(f"assistant {said}")
+    assert notebook.cells[3].outputs[0].text.strip() == "['user', 'assistant', 'user', 'assistant', 'user']"
+    assert notebook.cells[4].outputs[0].text.strip() == "True"

@@ -32,9 +32,19 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    deterministic: bool = False,
 ) -> jax.Array:
-    """Decode rows, then prefill tokens, each into its part of one result: a slice or a concatenation would copy."""
+    """Decode rows, then prefill tokens, each into its part of one result: a slice or a concatenation would copy.
+
+    With `deterministic`, prefill's kernel takes all of them: it gives a query the same result whatever else is
+    computed beside it, since it passes over the keys in tiles that are counted from the first key.
+    """
     (T, H, D), R = q.shape, decode_rows
+    if min(T, kv_lens.shape[0]) < R or H % kv.kv_heads:
+        raise ValueError(
+            f"{R} decode rows of {T} tokens and {kv_lens.shape[0]} lengths, {H} query heads of {kv.kv_heads} kv heads: "
+            "every decode row needs a token and a length, and every kv head as many query heads"
+        )
     operands = {
         "q": q.astype(jnp.float32),
         "pages": kv.pages,
@@ -45,13 +55,14 @@ def paged_attention(
     }
     settings = {"decode_rows": R, "window": sliding_window or 0, "scale": scale, "soft_cap": soft_cap or 0}
     out = None
-    if R:
+    if R and not deterministic:
         keys = STRETCH if R * kv.kv_heads < FEW else FAR
         (out,) = call(DECODE.variant(kv.dtype.name, D), operands, {**settings, "keys": keys})
-    if T > R:
+    if T > R or deterministic:
         queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
         prompts = {"ends": cu_q_lens, "prompts": num_prefills, "decoded": out}
-        (out,) = call(PREFILL.variant(kv.dtype.name, D), {**operands, **prompts}, {**settings, "queries": queries})
+        settings |= {"queries": queries, "together": deterministic}
+        (out,) = call(PREFILL.variant(kv.dtype.name, D), {**operands, **prompts}, settings)
     assert out is not None, "a step without tokens"
     return out.astype(q.dtype)
 
@@ -71,6 +82,8 @@ def supports(wanted: Call) -> str | None:
 
 def _parts(wanted: Call) -> list[Variant]:
     """The kernels that a call needs."""
+    if wanted.deterministic:
+        return [PREFILL.variant(wanted.kv_dtype.name, wanted.head_dim)]
     specs = [DECODE] * (wanted.decode_rows > 0) + [PREFILL] * (wanted.tokens > wanted.decode_rows)
     return [spec.variant(wanted.kv_dtype.name, wanted.head_dim) for spec in specs]
 

@@ -294,15 +294,14 @@ def _step(operation: Operation, buffers: dict[Value, Buffer], tokens: int | None
     spec = operation.kernel.spec
     operands = [(buffers[value], value.shape) for value in operation.inputs]
     results = [(buffers[value], value.shape) for value in operation.outputs]
-    declared = (
-        (tuple(operand.is_per_token for operand in spec.operands), operands),
-        (tuple(result.is_per_token for result in spec.results), results),
-    )
-    for per_token, called in declared:
-        for index, is_per_token in enumerate(per_token):
-            buffer, shape = called[index]
-            if is_per_token and shape[0] == tokens:
-                called[index] = buffer, (chain_plan.ROWS, *shape[1:])
+    per_token = [
+        *((operands, index) for index, array in enumerate(spec.operands) if array.is_per_token),
+        *((results, index) for index, array in enumerate(spec.results) if array.is_per_token),
+    ]
+    for called, index in per_token:
+        buffer, shape = called[index]
+        if shape[0] == tokens:
+            called[index] = buffer, (chain_plan.ROWS, *shape[1:])
     return Step(operation.kernel.name, operands, results)
 
 
@@ -321,7 +320,9 @@ def _rows(attention: Operation, buffers: dict[Value, Buffer]) -> chain_plan.Rows
     """Where the chain finds how many rows there are."""
     names = ("lens", "ends", "prompts") if attention.has("ends") else ("lens",)
     places = {name: buffers[attention.operand(name)].number for name in names}
-    return chain_plan.Rows(attention.setting("decode_rows") or 0, **places)
+    tokens = attention.operand("q").shape[0]
+    most_prompts = attention.operand("ends").shape[0] - 1 if attention.has("ends") else 0
+    return chain_plan.Rows(attention.setting("decode_rows") or 0, **places, tokens=tokens, most_prompts=most_prompts)
 
 
 def _identity(value: Value) -> Any:

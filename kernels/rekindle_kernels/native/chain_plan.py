@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -32,10 +32,17 @@ STEP = 64  # bytes: what scratch memory is counted in
 MOST = 64  # operands and results of one call
 
 # `sizes`, `buffers` and `calls` are how many there are, `scratch` is the place of the scratch memory among the results.
-# `decode_rows` and the operands `lens`, `ends` and `prompts` say which rows are computed; `ends` is 0 without prompts.
+# `decode_rows` and the operands `lens`, `ends` and `prompts` say which rows are computed, of at most so many `tokens`
+# and of `most_prompts`; `ends` is 0 without prompts.
 HEADER = consecutive(
     "ChainHeader",
-    dict.fromkeys(("sizes", "buffers", "calls", "scratch", "decode_rows", "lens", "ends", "prompts"), "int32"),
+    dict.fromkeys(
+        (
+            *("sizes", "buffers", "calls", "scratch"),
+            *("decode_rows", "lens", "ends", "prompts", "tokens", "most_prompts"),
+        ),
+        "int32",
+    ),
 )
 # `where` it lies, `number` of the operand or result, or steps into the scratch memory, and where its `shape` begins.
 BUFFER = consecutive("ChainBuffer", dict.fromkeys(("where", "number", "shape"), "int32"))
@@ -92,6 +99,8 @@ class Rows:
     lens: int
     ends: int = 0
     prompts: int = 0
+    tokens: int = 0
+    most_prompts: int = 0
 
 
 def encode(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray:
@@ -117,10 +126,7 @@ def encode(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray
             "buffers": len(buffers),
             "calls": len(steps),
             "scratch": scratch,
-            "decode_rows": rows.decode_rows,
-            "lens": rows.lens,
-            "ends": rows.ends,
-            "prompts": rows.prompts,
+            **asdict(rows),
         }
     )
     places = [

@@ -66,6 +66,7 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.A
         sliding_window=options.sliding_window,
         soft_cap=options.soft_cap,
         sinks=inputs.sinks,
+        deterministic=options.deterministic,
     )
 
 
@@ -105,7 +106,13 @@ def linear(
         y = y if gate is None else gated(y, gate)
         return y if residual is None else residual + y
 
-    product = partial(native.multiply, eps=eps, gated=gate is not None, quantize_rows=options.quantize == "int8")
+    product = partial(
+        native.multiply,
+        eps=eps,
+        gated=gate is not None,
+        quantize_rows=options.quantize == "int8",
+        deterministic=options.deterministic,
+    )
     flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
     y = native.differentiable(product, plain)(x.reshape(rows, -1), weight, scale, flat, count, norm)
     return y.reshape(*x.shape[:-1], -1).astype(dtype)
@@ -116,7 +123,8 @@ def multiplies(call: LinearCall) -> str | None:
     reason = unavailable(call)
     if reason is not None:
         return reason
-    if not native.multiplies(call.rows, _like(call.weight), quantize_rows=call.quantize == "int8"):
+    rounded, fixed = call.quantize == "int8", call.deterministic
+    if not native.multiplies(call.rows, _like(call.weight), quantize_rows=rounded, deterministic=fixed):
         shape = "x".join(map(str, call.weight.shape))
         return f"XLA is faster for {call.rows} rows times {call.weight.dtype.name} {shape}, or {NOT_BUILT}"
     if call.norm and not native.norms(_like(call.x)):
@@ -193,9 +201,9 @@ def has_untouched(call: ZerosCall) -> str | None:
     return None if native.builds(zeros.NAME) else NOT_BUILT
 
 
-ATTENTION = Implementation("native", paged_attention, attention.supports)
+ATTENTION = Implementation("native", paged_attention, attention.supports, deterministic=True)
 WRITE_KV = Implementation("native", attention.write, writes)
-LINEAR = Implementation("native", linear, multiplies)
+LINEAR = Implementation("native", linear, multiplies, deterministic=True)
 RMS_NORM = Implementation("native", rms_norm, norms)
 ROPE = Implementation("native", rope, splits)
 GREEDY = Implementation("native", native.largest_index, chooses)

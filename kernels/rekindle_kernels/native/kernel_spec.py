@@ -141,6 +141,8 @@ class Shapes:
 
     def __init__(self, variant: Variant, sizes: Mapping[str, int]) -> None:
         self.variant, self.sizes = variant, dict(sizes)
+        if variant.head_dim:
+            self.sizes["D"] = variant.head_dim
         self._dtypes: dict[str, Any] = {}
 
     def check(self, operand: Operand, value: Any) -> None:

@@ -14,7 +14,7 @@ DTYPE, DTYPE_AND_HEAD_DIM = ("dtype",), ("dtype", "head_dim")
 # Rows times a matrix. `rows` says which rows are computed: the first `before`, and those behind the next `gap`. Results
 # of the others are undefined; without `rows` all are computed. Gated products have half as many results as outputs:
 # silu of the first half times the other. `norm` holds weights of an RMS norm of the rows before they are multiplied.
-def _product(kind: str) -> KernelSpec:
+def _product(kind: str, **settings: str) -> KernelSpec:
     return KernelSpec(
         kind,
         operands=(
@@ -26,12 +26,13 @@ def _product(kind: str) -> KernelSpec:
             Operand("norm", "K", optional=True),
         ),
         results=(Result("out", "T M"),),
-        settings={"eps": "float32", "gated": "int32"},
+        settings={"eps": "float32", "gated": "int32", **settings},
         parameters=DTYPE,
     )
 
 
-MATVEC, GEMM = _product("matvec"), _product("gemm")
+GEMM = _product("gemm")
+MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
 
 # x / rms(x) · weight.
 RMS_NORM = KernelSpec(
@@ -84,7 +85,8 @@ DECODE = KernelSpec(
     parameters=DTYPE_AND_HEAD_DIM,
 )
 # `ends` [prompts + 1] says where each prompt's tokens end, counted from the first one's; `prompts` how many there are.
-# `decoded` are the results of the rows that decode, into whose memory the prompts' go.
+# `decoded` are the results of the rows that decode, into whose memory the prompts' go. `queries` are those of a tile;
+# `together` is 1 where the kernel takes the rows that decode too.
 PREFILL = KernelSpec(
     "prefill",
     operands=(
@@ -94,7 +96,7 @@ PREFILL = KernelSpec(
         Operand("decoded", "T H D", optional=True),
     ),
     results=(Result("out", "T H D", into="decoded"),),
-    settings={**_ATTENTION_SETTINGS, "queries": "int32"},  # of a tile
+    settings={**_ATTENTION_SETTINGS, "queries": "int32", "together": "int32"},
     parameters=DTYPE_AND_HEAD_DIM,
 )
 

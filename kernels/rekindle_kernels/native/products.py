@@ -17,19 +17,20 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multiply two and four of them in a lane
 
 
-def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False) -> bool:
-    """Whether `multiply` takes so many rows and this weight, and is faster than XLA."""
-    kernel = _kernel(rows, weight, quantize_rows)
+def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
+    """Whether `multiply` takes so many rows and this weight; if it need not be deterministic, and is faster than XLA."""
+    kernel = _kernel(rows, weight, quantize_rows, deterministic)
     return kernel is not None and builds(kernel.name)
 
 
-def _kernel(rows: int, weight: jax.Array, quantize_rows: bool) -> Variant | None:
-    """The kernel that multiplies; None where XLA is better."""
+def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bool) -> Variant | None:
+    """The kernel that multiplies; None where XLA is better. Where results have to be deterministic, the number of rows
+    has no say in it."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
         return None
-    if rows > FEW_ROWS and _has_gemm(weight) and (quantize_rows or weight.dtype != jnp.int8):
+    if (rows > FEW_ROWS or deterministic) and _has_gemm(weight) and (quantize_rows or weight.dtype != jnp.int8):
         return GEMM.variant(weight.dtype.name)
-    return MATVEC.variant(weight.dtype.name) if rows <= SOME_ROWS else None
+    return MATVEC.variant(weight.dtype.name) if rows <= SOME_ROWS or deterministic else None
 
 
 def _has_gemm(weight: jax.Array) -> bool:
@@ -54,15 +55,17 @@ def multiply(
     eps: float = 0.0,
     gated: bool = False,
     quantize_rows: bool = False,
+    deterministic: bool = False,
 ) -> jax.Array:
     """x [R, K] · weight [N, K] · scale [N] + residual -> float32 [R, N]. With `norm`, x is `rms_norm(x, norm,
     eps)` first; `gated` results are silu of the first half of the outputs times the other, [R, N / 2]. Many rows are
     rounded to bfloat16 where the weight is; where it is int8 and `quantize_rows`, they become int8 with a scale of
-    their own. Results behind the first `count` rows are undefined."""
+    their own. With `deterministic`, a row's results do not depend on the number
+    of rows, to the last bit. Results behind the first `count` rows are undefined."""
     assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
     assert not gated or gates(weight), f"{weight.shape[0]} outputs have to be gated behind"
     R, N = x.shape[0], weight.shape[0]
-    kernel = _kernel(R, weight, quantize_rows)
+    kernel = _kernel(R, weight, quantize_rows, deterministic)
     assert kernel is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
     if scale is None and weight.dtype == jnp.int8:
         scale = jnp.ones((N,), jnp.float32)
@@ -76,7 +79,7 @@ def multiply(
             "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
             "norm": None if norm is None else norm.astype(jnp.float32),
         },
-        {"eps": eps, "gated": gated},
+        {"eps": eps, "gated": gated} | ({"invariant": deterministic} if kernel.spec is MATVEC else {}),
         {"M": N // 2 if gated else N},
     )
     return product
@@ -89,5 +92,6 @@ def norms(x: jax.Array) -> bool:
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x [T, E] / rms(x) · weight [E]."""
+    assert norms(x), f"rows of {x.dtype}{list(x.shape)} are normed by XLA"
     (normed,) = call(RMS_NORM.variant(), {"x": x, "weight": weight.astype(jnp.float32)}, {"eps": eps})
     return normed

@@ -54,5 +54,9 @@ def split(
     """q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv. With
     `norm` [H + K, D] q and k are divided by the root of their mean square and multiplied by it before."""
     kv_heads = (qkv.shape[1] - heads) // 2
+    if kv_heads < 1 or qk.shape[1] < heads + kv_heads or 2 * cos.shape[-1] > qk.shape[-1] or not splits(qk, cos):
+        raise ValueError(
+            f"qk {list(qk.shape)}, qkv {list(qkv.shape)} and cos {list(cos.shape)} can't be split into {heads} heads"
+        )
     operands = {"qk": qk, "qkv": qkv, "cos": cos, "sin": sin, "norm": norm}
     return call(ROPE.variant(), operands, {"eps": eps}, {"H": heads, "K": kv_heads})

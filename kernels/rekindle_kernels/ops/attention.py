@@ -48,6 +48,7 @@ class AttentionOptions:
     scale: float  # logits are scale · q·k
     sliding_window: int | None = None  # w: a query at position p sees keys p-w+1..p
     soft_cap: float | None = None  # c: logits become c·tanh(logits / c)
+    deterministic: bool = False  # a query's result is the same to the last bit, whatever is computed beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class AttentionCall:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    deterministic: bool = False
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, platform: str | None = None) -> AttentionCall:
@@ -90,6 +92,7 @@ class AttentionCall:
             sliding_window=options.sliding_window,
             soft_cap=options.soft_cap,
             sinks=inputs.sinks is not None,
+            deterministic=options.deterministic,
         )
 
 

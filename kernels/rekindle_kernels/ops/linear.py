@@ -28,6 +28,7 @@ class LinearOptions:
     quantize: str | None = None  # how an int8 weight is multiplied: "int8" rounds rows to int8, "int8-weight" doesn't
     gate: str | None = None  # an activation: the result is `gated(…, gate)`, half as wide
     eps: float = 0.0  # of the norm
+    deterministic: bool = False  # a row's result is the same to the last bit, however many rows there are
 
 
 PLAIN = LinearOptions()
@@ -43,6 +44,7 @@ class LinearCall:
     quantize: str | None = None
     norm: bool = False
     gate: str | None = None
+    deterministic: bool = False
 
     @property
     def rows(self) -> int:
@@ -74,6 +76,7 @@ def linear(
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct(weight.shape, weight.dtype),
         options.quantize,
+        deterministic=options.deterministic,
     )
     chosen = LINEAR.choose(call, implementation)
     if norm is not None and chosen.supports(replace(call, norm=True)) is not None:

@@ -32,6 +32,13 @@ class Implementation:
     run: Callable[..., Any]  # takes what the operation's module says
     supports: Callable[[Any], str | None]  # None, or the reason why it can't serve a call with these facts
     give_up: Callable[[Exception], bool] | None = None  # after a failure at run time: refuse from now on
+    deterministic: bool = False  # serves calls whose results may not depend on what is computed beside them
+
+    def reason_against(self, call: Facts) -> str | None:
+        """Why it can't serve a call; None if it can."""
+        if getattr(call, "deterministic", False) and not self.deterministic:
+            return "its results for a row depend on what is computed beside it"
+        return self.supports(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +81,17 @@ class Registry:
         return tuple(self.load(entry.name) for entry in self.entries if platform in entry.platforms)
 
     def choose(self, call: Facts, implementation: str | None = None) -> Implementation:
-        """The first implementation that supports `call`; a named one that can't raises ValueError with its reason."""
+        """The first implementation that supports `call`; if none can, or not the named one, ValueError with reasons."""
         if implementation is None:
             for entry in self.entries:
                 if call.platform in entry.platforms:
                     candidate = self.load(entry.name)
-                    if candidate.supports(call) is None:
+                    if candidate.reason_against(call) is None:
                         return candidate
-            raise AssertionError(f"no implementation of {self.operation} serves every call on {call.platform}")
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.reasons(call).items())
+            raise ValueError(f"no implementation of {self.operation} can serve this call on {call.platform}: {reasons}")
         named = self.load(implementation)
-        reason = named.supports(call)
+        reason = named.reason_against(call)
         if reason is not None:
             raise ValueError(
                 f"implementation {implementation!r} of {self.operation} can't serve this call: {reason}; "
@@ -93,7 +101,7 @@ class Registry:
 
     def reasons(self, call: Facts) -> dict[str, str | None]:
         """What each implementation for the call's platform says: None if it can serve it, or why it can't."""
-        return {candidate.name: candidate.supports(call) for candidate in self.on(call.platform)}
+        return {candidate.name: candidate.reason_against(call) for candidate in self.on(call.platform)}
 
 
 def anything(call: Facts) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rekindle_kernels.native.language.jit import inline
-from rekindle_kernels.native.language.memory import f32
+from rekindle_kernels.native.language.memory import f32, i32
 from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.storage import Storage
 
@@ -26,6 +26,7 @@ FIELDS = {
     "kv_heads": "",
     "page_size": "",
     "width": "pages of a row of the page table",
+    "page_count": "",
 }
 NUMBERS = {"scale": "of logits", "soft_cap": "0 for none"}
 
@@ -55,6 +56,20 @@ def describe(frame: Any, job: Any) -> None:
     job.kv_heads = dim(frame.pages, 2)
     job.page_size = dim(frame.pages, 3)
     job.width = dim(frame.page_table, 1)
+    job.page_count = dim(frame.pages, 0)
+
+
+@inline
+def page_of(job: Any, row: int, index: int) -> int:
+    """A page of a row; the scratch page 0 where the page table names one that does not exist."""
+    page = i32(job.page_table, row * job.width + index)
+    return page if page >= 0 and page < job.page_count else 0
+
+
+@inline
+def length_of(job: Any, row: int) -> int:
+    """Keys of a row, not more than its pages hold."""
+    return min(i32(job.lens, row), job.width * job.page_size)
 
 
 @inline

@@ -91,7 +91,8 @@ def lay_out_sizes(plan: int, frame: int, sizes: int, gap: int) -> None:
     header = _header(plan)
     rows, own = header.decode_rows, header.decode_rows
     if header.ends > 0:
-        rows += i32(operand(frame, header.ends), i32(operand(frame, header.prompts), 0))
+        prompts = max(0, min(i32(operand(frame, header.prompts), 0), header.most_prompts))
+        rows = max(rows, min(rows + i32(operand(frame, header.ends), prompts), header.tokens))
     while own > 0 and i32(operand(frame, header.lens), own - 1) <= 0:
         own -= 1
     set_i32(gap, 0, own)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.kernels.attention_job import FIELDS, NUMBERS, Stored, describe, sink_of
+from rekindle_kernels.native.kernels.attention_job import FIELDS, NUMBERS, Stored, describe, length_of, sink_of
 from rekindle_kernels.native.kernels.decode_products import logits_function, scale_values, value_sums, weights_of
 from rekindle_kernels.native.language.handler import Kernel, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
@@ -48,7 +48,7 @@ def list_pieces(job: Any, rows: int) -> None:
     """Note where every piece begins; rows of one piece after another."""
     pieces = 0
     for r in range(rows):
-        length = i32(job.lens, r)
+        length = length_of(job, r)
         first = first_key(job, length)
         for piece in range((length - first + job.keys - 1) // job.keys):
             set_i32(job.work, 2 * pieces, r)
@@ -67,7 +67,7 @@ def preparer(D: int) -> Any:
         job.keys = frame.settings.keys
         pieces = 0
         for r in range(rows):
-            length = i32(job.lens, r)
+            length = length_of(job, r)
             pieces += max(0, length - first_key(job, length) + job.keys - 1) // job.keys
             if length <= 0:
                 for at in range(r * H * D, (r + 1) * H * D):
@@ -134,7 +134,7 @@ def kernel(stored: Stored) -> Kernel:
         G = job.heads // K
         piece, k = index // K, index % K
         r, begin = i32(job.work, 2 * piece), i32(job.work, 2 * piece + 1)
-        length = i32(job.lens, r)
+        length = length_of(job, r)
         end = min(length, begin + keys)
         logits = malloc(G * (keys + 2) * 4)
         tops = logits + G * keys * 4

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.kernels.attention_job import MASKED, Stored
+from rekindle_kernels.native.kernels.attention_job import MASKED, Stored, page_of
 from rekindle_kernels.native.language.jit import inline
-from rekindle_kernels.native.language.memory import f32, i32, prefetch, set_f32
+from rekindle_kernels.native.language.memory import f32, prefetch, set_f32
 from rekindle_kernels.native.language.vector import (
     LANES,
     add,
@@ -40,7 +40,7 @@ ZERO, ONE = np.float32(0), np.float32(1)
 def vector_of(job: Any, r: int, key: int, part: int, k: int) -> int:
     """The number of the vector of `key`, counted through all pages: keys are part 0, values part 1."""
     S, K = job.page_size, job.kv_heads
-    page = i32(job.page_table, r * job.width + key // S)
+    page = page_of(job, r, key // S)
     return ((page * 2 + part) * K + k) * S + key % S
 
 
@@ -73,11 +73,15 @@ def weights_of(job: Any, count: int, logits: int) -> tuple[float, float]:
 
 
 @inline
-def scale_values(job: Any, r: int, k: int, begin: int, end: int, logits: int) -> None:
-    """Multiply the weights of one head by the scales of the values."""
-    for t in range(begin, end):
-        factor = f32(job.scales, vector_of(job, r, t, 1, k))
-        set_f32(logits, t - begin, f32(logits, t - begin) * factor)
+def scale_values(job: Any, r: int, k: int, begin: int, end: int, weights: int) -> None:
+    """Multiply the weights of one head by the scales of the values [begin, end), page by page."""
+    key = begin
+    while key < end:
+        until = min(end, (key // job.page_size + 1) * job.page_size)
+        scales, here = job.scales + vector_of(job, r, key, 1, k) * 4, weights + (key - begin) * 4
+        for t in range(until - key):
+            set_f32(here, t, f32(here, t) * f32(scales, t))
+        key = until
 
 
 def fetcher(stored: Stored) -> Any:

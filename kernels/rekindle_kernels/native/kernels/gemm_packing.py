@@ -69,10 +69,10 @@ def describe(frame: Any, job: Any) -> None:
     rows = dim(frame.x, 0)
     before, gap = rows, 0
     if frame.has_rows:
-        before, gap = frame.rows.before, frame.rows.gap
+        before, gap = max(0, min(frame.rows.before, rows)), max(0, frame.rows.gap)
     job.before = before
     job.gap = gap
-    job.rows = min(before, rows) + max(0, rows - before - gap)
+    job.rows = before + max(0, rows - before - gap)
     job.x = frame.x.data
     job.width = dim(frame.weight, 1)
     job.norm = frame.norm.data if frame.has_norm else 0

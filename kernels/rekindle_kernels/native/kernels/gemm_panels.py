@@ -23,11 +23,11 @@ from rekindle_kernels.native.language.dot_products import add_ints, total_of_int
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32, free, malloc, prefetch, set_i32
-from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store, store_totals
+from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store
 
 TOGETHER = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
-# Bytes of what a block keeps of 16 outputs: sums [16, 32], half of them turned [16, 16], and sums of the weights [16].
+# Bytes of what a block keeps of 16 outputs: sums [16, 32], half of them turned [16, 16] (or of what is left over), and sums of the weights [16].
 SUMS = (OUTPUTS * PANEL + LANES * OUTPUTS + OUTPUTS) * 4
 ZERO = np.float32(0)
 TURNED_AT, WEIGHT_SUMS_AT = OUTPUTS * PANEL * 4, SUMS - OUTPUTS * 4
@@ -139,29 +139,73 @@ def tiles(size: int, add: Any) -> Any:
     return first_of_group, one_of_group, one_vector
 
 
-def tile_of_left_over(size: int, add: Any) -> Any:
-    """`few(x, w, words, sums, alone)`: one of the rows that are left over."""
+def floats_left_over(add: Any) -> Any:
+    """`few(x, w, words, count, sums, tile, alone)`: the rows that are left over times 16 outputs, sums [count, 16].
+
+    Products are added word by word, as in a panel and in a strip, so that a row's results are the same to the last bit
+    however many rows there are. For that, 16 words of the 16 outputs are turned at a time.
+    """
+
+    @inline
+    def turn(w: int, words: int, j: int, tile: int, alone: bool) -> None:
+        transpose(w + j * 4, words, tile, OUTPUTS)
+        if alone:
+            for i in range(LANES):
+                prefetch(w + OUTPUTS * words * 4 + (j + i) * 64)
+
+    @inline
+    def one_row(x: int, w: int, words: int, sums: int, tile: int, alone: bool) -> None:
+        a = splat(ZERO)
+        for j in range(0, words, LANES):
+            turn(w, words, j, tile, alone)
+            for i in range(LANES):
+                a = add(a, splat(f32(x, j + i)), load_f32(tile, i * OUTPUTS))
+        store(sums, 0, a)
+
+    @inline
+    def two_rows(x: int, w: int, words: int, sums: int, tile: int, alone: bool) -> None:
+        a = b = splat(ZERO)
+        for j in range(0, words, LANES):
+            turn(w, words, j, tile, alone)
+            for i in range(LANES):
+                v = load_f32(tile, i * OUTPUTS)
+                a, b = add(a, splat(f32(x, j + i)), v), add(b, splat(f32(x, words + j + i)), v)
+        store(sums, 0, a)
+        store(sums, OUTPUTS, b)
 
     @jit
-    def few(x: int, w: int, words: int, sums: int, alone: bool) -> None:
-        """One of the rows that are left over, for 16 outputs."""
-        for o in range(0, OUTPUTS, 4):
-            a = b = c = d = splat(ZERO)
-            v = w + o * words * 4
-            for j in range(0, words, LANES):
-                if alone:
-                    for i in range(4, 8):
-                        prefetch(v + (i * words + j) * 4)
-                y = load_f32(x, j)
-                a, b = add(a, y, load_f32(v, j)), add(b, y, load_f32(v, words + j))
-                c, d = add(c, y, load_f32(v, 2 * words + j)), add(d, y, load_f32(v, 3 * words + j))
-            if size == 2:
-                store_totals(sums + o * 4, a, b, c, d)
+    def few(x: int, w: int, words: int, count: int, sums: int, tile: int, alone: bool) -> None:
+        for r in range(0, count, 2):
+            here, out = x + r * words * 4, sums + r * OUTPUTS * 4
+            if r + 1 < count:
+                two_rows(here, w, words, out, tile, alone and r == 0)
             else:
-                set_i32(sums, o, total_of_ints(a))
-                set_i32(sums, o + 1, total_of_ints(b))
-                set_i32(sums, o + 2, total_of_ints(c))
-                set_i32(sums, o + 3, total_of_ints(d))
+                one_row(here, w, words, out, tile, alone and r == 0)
+
+    return few
+
+
+def integers_left_over(add: Any) -> Any:
+    """The same of 8-bit rows, whose sums are exact in any order: along the columns, without turning anything."""
+
+    @jit
+    def few(x: int, w: int, words: int, count: int, sums: int, tile: int, alone: bool) -> None:
+        for r in range(count):
+            row, out = x + r * words * 4, sums + r * OUTPUTS * 4
+            for o in range(0, OUTPUTS, 4):
+                a = b = c = d = splat(ZERO)
+                v = w + o * words * 4
+                for j in range(0, words, LANES):
+                    if alone and r == 0:  # else another's product has just asked for these weights
+                        for i in range(4, 8):
+                            prefetch(v + (i * words + j) * 4)
+                    y = load_f32(row, j)
+                    a, b = add(a, y, load_f32(v, j)), add(b, y, load_f32(v, words + j))
+                    c, d = add(c, y, load_f32(v, 2 * words + j)), add(d, y, load_f32(v, 3 * words + j))
+                set_i32(out, o, total_of_ints(a))
+                set_i32(out, o + 1, total_of_ints(b))
+                set_i32(out, o + 2, total_of_ints(c))
+                set_i32(out, o + 3, total_of_ints(d))
 
     return few
 
@@ -179,7 +223,8 @@ def sum_weights(w: int, words: int, weight_sums: int) -> None:
 def multiplier(size: int, add: Any) -> Any:
     """`multiply(job, index)`: a group of rows times a part of the outputs."""
     first_of_group, one_of_group, one_vector = tiles(size, add)
-    few, finish_vector = tile_of_left_over(size, add), finisher(size)
+    few = floats_left_over(add) if size == 2 else integers_left_over(add)
+    finish_vector = finisher(size)
 
     @jit
     def put(job: Any, sums: int, weight_sums: int, n: int, r: int, turned: int) -> None:
@@ -222,12 +267,11 @@ def multiplier(size: int, add: Any) -> Any:
         """The rows from `whole` on, which no panel holds, times 16 outputs from n on."""
         rows, words = job.rows, job.width * size // 4
         turned, weight_sums = scratch + TURNED_AT, scratch + WEIGHT_SUMS_AT
+        x = job.packed + panels_of(rows) * PANEL * words * 4
+        for half in range(halves):
+            few(x, weights_of(job, n, half), words, rows - whole, turned + half * SUMS, scratch, whole == 0)
         for r in range(whole, rows):
-            x = job.packed + (panels_of(rows) * PANEL + r - whole) * words * 4
-            alone = r == 0  # else another's product has just asked for these weights
-            for half in range(halves):
-                few(x, weights_of(job, n, half), words, turned + half * SUMS, alone)
-            finish_vector(job, turned, weight_sums, SUMS, r, n)
+            finish_vector(job, turned + (r - whole) * OUTPUTS * 4, weight_sums, SUMS, r, n)
 
     @jit
     def multiply(job: Any, index: int) -> None:

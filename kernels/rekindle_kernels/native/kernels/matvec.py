@@ -52,6 +52,7 @@ JOB = job_layout(
         "height": "results of a row",
         "normed": "1 if x is memory of the job's own",
         "gated": "1 if the outputs are gates and then ups",
+        "invariant": "1 if a row's products are added in the same order whatever the number of rows",
     },
 )
 
@@ -72,8 +73,8 @@ def rows_to_compute(frame: Any) -> int:
     """A gap amid so few rows is not worth stepping over."""
     rows = dim(frame.x, 0)
     if frame.has_rows:
-        before = frame.rows.before
-        return min(before, rows) if before + frame.rows.gap >= rows else rows
+        before = max(0, min(frame.rows.before, rows))
+        return before if before + frame.rows.gap >= rows else rows
     return rows
 
 
@@ -173,8 +174,37 @@ def row_products(storage: Storage) -> Any:
         set_f32(out, 3 * N + 1, total(h) + remainder(below, x + 12 * K, K, end))
 
     @inline
+    def one_by_two_in_order(weight: int, x: int, K: int, count: int, out: int) -> None:
+        """One output, or two, of one row, with the sums that `two_by_four` has."""
+        a = b = splat(ZERO)
+        below, end = weight + (count - 1) * K * size, K // LANES * LANES
+        for k in range(0, end, LANES):
+            if k % (64 // size) == 0:
+                ask_for(weight + 2 * k * size, 128 // size)
+            y = load_f32(x, k)
+            a, b = multiply_add(load(weight, k), y, a), multiply_add(load(below, k), y, b)
+        set_f32(out, 0, total(a) + remainder(weight, x, K, end))
+        if count == 2:
+            set_f32(out, 1, total(b) + remainder(below, x, K, end))
+
+    @inline
+    def for_all_rows_in_order(job: Any, weight: int, count: int, out: int, N: int) -> None:
+        R, K, r = job.rows, job.width, 0
+        while r < R:
+            x, here = job.x + 4 * r * K, out + 4 * r * N
+            if count == 2 and r + 4 <= R:
+                two_by_four(weight, x, K, N, here)
+                r += 4
+            else:
+                one_by_two_in_order(weight, x, K, count, here)
+                r += 1
+
+    @inline
     def for_all_rows(job: Any, weight: int, count: int, out: int, N: int) -> None:
         """One output, or two, into rows of N numbers."""
+        if job.invariant > 0:
+            for_all_rows_in_order(job, weight, count, out, N)
+            return
         R, K, r = job.rows, job.width, 0
         while r < R:
             x, here = job.x + 4 * r * K, out + 4 * r * N
@@ -237,6 +267,7 @@ def kernel(storage: Storage, scaled: bool) -> Kernel:
         job.out = frame.out.data
         job.height = dim(frame.out, 1)
         job.gated = frame.settings.gated
+        job.invariant = frame.settings.invariant
         rounds = (dim(frame.weight, 0) * job.width * size + threads * BLOCK_BYTES - 1) // (threads * BLOCK_BYTES)
         return min(rounds * threads, units(job))
 

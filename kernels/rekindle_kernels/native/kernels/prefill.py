@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, Stored, describe
+from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, Stored, describe, length_of
 from rekindle_kernels.native.kernels.prefill_softmax import softmax_function, unit_of
 from rekindle_kernels.native.kernels.prefill_tiles import KEYS, loader, products
 from rekindle_kernels.native.language.dot_products import store_rounded
@@ -35,7 +35,9 @@ JOB = job_layout(
     {
         **FIELDS,
         "ends": "int32 [prompts + 1]: where each prompt's tokens end",
+        "tokens": "of all prompts, padding included",
         "queries": "of a tile",
+        "decoding": "rows that decode and have tiles like prompts; their tokens, lengths and pages come first",
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
         "tiles": "",
     },
@@ -46,7 +48,7 @@ JOB = job_layout(
 class Tile(NamedTuple):
     """The queries of one prompt for one kv head. Its rows are G query heads of each query."""
 
-    s: int  # prompt
+    s: int  # prompt; below 0, a row that decodes: its token, length and pages lie so far before the first prompt's
     k: int  # kv head
     token: int  # of the first query
     position: int  # of the first query
@@ -67,10 +69,22 @@ class Scratch(NamedTuple):
 
 
 @inline
+def end_of(job: Any, s: int) -> int:
+    """Where the tokens of the prompt before s end, within the tokens that there are."""
+    return max(0, min(i32(job.ends, s), job.tokens))
+
+
+@inline
+def tiles_of(job: Any, s: int) -> int:
+    """How many tiles a prompt's queries make."""
+    return max(0, (end_of(job, s + 1) - end_of(job, s) + job.queries - 1) // job.queries)
+
+
+@inline
 def count_tiles(job: Any, prompts: int) -> int:
-    tiles = 0
+    tiles = job.decoding
     for s in range(prompts):
-        tiles += (i32(job.ends, s + 1) - i32(job.ends, s) + job.queries - 1) // job.queries
+        tiles += tiles_of(job, s)
     return tiles
 
 
@@ -78,8 +92,12 @@ def count_tiles(job: Any, prompts: int) -> int:
 def list_tiles(job: Any, prompts: int) -> None:
     """Note where every tile begins."""
     tiles = 0
+    for r in range(job.decoding):
+        set_i32(job.work, 2 * tiles, r - job.decoding)  # numbers below 0 are rows that decode
+        set_i32(job.work, 2 * tiles + 1, 0)
+        tiles += 1
     for s in range(prompts):
-        for number in range((i32(job.ends, s + 1) - i32(job.ends, s) + job.queries - 1) // job.queries):
+        for number in range(tiles_of(job, s)):
             set_i32(job.work, 2 * tiles, s)
             set_i32(job.work, 2 * tiles + 1, number * job.queries)
             tiles += 1
@@ -92,15 +110,18 @@ def preparer(D: int) -> Any:
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
-        prompts, before, row = i32(frame.prompts.data, 0), frame.settings.decode_rows, job.heads * D * 4
-        tokens = dim(frame.q, 0) - before
+        before, row = frame.settings.decode_rows, job.heads * D * 4
+        job.decoding = before if frame.settings.together > 0 else 0
+        most = min(dim(frame.ends, 0) - 1, dim(frame.lens, 0) - before)
+        prompts = max(0, min(i32(frame.prompts.data, 0), most))
         job.q = job.q + before * row  # the rows that decode come first in all of them
         job.page_table = job.page_table + before * job.width * 4
         job.lens = job.lens + before * 4
         job.out = job.out + before * row
         job.ends = frame.ends.data
+        job.tokens = dim(frame.q, 0) - before
         job.queries = frame.settings.queries
-        for at in range(i32(job.ends, prompts) * job.heads * D, tokens * job.heads * D):
+        for at in range(end_of(job, prompts) * job.heads * D, job.tokens * job.heads * D):
             set_f32(job.out, at, ZERO)
         tiles = count_tiles(job, prompts)
         job.work = malloc(2 * tiles * 4)
@@ -117,8 +138,10 @@ def tile_of(job: Any, index: int) -> Tile:
     G = job.heads // K
     number, k = job.tiles - 1 - index // K, index % K
     s, begin = i32(job.work, 2 * number), i32(job.work, 2 * number + 1)
-    start = i32(job.ends, s)
-    q_len, length = i32(job.ends, s + 1) - start, i32(job.lens, s)
+    if s < 0:
+        return Tile(s, k, s, length_of(job, s) - 1, G, (G + 3) // 4 * 4)
+    start = end_of(job, s)
+    q_len, length = end_of(job, s + 1) - start, length_of(job, s)
     rows = min(job.queries, q_len - begin) * G
     return Tile(s, k, start + begin, length - q_len + begin, rows, (rows + 3) // 4 * 4)
 
@@ -213,7 +236,7 @@ def finisher(D: int, paired: bool) -> Any:
                     weights = weights * keep + ONE
                 else:
                     weights += exp_of_one((sink - top) / unit)
-            factor = keep / weights
+            factor = keep / weights if weights > ZERO else ZERO  # 0 where a row that decodes has no sequence
             for d in range(D):
                 set_f32(target, d, f32(scratch.out, m * D + d) * factor)
 
@@ -232,7 +255,7 @@ def kernel(stored: Stored, paired: bool) -> Kernel:
         G, window = job.heads // job.kv_heads, job.window
         scratch = scratch_of(tile.padded, D)
         start(job, tile, scratch)
-        last = min(i32(job.lens, tile.s), tile.position + tile.rows // G)
+        last = min(length_of(job, tile.s), tile.position + tile.rows // G)
         first = max(0, tile.position - window + 1) if window > 0 else 0
         for key in range(first // KEYS * KEYS, last, KEYS):
             load(job, tile.s, tile.k, key, last, scratch.keys, scratch.values)

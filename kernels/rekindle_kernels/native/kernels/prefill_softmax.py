@@ -79,6 +79,9 @@ def softmax_function(D: int, paired: bool) -> Any:
         top = highest if highest > before + slack else before
         a, b = exponential(subtract(a, splat(top))), exponential(subtract(b, splat(top)))
         c, d = exponential(subtract(c, splat(top))), exponential(subtract(d, splat(top)))
+        if low > 0 or high < KEYS:  # exactly 0, so that it makes no difference which other keys are in the tile
+            a, b = between(a, low, high, ZERO), between(b, low - LANES, high - LANES, ZERO)
+            c, d = between(c, low - 2 * LANES, high - 2 * LANES, ZERO), between(d, low - LAST, high - LAST, ZERO)
         put(logits, 0, a)
         put(logits, LANES, b)
         put(logits, 2 * LANES, c)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.kernels.attention_job import Stored
+from rekindle_kernels.native.kernels.attention_job import Stored, page_of
 from rekindle_kernels.native.language.dot_products import add_pairs, load_interleaved, store_columns
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import f32, i32, set_f32
+from rekindle_kernels.native.language.memory import f32, set_f32
 from rekindle_kernels.native.language.vector import LANES, load_f32, multiply_add, splat, store, store_four
 
 KEYS = 4 * LANES  # of a tile: the four vectors of the product
@@ -23,7 +23,7 @@ ZERO, ONE = np.float32(0), np.float32(1)
 def key_at(job: Any, s: int, k: int, t: int) -> int:
     """The number of the key of position t, counted through all pages; its value is K · S vectors further."""
     S, K = job.page_size, job.kv_heads
-    return (i32(job.page_table, s * job.width + t // S) * 2 * K + k) * S + t % S
+    return (page_of(job, s, t // S) * 2 * K + k) * S + t % S
 
 
 def loader(stored: Stored, paired: bool) -> Any:

@@ -88,6 +88,94 @@ def kth_largest(values: int, count: int, k: int) -> float:
     return -INFINITY
 
 
+@inline
+def weigh(logits: int, count: int, top: float, temperature: float, values: int, weights: int) -> None:
+    """Logits less the largest, divided by the temperature, and their exponentials, up to the end of the last vector."""
+    for i in range(count):
+        set_f32(values, i, (f32(logits, i) - top) / temperature)
+    for i in range(count, (count + LANES - 1) // LANES * LANES):
+        set_f32(values, i, -INFINITY)
+    for i in range(0, count, LANES):
+        x = load_f32(values, i)
+        # Below it `exp` stays above 0, and what has no weight must never be drawn.
+        store(weights, i, where_negative(add(x, splat(-LOWEST)), splat(ZERO), exp(x)))
+
+
+@inline
+def keep_largest(values: int, weights: int, count: int, k: int) -> None:
+    """Take the weight from all but the k largest values."""
+    floor = kth_largest(values, count, k)
+    for i in range(count):
+        if not f32(values, i) >= floor:
+            set_f32(weights, i, ZERO)
+
+
+@inline
+def mass_above(values: int, weights: int, count: int, level: float) -> float:
+    """The sum of the weights of values above a level."""
+    total = ZERO
+    for i in range(count):
+        total += f32(weights, i) if f32(values, i) > level else ZERO
+    return total
+
+
+@inline
+def allowed(values: int, weights: int, i: int, level: float, least: float) -> float:
+    """A weight, or 0 if its value is not above the level or it is less than the least."""
+    weight = f32(weights, i)
+    return weight if f32(values, i) > level and weight >= least else ZERO
+
+
+@jit
+def inverse_cdf(
+    values: int, weights: int, sums: int, count: int, size: int, level: float, least: float, u: float, v: float
+) -> int:
+    """An index drawn with two uniforms, block first; -1 for none."""
+    total, blocks = ZERO, (count + size - 1) // size
+    for block in range(blocks):
+        mass = ZERO
+        for i in range(block * size, min(count, (block + 1) * size)):
+            mass += allowed(values, weights, i, level, least)
+        set_f32(sums, block, mass)
+        total += mass
+    here, so_far = -1, ZERO
+    for block in range(blocks):
+        so_far += f32(sums, block)
+        if so_far > u * total and f32(sums, block) > ZERO:
+            here = block
+            break
+    if here < 0:
+        return -1
+    mass, so_far = f32(sums, here), ZERO
+    for i in range(here * size, min(count, (here + 1) * size)):
+        weight = allowed(values, weights, i, level, least)
+        so_far += weight
+        if so_far > v * mass and weight > ZERO:
+            return i
+    return -1
+
+
+@inline
+def draw(job: Any, r: int, values: int, weights: int, sums: int, best: int) -> int:
+    """A token of row r by its weights, of which top-p and min-p allow some; the best one where no draw is accepted."""
+    count, size = job.vocabulary, job.block_size
+    top_p, least = f32(job.top_p, r), f32(job.min_p, r)
+    level = -INFINITY
+    nucleus = top_p * mass_above(values, weights, count, level) if top_p < ONE else ZERO
+    high, low = i32(job.seed, 2 * r) & WORD, i32(job.seed, 2 * r + 1) & WORD
+    first, second = threefry(high, low, 0, i32(job.position, r) & WORD)
+    for number in range(ROUNDS):
+        u, v = threefry(first, second, 0, number)
+        share, inner = np.float32(u >> 8) * STEP, np.float32(v >> 8) * STEP
+        drawn = inverse_cdf(values, weights, sums, count, size, level, least, share, inner)
+        if drawn >= 0:
+            value = f32(values, drawn)
+            if top_p >= ONE or mass_above(values, weights, count, value) < nucleus:
+                return drawn
+            level = value
+    return best
+
+
 def kernel() -> Kernel:
     """A token for every row of logits."""
 
@@ -105,77 +193,6 @@ def kernel() -> Kernel:
         job.vocabulary = dim(frame.logits, 1)
         return dim(frame.logits, 0)
 
-    @inline
-    def weigh(logits: int, count: int, top: float, temperature: float, values: int, weights: int) -> None:
-        """Values less the largest, by the temperature, and their exponentials: to the end of the last vector."""
-        for i in range(count):
-            set_f32(values, i, (f32(logits, i) - top) / temperature)
-        for i in range(count, (count + LANES - 1) // LANES * LANES):
-            set_f32(values, i, -INFINITY)
-        for i in range(0, count, LANES):
-            x = load_f32(values, i)
-            # Below it `exp` stays above 0, and what has no weight must never be drawn.
-            store(weights, i, where_negative(add(x, splat(-LOWEST)), splat(ZERO), exp(x)))
-
-    @inline
-    def mass_above(values: int, weights: int, count: int, level: float) -> float:
-        total = ZERO
-        for i in range(count):
-            total += f32(weights, i) if f32(values, i) > level else ZERO
-        return total
-
-    @inline
-    def allowed(values: int, weights: int, i: int, level: float, least: float) -> float:
-        weight = f32(weights, i)
-        return weight if f32(values, i) > level and weight >= least else ZERO
-
-    @jit
-    def inverse_cdf(
-        values: int, weights: int, sums: int, count: int, size: int, level: float, least: float, u: float, v: float
-    ) -> int:
-        """An index drawn with two uniforms, block first; -1 for none."""
-        total, blocks = ZERO, (count + size - 1) // size
-        for block in range(blocks):
-            mass = ZERO
-            for i in range(block * size, min(count, (block + 1) * size)):
-                mass += allowed(values, weights, i, level, least)
-            set_f32(sums, block, mass)
-            total += mass
-        here, so_far = -1, ZERO
-        for block in range(blocks):
-            so_far += f32(sums, block)
-            if so_far > u * total and f32(sums, block) > ZERO:
-                here = block
-                break
-        if here < 0:
-            return -1
-        mass, so_far = f32(sums, here), ZERO
-        for i in range(here * size, min(count, (here + 1) * size)):
-            weight = allowed(values, weights, i, level, least)
-            so_far += weight
-            if so_far > v * mass and weight > ZERO:
-                return i
-        return -1
-
-    @inline
-    def draw(job: Any, r: int, values: int, weights: int, sums: int, best: int) -> int:
-        count, size = job.vocabulary, job.block_size
-        top_p, least = f32(job.top_p, r), f32(job.min_p, r)
-        level = -INFINITY
-        nucleus = top_p * mass_above(values, weights, count, level) if top_p < ONE else ZERO
-        high, low = i32(job.seed, 2 * r) & WORD, i32(job.seed, 2 * r + 1) & WORD
-        first, second = threefry(high, low, 0, i32(job.position, r) & WORD)
-        for number in range(ROUNDS):
-            u, v = threefry(first, second, 0, number)
-            share, inner = np.float32(u >> 8) * STEP, np.float32(v >> 8) * STEP
-            drawn = inverse_cdf(values, weights, sums, count, size, level, least, share, inner)
-            if drawn >= 0:
-                value = f32(values, drawn)
-                if top_p >= ONE or mass_above(values, weights, count, value) < nucleus:
-                    return drawn
-                level = value
-        return best
-
     @jit
     def block(job: Any, r: int) -> None:
         count, temperature, k = job.vocabulary, f32(job.temperature, r), i32(job.top_k, r)
@@ -187,10 +204,7 @@ def kernel() -> Kernel:
             weights, sums = values + padded * 4, values + 2 * padded * 4
             weigh(logits, count, f32(logits, token), temperature, values, weights)
             if k > 0 and k < count:
-                floor = kth_largest(values, count, k)
-                for i in range(count):
-                    if not f32(values, i) >= floor:
-                        set_f32(weights, i, ZERO)
+                keep_largest(values, weights, count, k)
             token = draw(job, r, values, weights, sums, token)
             free(values)
         set_i32(job.out, r, token)

@@ -23,6 +23,7 @@ JOB = job_layout(
         "v": "[tokens, kv_heads, head_dim]",
         "page_ids": "int32 [tokens]",
         "offsets": "int32 [tokens]",
+        "page_count": "",
         "pages": "[pages, 2, kv_heads, page_size, head_dim]",
         "tokens": "",
         "kv_heads": "",
@@ -43,6 +44,7 @@ def kernel(put: Any, size: int) -> Kernel:
         job.offsets = frame.offsets.data
         job.pages = frame.out.data
         job.tokens = dim(frame.k, 0)
+        job.page_count = dim(frame.pages, 0)
         job.kv_heads = dim(frame.pages, 2)
         job.page_size = dim(frame.pages, 3)
         job.head_dim = dim(frame.pages, 4)
@@ -60,6 +62,8 @@ def kernel(put: Any, size: int) -> Kernel:
         heads, page_size, width = job.kv_heads, job.page_size, job.head_dim
         for t in range(index * TOKENS, min(job.tokens, (index + 1) * TOKENS)):
             page, offset = i32(job.page_ids, t), i32(job.offsets, t)
+            if page < 0 or page >= job.page_count or offset < 0 or offset >= page_size:
+                page, offset = 0, 0  # the scratch page
             for k in range(heads):
                 at = (t * heads + k) * width * 4
                 write_vector(job, job.k + at, (page * 2 * heads + k) * page_size + offset)

@@ -142,7 +142,7 @@ def malloc(typing_context: Any, size: Any) -> Any:
 
 @intrinsic
 def free(typing_context: Any, address: Any) -> Any:
-    """Of what `malloc` gave."""
+    """Frees memory that `malloc` returned."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _call(builder, "free", builder.load(_owner(builder, args[0])))

@@ -300,6 +300,7 @@ class EngineConfig(html.Record):
         max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
         prefix_cache (True): share the pages of equal beginnings of prompts.
         prompt_lookup (0): tokens that a request may draft from its own text, checked beside the next one; 0 is off.
+        deterministic (False): a text depends on its prompt and seed alone, not on what runs beside it (CPU only).
         kernels (None): a rekindle_kernels implementation; None picks the first that fits.
         seed (None): seeds the draw of per-request seeds and policy="random".
         log_every (0): steps between two log lines; 0 is quiet.
@@ -325,6 +326,7 @@ class EngineConfig(html.Record):
     max_queue: int = 1024
     prefix_cache: bool = True
     prompt_lookup: int = 0
+    deterministic: bool = False
     kernels: str | None = None
     seed: int | None = None
     log_every: int = 0
@@ -357,7 +359,7 @@ class EngineConfig(html.Record):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)) or value not in known:
                 raise ConfigError(name, value, "is not known", f"Use one of {', '.join(map(repr, known))}")
-        for name in ("prefix_cache", "quiet"):
+        for name in ("prefix_cache", "deterministic", "quiet"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "is neither True nor False", "Pass one of them")
         for name in ("cache_dir", "restore", "kernels"):

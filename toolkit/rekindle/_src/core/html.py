@@ -19,7 +19,11 @@ _SHADES = ("214,69,65", "230,145,56", "120,170,80")  # unlikely, likely, certain
 
 
 class Markup(str):
-    """Text that is HTML already, which `escape` leaves as it is."""
+    """Text that is HTML already, which `escape` leaves as it is.
+
+    For use inside this package: what a notebook gets is `str(markup)`, since encoders such as msgspec, which marimo
+    uses, take no subclasses of `str`.
+    """
 
     __slots__ = ()
 
@@ -158,7 +162,7 @@ class Record:
 
     def _repr_html_(self) -> str:
         shown = {name: self._inside(name, value) for name, value in figures(self).items()}
-        return block(pairs(shown), title=type(self).__name__)
+        return str(block(pairs(shown), title=type(self).__name__))
 
     def _inside(self, name: str, value: Any) -> Any:
         if isinstance(value, Record):

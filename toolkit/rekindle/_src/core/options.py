@@ -62,6 +62,7 @@ class OpenOptions(TypedDict, total=False):
     max_queue: int | None
     prefix_cache: bool | None
     prompt_lookup: int | None
+    deterministic: bool | None
     kernels: str | None
     seed: int | None
     log_every: int | None

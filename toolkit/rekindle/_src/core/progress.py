@@ -95,7 +95,7 @@ class _Output:
         from IPython.display import display
 
         bar = "" if ended else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", legend=False)
-        data = {"text/html": html.block(bar, html.line(line)), "text/plain": line}
+        data = {"text/html": str(html.block(bar, html.line(line))), "text/plain": line}
         if self._shown is None:
             self._shown = display(data, raw=True, display_id=True)
         else:

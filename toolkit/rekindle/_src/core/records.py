@@ -284,7 +284,7 @@ class Completion:
             first = html.Token(self.text_of(self.prompt_token_ids[0]))
             parts.append(html.tokens([first, *map(self._shown, self.prompt_logprobs)]))
         parts.append(html.text(self.text) if self.logprobs is None else html.tokens(map(self._shown, self.logprobs)))
-        return html.block(*parts)
+        return str(html.block(*parts))
 
     def _shown(self, entry: TokenLogprobs) -> html.Token:
         others = zip(map(self.text_of, entry.top_ids), entry.top_logprobs, strict=True)

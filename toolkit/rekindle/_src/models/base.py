@@ -79,7 +79,7 @@ class LoadedModel:
 
     def _repr_html_(self) -> str:
         sizes = {name: getattr(self.config, name) for name in _SHOWN}
-        return html.block(html.line(repr(self)), html.pairs(sizes))
+        return str(html.block(html.line(repr(self)), html.pairs(sizes)))
 
 
 def abstract_model(

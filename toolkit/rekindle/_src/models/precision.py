@@ -23,6 +23,7 @@ class Precision:
     stream: str = "float32"  # the residual stream
     loop_experts: bool = False  # one expert at a time rather than `ragged_dot`
     implementation: str | None = None  # of norms, products, ropes and sampling; None: the first that fits each call
+    deterministic: bool = False  # a token's numbers are the same to the last bit, whatever is computed beside it
 
     @classmethod
     def of(

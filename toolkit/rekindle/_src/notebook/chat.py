@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rekindle._src.core import html
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.config import Sampling, cache_folder
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import Control, button, field
 from rekindle._src.notebook.shown import RequestLike, SessionLike
+from rekindle._src.notebook.transcripts import Transcripts, new_name
 from rekindle.errors import InvalidRequest, RequestAborted
 
 _TALK = (
@@ -38,16 +39,31 @@ class Piece(NamedTuple):
 class ChatView(Live):
     """`messages` is the conversation so far. Every answer comes from the session's prefix cache as far as possible.
 
-    Click a token of the last answer to fork it there: what comes before stays, and its pages are shared.
+    Click a token of the last answer to fork it there: what comes before stays, and its pages are shared. The
+    conversation is kept in the cache folder under `name` while it goes on, unless `disk_memory` is 0; `restore` takes
+    one up again, the newest if it is "auto".
     """
 
-    def __init__(self, session: SessionLike, *, system: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, session: SessionLike, *, system: str | None = None, restore: str | None = None, **options: Any
+    ) -> None:
         super().__init__(*_TALK)
         Sampling.of(
             None, {name: value for name, value in options.items() if name not in _OF_CHAT}
         )  # now, not when sent
         self._session, self._options = session, options
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
+        self._keeps = session.config.disk_memory > 0  # cleared when writing fails
+        self._keeping = threading.Lock()
+        self._written: list[dict[str, str]] = []
+        self.name: str = new_name()  # under which it is kept, and can be restored
+        self.messages: list[dict[str, str]] = []
+        if restore is not None:
+            self.name, self.messages = self._transcripts.load(restore)
+            self._written = list(self.messages)
+        if system:
+            said = [message for message in self.messages if message["role"] != "system"]
+            self.messages = [{"role": "system", "content": system}, *said]
         self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
         self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
         self._kept: tuple[Piece, ...] = ()  # what a fork kept of the answer
@@ -96,13 +112,13 @@ class ChatView(Live):
 
     def again(self, **options: Any) -> None:
         """Another answer to the last message; at a temperature above 0 with another seed."""
-        self._drop()
+        self._take_back()
         if self.messages and self.messages[-1]["role"] == "user":
             self._answer(**{"seed": None, **options})
 
     def edit(self) -> None:
         """Take the last question and its answer back, into the input line."""
-        self._drop()
+        self._take_back()
         if self.messages and self.messages[-1]["role"] == "user":
             self.widget.fill("say", self.messages.pop()["content"])
 
@@ -181,6 +197,30 @@ class ChatView(Live):
         self._handle = self._origin = None
         self._kept = ()
         self._mark(None)
+
+    def _take_back(self) -> None:
+        """Drop the last answer. In a conversation that was restored it is one of the messages."""
+        if self._handle is None and self.messages and self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
+        self._drop()
+
+    # Outliving the kernel.
+
+    def keep(self) -> None:
+        """Write the conversation as it is now to the cache folder."""
+        with self._keeping:
+            said = [dict(message) for message in self.messages]
+            # A message is sent in two steps: the answer is added to the messages, then its request goes.
+            if self._handle is not None and (answer := self.answer) and said and said[-1]["role"] != "assistant":
+                said.append({"role": "assistant", "content": answer})
+            if self._keeps and said != self._written and any(message["role"] == "user" for message in said):
+                self._keeps = self._transcripts.save(self.name, self._session.model, said)
+                self._written = said
+
+    def epitaph(self) -> str:
+        if not (self._keeps and self.messages):
+            return ""
+        return html.line(f'If its kernel is gone: session.view.chat(restore="{self.name}") takes the conversation up')
 
     def wait(self) -> None:
         """Block until there is more of the answer; once it has ended, return twice a second."""

@@ -7,6 +7,7 @@ it takes 0.8 ms instead of 2.0; the session waits meanwhile, since both hold the
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,18 @@ class Panel(anywidget.AnyWidget):
     note = traitlets.Unicode().tag(sync=True)
     controls: Any = traitlets.List().tag(sync=True)
     values: Any = traitlets.Dict().tag(sync=True)  # what text fields hold, by name
+    kept = traitlets.Unicode().tag(sync=True)  # class of the static copies in the notebook, hidden while this is shown
+    heard = traitlets.Int().tag(sync=True)  # messages from the page so far: the page sees that the kernel answers
 
     def __init__(self, controls: list[Control], hears: Callable[[str, str, Any], None]) -> None:
-        super().__init__(controls=controls, layout=_layout())
+        super().__init__(controls=controls, layout=_layout(), kept=f"rekindle-kept-{uuid.uuid4().hex}")
         self._hears = hears
         self.on_msg(lambda widget, content, buffers: self.hear(content))
 
     def hear(self, content: Any) -> None:
         """Handle a message from the page; messages of unknown form are dropped."""
         if isinstance(content, dict) and isinstance(content.get("event"), str):
+            self.heard += 1
             self._hears(content["event"], str(content.get("name", "")), content.get("value"))
 
     def value(self, name: str) -> str:

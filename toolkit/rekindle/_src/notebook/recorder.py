@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rekindle._src.core.records import StepResult
@@ -19,12 +20,14 @@ class Seen(NamedTuple):
     computed: int
     moved: int  # pages offloaded and restored
     seconds: float  # on the device
+    busy: float = 0.0  # seconds since the step before it, if a request ran in both; else those on the device
 
 
 class Recorder:
     """Remembers the last steps. It is called on the session's loop after each step and read from any thread."""
 
-    def __init__(self, steps: int = 240) -> None:
+    def __init__(self, steps: int = 240, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.steps: deque[Seen] = deque(maxlen=steps)
         self._gaps: deque[float] = deque(maxlen=steps)
         self._last: tuple[float, set[str]] = (0.0, set())
@@ -33,9 +36,11 @@ class Recorder:
         plan = result.plan
         rows = [(row.slot, row.request.id, "prefill") for row in plan.prefill]
         rows += [(row.slot, row.request.id, "decode") for row in plan.decode if not row.draft]
-        now, requests = time.perf_counter(), {row[1] for row in rows}
+        now, requests = self._clock(), {row[1] for row in rows}
+        busy = result.device_seconds
         if not requests.isdisjoint(self._last[1]):
-            self._gaps.append(now - self._last[0])
+            busy = now - self._last[0]
+            self._gaps.append(busy)
         self._last = now, requests
         self.steps.append(
             Seen(
@@ -46,13 +51,20 @@ class Recorder:
                 computed=plan.tokens,
                 moved=len(plan.offload) + len(plan.restore),
                 seconds=result.device_seconds,
+                busy=busy,
             )
         )
 
     def rate(self, window: float = 2.0) -> float:
-        """Tokens per second over the last `window` seconds."""
-        since = time.perf_counter() - window
-        return sum(seen.made for seen in tuple(self.steps) if seen.at > since) / window
+        """Tokens per second while requests ran, over the steps of the last `window` seconds; 0 if there was none.
+
+        Time without requests does not count, so a short answer reads here as in its completion. Nor does the time
+        before the oldest step that is remembered: fast steps fill the memory in a fraction of the window.
+        """
+        since = self._clock() - window
+        recent = [seen for seen in tuple(self.steps) if seen.at > since]
+        busy = sum(seen.busy for seen in recent)
+        return sum(seen.made for seen in recent) / busy if busy else 0.0
 
     def slowest(self) -> float:
         """The 99th percentile of the seconds between two tokens of a request, over the remembered steps."""

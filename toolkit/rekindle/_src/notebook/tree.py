@@ -35,7 +35,7 @@ class TreeView(Live):
             answer = str(self._cache.explain(prompt)) if prompt else ""
         except (RekindleError, ValueError) as error:
             answer = str(error)
-        self.widget.note = html.line(answer)
+        self.widget.note = str(html.line(answer))
         return answer
 
     def draw(self) -> str:

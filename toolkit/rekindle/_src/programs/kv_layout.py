@@ -43,15 +43,26 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: str) -> int:
 class PagedAttention:
     """The model's `attend` over pages: writes the step's keys and values, then attends over each sequence's pages."""
 
-    def __init__(self, model: ModelConfig, kv: KV, inputs: StepInputs, rows: int, implementation: str | None) -> None:
-        self.kv = list(kv)
+    def __init__(
+        self,
+        model: ModelConfig,
+        kv: KV,
+        inputs: StepInputs,
+        rows: int,
+        implementation: str | None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self.kv, self._deterministic = list(kv), deterministic
         self._model, self._inputs, self._rows, self._implementation = model, inputs, rows, implementation
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array, /) -> Array:
         step, spec = self._inputs, self._model.attention[layer]
         self.kv[layer] = write_kv(self.kv[layer], k, v, step.page_ids, step.offsets)
         inputs = AttentionInputs(q, self.kv[layer], step.page_table, step.lengths, step.cu_lengths, step.num_prefills)
-        options = AttentionOptions(self._rows, spec.scale, spec.sliding_window, spec.soft_cap)
+        options = AttentionOptions(
+            self._rows, spec.scale, spec.sliding_window, spec.soft_cap, deterministic=self._deterministic
+        )
         return paged_attention(inputs, options, implementation=self._implementation)
 
 

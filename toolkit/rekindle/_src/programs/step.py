@@ -56,7 +56,8 @@ def make_step(
     ) -> tuple[paged.KV, RequestState, StepOutput]:
         model = merge(graph, leaves)
         inputs = unpack(layout, page_size, ints, floats, state.last_token)
-        attend = paged.PagedAttention(model.config, kv, inputs, layout.rows, implementation)
+        fixed = graph.precision.deterministic
+        attend = paged.PagedAttention(model.config, kv, inputs, layout.rows, implementation, deterministic=fixed)
         hidden = model(
             inputs.tokens,
             inputs.positions,

@@ -81,7 +81,7 @@ class Drafts:
         return _shared(bounds, min(room, padded_rows(rows + wanted, most, mixed=mixed) - rows))
 
     def _within_pages(self, sequence: Sequence, count: int) -> int:
-        """As many of `count` drafts as have pages; takes a page only while every other slot could take one as well."""
+        """How many of `count` drafts have pages; takes a page only while every other slot could take one as well."""
         size, slots = self._limits.page_size, self._limits.max_requests
         while sequence.planned + count > sequence.num_pages * size:
             if self._ledger.available <= slots or not self._ledger.grow(sequence):

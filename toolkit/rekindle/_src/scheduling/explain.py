@@ -70,7 +70,7 @@ class Explanation:
     def _repr_html_(self) -> str:
         prompt = {"from the cache": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
         length = html.line(html.count(self.prompt_tokens, "prompt token"))
-        return html.block(html.text(str(self)), length, html.bar(prompt))
+        return str(html.block(html.text(str(self)), length, html.bar(prompt)))
 
 
 def explanation(sequence: Sequence, ahead: int) -> Explanation:

@@ -30,6 +30,7 @@ from rekindle._src.models.loading.swap_weights import replace_weights
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import program_key
 from rekindle._src.programs.buckets import prefill_rows
+from rekindle._src.programs.determinism import deterministic
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
@@ -71,6 +72,8 @@ def _build(request: OpenRequest) -> Engine:
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request.model, request.config)
     model, graph, shapes, weight_bytes = _shapes(described)
     config = resolve(request.config, model, weight_bytes=weight_bytes)
+    if config.deterministic:
+        graph = deterministic(graph, config)
     programs = stored_programs(model, graph, shapes, config, request.processors)
     precompile = _precompile(config.precompile)
     bar = _bar(model.model_type if described is request.model else str(request.model), config)
@@ -197,6 +200,8 @@ def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> I
     layers = paged.abstract(model.config, 1, config.page_size, config.kv_dtype)
     leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
     layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
+    if config.deterministic:
+        layout += " deterministic"  # others' pages hold nearly the same numbers, but not the same
     payload = tuple(LeafSpec((len(layers), *shape), dtype) for shape, dtype in leaves[: len(leaves) // len(layers)])
     return Identity(
         model.fingerprint,

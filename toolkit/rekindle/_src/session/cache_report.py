@@ -33,7 +33,7 @@ class NodeView(html.Record):
         return f"{'  ' * self.depth}{self.text!r}  [{place}]"
 
     def _repr_html_(self) -> str:
-        return html.line(str(self).strip())
+        return str(html.line(str(self).strip()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class CacheTree:
             ("\u2003" * node.depth + node.text, node.tokens, node.start, node.tier, node.visits, round(node.age))
             for node in self.nodes
         ]
-        return html.table(["text", "tokens", "from", "where", "visits", "seconds ago"], rows)
+        return str(html.table(["text", "tokens", "from", "where", "visits", "seconds ago"], rows))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,14 +121,14 @@ class CacheStats:
             (tier, getattr(self, f"{tier}_bytes") / 2**20, getattr(self, f"{tier}_hit_tokens"))
             for tier in ("device", "host", "disk")
         ]
-        return html.block(
+        return str(html.block(
             html.line(f"{self.hits} of {self.lookups} requests hit", f"{self.saved_tokens:,} tokens were not computed"),
             html.table(["", "MiB", "tokens hit"], rows),
             html.line(
                 f"{self.evicted_pages} pages left the device", f"{self.offloaded_pages} of them for host memory",
                 f"{self.refused_copies} copies were slower than computing",
             ),
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -178,7 +178,7 @@ class PrefixExplanation:
     def _repr_html_(self) -> str:
         found = {tier: getattr(self, f"{tier}_tokens") for tier in TIERS}
         missing = self.prompt_tokens - self.cached_tokens
-        return html.block(html.text(str(self)), html.bar({**found, "not cached": missing}, rest="not cached"))
+        return str(html.block(html.text(str(self)), html.bar({**found, "not cached": missing}, rest="not cached")))
 
 
 def _time(seconds: float | None) -> str:
@@ -190,4 +190,4 @@ class Snapshots(list[SnapshotInfo]):
 
     def _repr_html_(self) -> str:
         rows = [(one.name, one.pages, one.tokens, one.model, one.when, one.refused or "yes") for one in self]
-        return html.table(["snapshot", "pages", "tokens", "model", "saved", "fits this session"], rows)
+        return str(html.table(["snapshot", "pages", "tokens", "model", "saved", "fits this session"], rows))

@@ -152,8 +152,8 @@ class CacheView:
 
     def _repr_html_(self) -> str:
         if self._client.host.closing:
-            return html.line("cache of a closed session")
-        return html.block(self.stats()._repr_html_(), self.tree(limit=50)._repr_html_(), title="Prefix cache")
+            return str(html.line("cache of a closed session"))
+        return str(html.block(self.stats()._repr_html_(), self.tree(limit=50)._repr_html_(), title="Prefix cache"))
 
     # -- inside
 

@@ -67,7 +67,7 @@ class SaveReport(html.Record):
 
     def _repr_html_(self) -> str:
         kept = {"written now": self.written, "on disk already": self.pages - self.written}
-        return html.block(html.text(str(self)), html.bar(kept))
+        return str(html.block(html.text(str(self)), html.bar(kept)))
 
 
 class _Wanted(NamedTuple):

@@ -68,7 +68,7 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
         return f"<{type(self).__name__}: await it>"
 
     def _repr_html_(self) -> str:
-        return html.line(repr(self))
+        return str(html.line(repr(self)))
 
 
 class Once(Call[T]):

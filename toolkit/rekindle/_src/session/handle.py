@@ -268,10 +268,10 @@ class Handle(Call[T]):
             state = self.status if self._submitted else "not submitted: await it, or iterate over it"
             asked = "" if self.prompt is None else html.text(html.shortened(self.prompt, 200))
             made = html.count(self._tokens_so_far, "token")
-            return html.block(html.line(self.id, state, made), asked, html.text(self._text_so_far))
+            return str(html.block(html.line(self.id, state, made), asked, html.text(self._text_so_far)))
         if (error := self._mailbox.error) is not None:
-            return html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self._text_so_far))
-        return html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion)))
+            return str(html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self._text_so_far)))
+        return str(html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion))))
 
 
 class Stream(AsyncIterator[TextDelta]):
@@ -286,7 +286,7 @@ class Stream(AsyncIterator[TextDelta]):
         return f"<Stream of {self._handle!r}, {self._seen} deltas read>"
 
     def _repr_html_(self) -> str:
-        return html.line(repr(self))
+        return str(html.line(repr(self)))
 
     async def __anext__(self) -> TextDelta:
         """The next delta; waits for it."""
@@ -324,7 +324,7 @@ class SyncStream(Iterator[TextDelta]):
         return f"<Sync{repr(self._stream)[1:]}"
 
     def _repr_html_(self) -> str:
-        return html.line(repr(self))
+        return str(html.line(repr(self)))
 
     def __next__(self) -> TextDelta:
         """The next delta; blocks this thread until it is there."""
@@ -387,4 +387,4 @@ class Batch(Call[list[T]]):
             (handle.id, handle.status, handle._tokens_so_far, html.shortened(handle._text_so_far, 100))
             for handle in self.handles
         ]
-        return html.table(["request", "status", "tokens", "text"], rows)
+        return str(html.table(["request", "status", "tokens", "text"], rows))

@@ -30,7 +30,7 @@ class Paused(Generic[S]):
         return f"<Paused {self._session!r}: use it in `async with` or `with`>"
 
     def _repr_html_(self) -> str:
-        return html.line(repr(self))
+        return str(html.line(repr(self)))
 
     async def __aenter__(self) -> S:
         host = self._client.host

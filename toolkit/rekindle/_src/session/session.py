@@ -263,14 +263,16 @@ class Session(Requests):
 
     def _repr_html_(self) -> str:
         config = self.config
-        return html.block(
-            html.line(
-                "closed" if self.closed else "open",
-                f"{config.dtype} weights" + (f", {config.quantize}" if config.quantize else ""),
-                f"up to {config.max_requests} requests at once",
-                f"{config.max_tokens_per_step} tokens a step",
-                f"{config.max_model_len} positions",
-            ),
-            "" if self.closed else self.stats()._repr_html_(),
-            title=f"rekindle session: {self.model or 'over given parts'}",
+        return str(
+            html.block(
+                html.line(
+                    "closed" if self.closed else "open",
+                    f"{config.dtype} weights" + (f", {config.quantize}" if config.quantize else ""),
+                    f"up to {config.max_requests} requests at once",
+                    f"{config.max_tokens_per_step} tokens a step",
+                    f"{config.max_model_len} positions",
+                ),
+                "" if self.closed else self.stats()._repr_html_(),
+                title=f"rekindle session: {self.model or 'over given parts'}",
+            )
         )

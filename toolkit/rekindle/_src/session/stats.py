@@ -40,7 +40,7 @@ class RowReport(html.Record):
         return f"{self.kind:8}{self.request_id:8}{span} on pages {_ranges(self.pages)}{made}{ended}"
 
     def _repr_html_(self) -> str:
-        return html.line(str(self))
+        return str(html.line(str(self)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,15 +126,17 @@ class StepReport:
         ]
         moved = [f"pages {_ranges(sorted(self.offloaded))} left for host memory"] if self.offloaded else []
         moved += [f"pages {_ranges(sorted(self.restored))} came back from host memory"] if self.restored else []
-        return html.block(
-            html.line(
-                f"{html.count(self.tokens, 'token')} in program {self.program}",
-                f"{self.device_seconds * 1e3:.1f} ms on the device",
-                f"{self.host_seconds * 1e3:.1f} ms on the host",
-                *moved,
-            ),
-            html.table(["", "request", "positions", "pages", "token", "ended by"], rows),
-            title=f"Step {self.step}",
+        return str(
+            html.block(
+                html.line(
+                    f"{html.count(self.tokens, 'token')} in program {self.program}",
+                    f"{self.device_seconds * 1e3:.1f} ms on the device",
+                    f"{self.host_seconds * 1e3:.1f} ms on the host",
+                    *moved,
+                ),
+                html.table(["", "request", "positions", "pages", "token", "ended by"], rows),
+                title=f"Step {self.step}",
+            )
         )
 
 
@@ -191,7 +193,7 @@ class SessionStats(Figures):
         parts += grouped({**figures, **cache})
         if programs:
             parts.append(html.line("steps by program", *(f"{name}: {steps:,}" for name, steps in programs.items())))
-        return html.block(*parts, title=f"Session over {self.model}")
+        return str(html.block(*parts, title=f"Session over {self.model}"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -232,8 +234,11 @@ class ProgramReport:
 
     def _repr_html_(self) -> str:
         rows = [(one.name, one.origin, one.seconds, self.steps.get(one.name, 0), one.why) for one in self.programs]
-        return html.block(
-            html.line(self._summary()), html.table(["program", "origin", "seconds", "steps", "why not loaded"], rows)
+        return str(
+            html.block(
+                html.line(self._summary()),
+                html.table(["program", "origin", "seconds", "steps", "why not loaded"], rows),
+            )
         )
 
 

@@ -31,8 +31,8 @@ class Views:
         return f"<Views of {self._session!r}: stream(prompt), chat(), tree()>"
 
     def _repr_html_(self) -> str:
-        rows = [(f"session.view.{name}", getattr(type(self), name).__doc__) for name in NAMES]
-        return html.table(["view", "shows"], rows)
+        rows = [(f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0]) for name in NAMES]
+        return str(html.table(["view", "shows"], rows))
 
     def stream(self, prompt: PromptLike, **options: Any) -> StreamView:
         """A request's text while it is made, with a button that stops it."""
@@ -41,12 +41,16 @@ class Views:
 
         return StreamView(self._session, prompt, **options)
 
-    def chat(self, *, system: str | None = None, **options: Any) -> ChatView:
-        """A conversation with buttons to stop, answer again, edit, and fork an answer at a token."""
+    def chat(self, *, system: str | None = None, restore: str | None = None, **options: Any) -> ChatView:
+        """A conversation with buttons to stop, answer again, edit, and fork an answer at a token.
+
+        It is kept in the cache folder while it goes on; `restore` is the `name` of one to take up again, after a
+        restart too, or "auto" for the newest.
+        """
         self._client.host.check()
         from rekindle._src.notebook.chat import ChatView
 
-        return ChatView(self._session, system=system, **options)
+        return ChatView(self._session, system=system, restore=restore, **options)
 
     def tree(self, *, limit: int = 200) -> TreeView:
         """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit."""

@@ -96,7 +96,7 @@ class Tokenizer:
         return f"<Tokenizer: {size}, bos {self.bos_id}, eos {list(self.eos_ids)}>"
 
     def _repr_html_(self) -> str:
-        return html.block(html.line(repr(self)), html.pairs(self.special))
+        return str(html.block(html.line(repr(self)), html.pairs(self.special)))
 
     @property
     def has_text(self) -> bool:

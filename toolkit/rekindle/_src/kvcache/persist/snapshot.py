@@ -63,7 +63,7 @@ class SnapshotInfo(html.Record):
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved))
 
     def _repr_html_(self) -> str:
-        return html.line(str(self))
+        return str(html.line(str(self)))
 
 
 def check_name(name: str) -> str:

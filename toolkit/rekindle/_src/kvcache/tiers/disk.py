@@ -163,7 +163,7 @@ class DiskTier:
         return runs
 
     def load_run(self, run: Run, memory: Memory) -> list[tuple[bytes, Payload]]:
-        """As `load`, but pages that are gone, damaged or can't be read now are left out."""
+        """The same as `load`, without pages that are gone, damaged or can't be read now."""
         found = zip(run.digests, self._read(run, memory), strict=False)
         return [(digest, payload) for digest, payload in found if not isinstance(payload, StoreError)]
 

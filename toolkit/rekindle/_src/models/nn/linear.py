@@ -57,7 +57,7 @@ class Matrix(nnx.Module):
 
     def __init__(self, shape: tuple[int, ...], precision: Precision, *, quantize: bool = True) -> None:
         self.quantize = precision.quantize if quantize else None
-        self.implementation = precision.implementation
+        self.implementation, self.deterministic = precision.implementation, precision.deterministic
         self.weight = parameter(shape, precision.weights if self.quantize is None else jnp.int8)
         self.scale: Any = None if self.quantize is None else parameter(shape[:-1], jnp.float32)
 
@@ -123,7 +123,7 @@ def linear(
         norm=None if norm is None else norm.weight[...],
         residual=residual,
         count=count,
-        options=LinearOptions(matrix.quantize, gate, 0.0 if norm is None else norm.eps),
+        options=LinearOptions(matrix.quantize, gate, 0.0 if norm is None else norm.eps, matrix.deterministic),
         dtype=dtype,
         implementation=matrix.implementation,
     )

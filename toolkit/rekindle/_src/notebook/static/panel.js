@@ -5,12 +5,31 @@ function make(tag, properties) {
   return Object.assign(document.createElement(tag), properties);
 }
 
+const PATIENCE = 5000; // milliseconds that a kernel has to answer: it can't while a cell runs
+
 function render({ model, el }) {
   const picture = make("div"), bar = make("div", { className: "rekindle-bar" }), note = make("div");
+  const alarm = make("div", { className: "rekindle-alarm", hidden: true });
+  // A copy of the picture lies in the notebook for the time without a kernel; it is hidden while this one is shown.
+  const hide = make("style", { textContent: model.get("kept") && `.${model.get("kept")} { display: none }` });
   el.classList.add("rekindle-panel");
-  el.append(picture, bar, note);
+  el.append(hide, picture, bar, note, alarm);
 
-  const say = (event, name, value) => model.send({ event, name, value });
+  let asked = 0; // the timer of a message that was not answered yet
+
+  function say(event, name, value) {
+    asked ||= setTimeout(() => {
+      alarm.textContent = "No answer from the kernel: it is busy, or gone. What is shown here stays in the notebook.";
+      alarm.hidden = false;
+    }, PATIENCE);
+    model.send({ event, name, value });
+  }
+
+  function answered() {
+    clearTimeout(asked);
+    asked = 0;
+    alarm.hidden = true;
+  }
 
   function button({ name, label, title, disabled }) {
     const made = make("button", { type: "button", textContent: label, title: title ?? "", disabled: !!disabled });
@@ -61,11 +80,12 @@ function render({ model, el }) {
     if (token) say("token", "", Number(token.dataset.token));
   });
   const heard = { "change:html": draw, "change:note": annotate, "change:controls": control, "change:values": fill };
-  for (const [event, react] of Object.entries(heard)) {
-    model.on(event, react);
-    react();
-  }
+  for (const react of Object.values(heard)) react();
+  heard["change:heard"] = answered;
+  heard["comm_live_changed"] = () => say("ping", ""); // a notebook's connection was lost, or is back
+  for (const [event, react] of Object.entries(heard)) model.on(event, react);
   return () => {
+    clearTimeout(asked);
     for (const [event, react] of Object.entries(heard)) model.off(event, react);
   };
 }

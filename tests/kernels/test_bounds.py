@@ -1,0 +1,136 @@
+"""Native kernels stay within their memory whatever page ids, lengths and counts they are given; each in a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rekindle_kernels import init_pages, native
+from rekindle_kernels.native import attention, products
+from rekindle_kernels.native.kernel_table import MATVEC
+
+needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+
+COMMON = """
+import jax, jax.numpy as jnp, numpy as np
+from functools import partial
+from rekindle_kernels import init_pages, native
+from rekindle_kernels.native import attention
+
+FAR = [2**20, -5, 2**31 - 1, -(2**31), 8, -1]
+ints = lambda values: jnp.asarray(values, jnp.int32)
+random = np.random.default_rng(0)
+floats = lambda *shape: jnp.asarray(random.standard_normal(shape, np.float32))
+
+def pages(dtype, count=8):
+    return jax.tree.map(lambda leaf: leaf + jnp.ones((), leaf.dtype), init_pages(count, 2, 16, 64, dtype))
+
+def attend(q, kv, table, lens, ends, prompts, rows):
+    call = partial(attention.paged_attention, decode_rows=rows, scale=0.125)
+    return jax.jit(call)(q, kv, table, lens, ends, prompts)
+"""
+CASES = {
+    "write": """
+for dtype in ("float32", "bfloat16"):
+    kv = pages(dtype)
+    for far in FAR:
+        for ids, offsets in (([far, 3], [0, 0]), ([3, 3], [far if far != 8 else 16, 0])):
+            got = jax.jit(attention.write)(kv, floats(2, 2, 64), floats(2, 2, 64), ints(ids), ints(offsets))
+            changed = np.flatnonzero((np.asarray(got.pages) != np.asarray(kv.pages)).any(axis=(1, 2, 3, 4)))
+            assert set(changed) <= {0, 3}, changed
+""",
+    "decode": """
+for dtype in ("float32", "bfloat16", "int8"):
+    kv, q = pages(dtype), floats(3, 4, 64)
+    run = lambda table, lens: np.asarray(attend(q, kv, ints(table), ints(lens), ints([0]), jnp.int32(0), 3))
+    good = run([[1, 2], [3, 4], [5, 6]], [20, 32, 7])
+    for far in FAR:
+        table, lens = run([[1, 2], [3, far], [5, 6]], [20, 32, 7]), run([[1, 2], [3, 4], [5, 6]], [20, far, 7])
+        np.testing.assert_array_equal(table[::2], good[::2])
+        np.testing.assert_array_equal(lens[::2], good[::2])
+""",
+    "prefill": """
+for dtype in ("float32", "bfloat16", "int8"):
+    kv, q = pages(dtype), floats(40, 4, 64)
+    table = ints([[1, 2], [3, 4], [5, 6]])
+    run = lambda lens, ends, count, table=table: np.asarray(
+        attend(q, kv, table, ints(lens), ints(ends), ints(count), 0)
+    )
+    good = run([20, 12, 0], [0, 20, 32, 32], 2)
+    for far in FAR:
+        bad_table = run([20, 12, 0], [0, 20, 32, 32], 2, table.at[1, 0].set(far))
+        np.testing.assert_array_equal(bad_table[:20], good[:20])
+        np.testing.assert_array_equal(run([20, far, 0], [0, 20, 32, 32], 2)[:20], good[:20])
+        run([20, 12, 0], [0, 20, far, 32], 3)
+        run([20, 12, 0], [far, 20, 32, 32], 2)
+        run([20, 12, 0], [0, 20, 32, 32], far)
+""",
+    "products": """
+for dtype in ("float32", "bfloat16", "int8"):
+    for rows in (3, 40, 300):
+        weight = (floats(96, 128) * 40).astype(dtype)
+        if native.multiplies(rows, weight, quantize_rows=True):
+            product = jax.jit(partial(native.multiply, quantize_rows=True))
+            for far in FAR:
+                product(floats(rows, 128), weight, count=jnp.int32(far)).block_until_ready()
+""",
+    "chain": """
+def function(x, weight, kv, lens, ends, prompts, table):
+    q = native.multiply(x, weight).reshape(-1, 4, 64)
+    y = attention.paged_attention(q, kv, table, lens, ends, prompts, decode_rows=3, scale=1.0)
+    return native.multiply(y.reshape(-1, 256), weight, residual=x)
+
+step, x, weight, kv = jax.jit(native.chained(function)), floats(40, 256), floats(256, 256), pages("bfloat16")
+weight = weight.astype(jnp.bfloat16)
+table = ints(np.arange(10).reshape(5, 2) % 8)
+if native.multiplies(40, weight):
+    assert "rekindle_chain" in step.lower(x, weight, kv, ints([1] * 5), ints([0, 9, 9]), ints(1), table).as_text()
+    for far in FAR:
+        for lens, ends, prompts in (([far] * 5, [0, 9, 9], 1), ([1] * 5, [0, far, far], 2), ([1] * 5, [0, 9, 9], far)):
+            step(x, weight, kv, ints(lens), ints(ends), ints(prompts), table.at[2, 1].set(far)).block_until_ready()
+""",
+}
+
+
+@needs_numba
+@pytest.mark.parametrize("case", list(CASES))
+def test_nothing_outside_is_read_or_written(case: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_PERTURB_": "165"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + CASES[case]], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, f"it ended with {done.returncode}: {done.stderr[-2000:]}"
+
+
+def attend(rows: int, heads: int) -> jax.Array:
+    kv = init_pages(4, 2, 16, 16, "float32")
+    ints = jnp.zeros((2,), jnp.int32)
+    table, q = jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, heads, 16))
+    return attention.paged_attention(q, kv, table, ints, ints, ints[0], decode_rows=rows, scale=1.0)
+
+
+@needs_numba
+def test_shapes_that_do_not_fit_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match="3 decode rows of 2 tokens"):
+        attend(3, 4)
+    with pytest.raises(ValueError, match="3 query heads of 2 kv heads"):
+        attend(2, 3)
+    x, weight = jnp.ones((2, 64)), jnp.ones((32, 48))
+    with pytest.raises(ValueError, match=r"operand x of kernel matvec_float32 has 64 where axis K has 48"):
+        native.multiply(x, weight)
+    with pytest.raises(ValueError, match=r"operand residual .* has shape \[64\]: its axes are \[T, M\]"):
+        native.multiply(x, jnp.ones((64, 64)), residual=jnp.ones((64,)))
+    with pytest.raises(ValueError, match="can't be split into 4 heads"):
+        native.split(jnp.ones((2, 4, 32)), jnp.ones((2, 8, 32)), jnp.ones((2, 16)), jnp.ones((2, 16)), heads=4)
+    with pytest.raises(ValueError, match="is float16: pass it as int32"):
+        products.call(
+            MATVEC.variant("float32"),
+            {"weight": weight, "x": jnp.ones((2, 48)), "rows": jnp.ones((2,), jnp.float16)},
+            {"eps": 0, "gated": 0},
+            {"M": 32},
+        )

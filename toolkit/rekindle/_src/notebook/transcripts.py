@@ -1,0 +1,95 @@
+"""Conversations that outlive their kernel: a JSON file each, private to the user, in the cache folder's `chats`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from rekindle.errors import InvalidRequest, StoreError
+from rekindle_kernels import private_files
+
+VERSION = 1
+MOST = 50  # conversations that are kept; the one that was used longest ago goes first
+NEWEST = "auto"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+log = logging.getLogger("rekindle.cache")
+Message = dict[str, Any]
+
+
+def new_name() -> str:
+    """A name for a conversation, by which people find it again."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+
+
+class Transcripts:
+    """The conversations of one cache folder."""
+
+    def __init__(self, cache_folder: Path) -> None:
+        self.folder: Path = cache_folder / "chats"
+
+    def names(self) -> list[str]:
+        """The names of what is kept, the newest first."""
+        found: list[tuple[float, str]] = []
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if path.suffix == ".json" and _NAME.fullmatch(path.stem):
+                    with contextlib.suppress(OSError):  # another process removed it meanwhile
+                        found.append((path.lstat().st_mtime, path.stem))
+        return [name for _, name in sorted(found, reverse=True)]
+
+    def save(self, name: str, model: str, messages: list[Message]) -> bool:
+        """Keep the messages under `name`, whole or not at all. Says why not in the log, and returns False then."""
+        reason = private_files.distrust_reason(self.folder)
+        if reason is not None:
+            private_files.tell_once(reason)
+            return False
+        content = {"version": VERSION, "model": model, "saved": time.time(), "messages": messages}
+        try:
+            private_files.make_folder(self.folder)
+            private_files.write(self.folder / f"{name}.json", [json.dumps(content, ensure_ascii=False).encode()])
+        except (OSError, TypeError, ValueError) as error:
+            log.warning("the conversation %r is no longer kept: %s: %s", name, type(error).__name__, error)
+            return False
+        for old in self.names()[MOST:]:
+            with contextlib.suppress(OSError):
+                (self.folder / f"{old}.json").unlink()
+        return True
+
+    def load(self, name: str) -> tuple[str, list[Message]]:
+        """The name and the messages of a conversation; "auto" is the newest. Raises StoreError if it can't be read."""
+        if name == NEWEST:
+            name = next(iter(self.names()), NEWEST)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidRequest("restore", name, "can't be a conversation's name", 'Use one that was shown, or "auto"')
+        reason = private_files.distrust_reason(self.folder)
+        if reason is not None:
+            raise StoreError(f"conversation {name!r} is not read: {reason}")
+        path = self.folder / f"{name}.json"
+        try:
+            return name, _messages(json.loads(private_files.read(path, inside=self.folder)))
+        except FileNotFoundError:
+            known = ", ".join(map(repr, self.names()))
+            there = f"There are: {known}" if known else "There is none: each chat view keeps its own while it is used"
+            raise StoreError(f"there is no conversation {name!r} in {self.folder}. {there}") from None
+        except OSError as error:
+            raise StoreError(f"conversation {name!r} can't be read: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"conversation {name!r} can't be used: {path} is damaged ({error}). Remove it") from error
+
+
+def _messages(content: Any) -> list[Message]:
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise ValueError(f"it is not of version {VERSION}")
+    messages = content.get("messages")
+    if not isinstance(messages, list):
+        raise ValueError("it has no messages")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError("a message has no role or no content")
+    return messages

@@ -1,0 +1,41 @@
+"""Whether a model's steps can be deterministic: a token's numbers the same to the last bit, whatever runs beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.base import Graph
+from rekindle._src.models.config import ModelConfig
+from rekindle.errors import ConfigError
+from rekindle_kernels import unavailable_reason
+
+HEAD_DIM, WIDTH = 16, 32  # sizes that native attention and native norms take multiples of
+
+
+def deterministic(graph: Graph, config: EngineConfig) -> Graph:
+    """The graph whose operations run in kernels that keep the promise. Raises ConfigError where there are none."""
+    reason = why_not(graph.config, config)
+    if reason is not None:
+        raise ConfigError("deterministic", True, f"can't be kept: {reason}", "Leave it out")
+    return dataclasses.replace(graph, precision=dataclasses.replace(graph.precision, deterministic=True))
+
+
+def why_not(model: ModelConfig, config: EngineConfig) -> str | None:
+    """Why this model has no deterministic steps here; None if it has."""
+    if jax.default_backend() != "cpu":
+        return f"it is for CPUs, and this session runs on {jax.default_backend()}"
+    missing = unavailable_reason("cpu")
+    if missing is not None:
+        return f"it needs the native kernels, and {missing}"
+    if config.kernels not in (None, "native"):
+        return f"kernels={config.kernels!r} add in an order that depends on the batch"
+    if any(model.moe):
+        return "experts are multiplied in an order that depends on the batch"
+    if model.head_dim % HEAD_DIM:
+        return f"the head size {model.head_dim} is not a multiple of {HEAD_DIM}"
+    if model.hidden_size % WIDTH:
+        return f"the hidden size {model.hidden_size} is not a multiple of {WIDTH}"
+    return None
