@@ -123,6 +123,12 @@ def test_any_value_of_an_option_of_open_is_taken_or_refused(name: str, value: An
         assert len(str(error)) < 400
 
 
+@pytest.mark.parametrize("name", sorted(fields(Sampling)))
+def test_an_object_that_can_be_asked_for_nothing_is_refused(name: str) -> None:
+    error = refusal(lambda: Sampling.of(None, {name: Hostile()}), InvalidRequest)
+    assert error is not None and error.field == name
+
+
 @pytest.mark.parametrize("wrong", [5, "greedy", {"temperature": 1}])
 def test_the_positional_sampling_has_to_be_one(wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match="is not a Sampling"):

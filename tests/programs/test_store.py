@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import subprocess
@@ -218,6 +219,18 @@ def test_what_nobody_can_read_is_dropped_when_it_is_old(tmp_path: Path) -> None:
     os.utime(old, (1e9, 1e9))
     key = save(store)
     assert {path.name for path in tmp_path.iterdir()} == {key, new.name}
+
+
+def test_a_folder_that_can_not_be_listed_now_costs_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: Path) -> Any:
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    store = ExecutableStore(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", failing)
+        store.prune()
+    key = save(store)
+    assert call(ExecutableStore(tmp_path).load(key)) == 6.0
 
 
 def test_many_writers_of_one_program(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ _sound: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.integers(0, 20),
     "prompt_logprobs": st.integers(0, 20),
     "priority": st.integers(-5, 5),
+    "salt": st.sampled_from(["a", "b", "\ud800", "x" * 1024]),
 }
 _prompts = st.one_of(
     st.lists(st.integers(3, 159), min_size=1, max_size=110),
@@ -83,7 +84,8 @@ class Load:
         """Ask known prompts over and over: their tokens never change, whatever happens beside them."""
         while anyio.current_time() < until:
             index = self.random.randrange(NEIGHBOURS)
-            done = await session.generate(list(prompt(index)), max_tokens=NEW, ignore_eos=True)
+            salt = self.random.choice((None, "a"))
+            done = await session.generate(list(prompt(index)), max_tokens=NEW, ignore_eos=True, salt=salt)
             assert done.token_ids == plain(index), f"neighbour {index}: {done.token_ids} instead of {plain(index)}"
             self.counts["neighbours right"] += 1
 

@@ -23,11 +23,11 @@ MAX_SALT = 1_024  # characters
 
 def bounded(field: str, value: Any, most: int) -> Any:
     """`value` if it has at most `most` entries; an iterator is read into a tuple, up to one entry beyond the bound."""
-    if isinstance(value, Sized):
+    try:
+        value = value if isinstance(value, Sized) else tuple(itertools.islice(value, most + 1))
         size = len(value)
-    else:
-        value = tuple(itertools.islice(value, most + 1))
-        size = len(value)
+    except Exception:  # any object may arrive here, and its methods may raise anything
+        raise InvalidRequest(field, value, "can't be read as a list", "Pass a list") from None
     if size > most:
         raise InvalidRequest(field, f"{size:,} entries", f"is over the {most:,} that are possible", "Pass fewer")
     return value
@@ -35,7 +35,11 @@ def bounded(field: str, value: Any, most: int) -> Any:
 
 def check_n(n: Any) -> None:
     """Raises InvalidRequest where `n` is a whole number beyond MAX_N; other kinds are left to the caller."""
-    if hasattr(n, "__index__") and n.__index__() > MAX_N:
+    try:
+        whole = n.__index__()
+    except Exception:
+        return
+    if whole > MAX_N:
         raise InvalidRequest("n", n, f"must be at most {MAX_N:,}", "Submit the prompt several times")
 
 

@@ -150,9 +150,10 @@ class ExecutableStore:
                 total += entry.size
                 if count > self.capacity or total > self.max_bytes:
                     remove(self.folder / entry.key)
-            for path in self.folder.iterdir() if self.folder.is_dir() else ():
-                if path.is_dir() and not path.name.startswith(DAMAGED) and _is_broken(path) and is_stale(path):
-                    remove(path)
+            with contextlib.suppress(OSError):  # what can't be listed now is looked at next time
+                for path in self.folder.iterdir() if self.folder.is_dir() else ():
+                    if path.is_dir() and not path.name.startswith(DAMAGED) and _is_broken(path) and is_stale(path):
+                        remove(path)
 
     def _fall_back(self) -> None:
         """Have JAX keep compilations of this process from now on, unless the user already has it do so elsewhere."""
