@@ -22,11 +22,12 @@ MAX_STOP_CHARACTERS = 2_048  # of all stop strings together
 
 def bounded(field: str, value: Any, most: int) -> Any:
     """`value` if it has at most `most` entries; an iterator is read into a tuple, up to one entry beyond the bound."""
-    if isinstance(value, Sized):
+    try:
+        if not isinstance(value, Sized):
+            value = tuple(itertools.islice(value, most + 1))
         size = len(value)
-    else:
-        value = tuple(itertools.islice(value, most + 1))
-        size = len(value)
+    except Exception:  # any object may arrive here; the check of its type comes later and refuses it
+        return value
     if size > most:
         raise InvalidRequest(field, f"{size:,} entries", f"is over the {most:,} that are possible", "Pass fewer")
     return value
@@ -34,7 +35,11 @@ def bounded(field: str, value: Any, most: int) -> Any:
 
 def check_n(n: Any) -> None:
     """Raises InvalidRequest where `n` is a whole number beyond MAX_N; other kinds are left to the caller."""
-    if hasattr(n, "__index__") and n.__index__() > MAX_N:
+    try:
+        beyond = n.__index__() > MAX_N
+    except Exception:
+        return
+    if beyond:
         raise InvalidRequest("n", n, f"must be at most {MAX_N:,}", "Submit the prompt several times")
 
 
@@ -42,7 +47,10 @@ def bounded_stops(stop: Any) -> Any:
     """`stop`, at most MAX_STOPS strings with MAX_STOP_CHARACTERS characters together."""
     if not isinstance(stop, str):
         stop = bounded("stop", stop, MAX_STOPS)
-    length = len(stop) if isinstance(stop, str) else sum(len(text) for text in stop if isinstance(text, str))
+    try:
+        length = len(stop) if isinstance(stop, str) else sum(len(text) for text in stop if isinstance(text, str))
+    except Exception:
+        return stop
     if length > MAX_STOP_CHARACTERS:
         raise InvalidRequest(
             "stop",
