@@ -79,16 +79,14 @@ reply = await session.chat([{"role": "user", "content": "Who are you?"}], max_to
 print(reply.text)
 
 # %% [markdown]
-# A conversation is nothing but a longer prompt. To go on, append the answer and the next question. The model reads the
-# whole conversation again, in principle. In practice its beginning is found in the prefix cache, in pages of 32 tokens here
-# (tutorial 05).
+# A conversation is nothing but a longer prompt: what was said before, and the next question. `session.conversation()` keeps
+# what was said, and `say` goes on from there. The model reads the whole conversation again, in principle. In practice its
+# beginning is found in the prefix cache, in pages of 32 tokens here (tutorial 05).
 
 # %%
-messages = []
+conversation = session.conversation(max_tokens=40)
 for question in ("My name is Anna and I live in Rome.", "Tell me a story about a cat.", "What is my name?"):
-    messages.append({"role": "user", "content": question})
-    reply = await session.chat(messages, max_tokens=40)
-    messages.append({"role": "assistant", "content": reply.text})
+    reply = await conversation.say(question)
     print(f"you:   {question}")
     print(f"model: {reply.text}")
     print(f"       ({reply.usage.prompt_tokens} prompt tokens, {reply.usage.cached_tokens} of them from the cache)\n")

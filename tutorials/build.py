@@ -59,7 +59,7 @@ def kept(output: Any) -> Any:
     if data is None:
         return output
     data.pop("application/vnd.jupyter.widget-view+json", None)
-    return output if data else None
+    return output if any(data.values()) else None  # a progress bar leaves an empty output
 
 
 def check(source: Path, cell: Any) -> None:

@@ -82,7 +82,6 @@ async def mistakes(session: Session) -> None:
     await session.generate("x", temprature=0.8)  # pyright: ignore
     await session.generate("x", temperature="hot")  # pyright: ignore
     session.conversation(temprature=0.8)  # pyright: ignore[reportCallIssue]
-    await session.generate("x", errors="return")  # pyright: ignore
     rekindle.Sampling(max_token=3)  # pyright: ignore[reportCallIssue]
     _ = session.stats().runing  # pyright: ignore
     for _ in session.stream("x"):  # pyright: ignore

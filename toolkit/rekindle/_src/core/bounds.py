@@ -47,7 +47,10 @@ def bounded_stops(stop: Any) -> Any:
     """`stop`, at most MAX_STOPS strings with MAX_STOP_CHARACTERS characters together."""
     if not isinstance(stop, str):
         stop = bounded("stop", stop, MAX_STOPS)
-    length = len(stop) if isinstance(stop, str) else sum(len(text) for text in stop if isinstance(text, str))
+    try:
+        length = len(stop) if isinstance(stop, str) else sum(len(text) for text in stop if isinstance(text, str))
+    except Exception:
+        return stop
     if length > MAX_STOP_CHARACTERS:
         raise InvalidRequest(
             "stop",
