@@ -16,6 +16,7 @@ from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
 from rekindle._src.dispatch.messages import Submission
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.call import Call
+from rekindle._src.session.completions import Completions
 from rekindle._src.session.prompts import Prompt
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, SessionClosed
 
@@ -214,7 +215,7 @@ class Handle(Call[T]):
         if (error := self._mailbox.error) is not None:
             raise fresh(error)
         results = self._mailbox.results
-        return cast(T, results[0] if self.sampling.n == 1 else list(results))
+        return cast(T, results[0] if self.sampling.n == 1 else Completions(results))
 
     async def _following(self, seen: int | None = None) -> None:
         """Wait for the end, or for more than `seen` deltas. Any exception that gets in here aborts the request."""
@@ -362,7 +363,7 @@ class Batch(Call[list[T]]):
                 await handle._mailbox.done()
                 if failure.filled:
                     raise fresh(await failure.get())
-            return [handle.completion() for handle in self.handles]
+            return Completions(handle.completion() for handle in self.handles)
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None
