@@ -11,7 +11,7 @@ import pytest
 from helpers.sessions import eventually, opened
 from rekindle import Session
 from rekindle._src.core.records import Status
-from rekindle._src.notebook import ChatView, Dashboard, StreamView
+from rekindle._src.notebook import ChatView, Dashboard, StreamView, bubbles
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.recorder import Seen
 from rekindle._src.notebook.timeline import Timeline
@@ -289,6 +289,63 @@ class TestChat:
         view.send("<script>alert(1)</script>")
         view._handle.result_sync()
         assert "<script" not in view.draw()
+
+    def test_settings_are_for_the_next_answer(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[dict[str, object]] = []
+        chat = view._session.chat
+
+        def spy(messages: list[dict[str, str]], **options: object) -> object:
+            asked.append(options)
+            return chat(messages, **options)
+
+        monkeypatch.setattr(view._session, "chat", spy)
+        view.send("hello")
+        assert asked == [{"max_tokens": 20}], "what was not moved is the caller's"
+        press(view, "settings")
+        shown = {control["name"]: control for control in view.widget.controls}
+        assert shown["temperature"]["kind"] == shown["top_p"]["kind"] == shown["max_tokens"]["kind"] == "slider"
+        assert view.widget.value("max_tokens") == "20"
+        view.widget.values = {**view.widget.values, "temperature": "0.7", "max_tokens": "5", "system": "Be kind"}
+        view.send("more")
+        assert asked[1] == {"max_tokens": 5, "temperature": 0.7}
+        assert view.messages[0] == {"role": "system", "content": "Be kind"}
+        view.widget.fill("system", "")
+        view.again()
+        assert [message["role"] for message in view.messages] == ["user", "assistant", "user"]
+        press(view, "settings")
+        assert "temperature" not in {control["name"] for control in view.widget.controls}
+
+    @pytest.mark.parametrize("value", ["x", "", "-3", "nan"])
+    def test_a_page_that_sends_nonsense_settings_gets_a_note(self, view: ChatView, value: str) -> None:
+        view.widget.fill("temperature", value)
+        view.widget.fill("say", "hello")
+        press(view, "send")
+        assert "InvalidRequest" in view.widget.note
+        assert not view.answering
+        assert view.messages == []
+        assert view.widget.value("say") == "hello", "it can be sent again"
+
+    def test_messages_are_bubbles_and_the_models_markdown_is_rendered(self, view: ChatView) -> None:
+        view.messages = [
+            {"role": "system", "content": "Be **kind**"},
+            {"role": "user", "content": "one\n  **two** <b>"},
+            {"role": "assistant", "content": "**three** <img src=x onerror=alert(1)>"},
+        ]
+        made = view.draw()
+        assert made.count("data-said=") == 3
+        assert "one\n  **two** &lt;b&gt;" in made, "what was typed stays as it was typed"
+        assert "<b>three</b> &lt;img" in made
+        assert "Be **kind**" in made
+
+    def test_an_answer_with_markdown_folds_its_tokens(self) -> None:
+        pieces = [("**a", 1), ("** b", 2)]
+        running = bubbles.answer(pieces, marked=None, done=False)
+        assert "<b>" not in running
+        assert 'data-token="1"' in running
+        done = bubbles.answer(pieces, marked=None, done=True)
+        assert "<b>a</b> b" in done
+        assert done.index("<details") < done.index('data-token="0"')
+        assert "<details" not in bubbles.answer([("plain", 1)], marked=None, done=True)
 
     def test_it_sleeps_while_nobody_speaks(self, view: ChatView) -> None:
         before = view.pictures

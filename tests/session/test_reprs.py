@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +103,40 @@ def test_the_session_its_figures_and_its_explanations(session: Session) -> None:
     assert "fake" in shown(session)
     assert "came from the cache" in shown(session.explain(done)) or "cached" in shown(session.explain(done))
     assert "0 of 0 programs" in shown(session.programs())
+
+
+def test_six_figures_come_first_and_the_others_are_folded(session: Session) -> None:
+    session.generate_sync(["hello"] * 3, max_tokens=2)
+    for thing in (session.stats(), session):
+        first, folded = shown(thing).split("<details", 1)
+        assert first.count("<tr>") == 6
+        for words in ("requests running", "tokens generated", "of 15", "programs compiled"):
+            assert words in first, words
+        assert "pages total" in folded
+        assert folded.count("</details>") == 1
+
+
+def test_what_is_paused_or_stalled_is_not_folded(session: Session) -> None:
+    with session.paused():
+        assert ">paused<" in shown(session.stats()).split("<details")[0]
+
+
+def test_one_is_singular(session: Session) -> None:
+    with session.paused():
+        handle = session.submit("hello", max_tokens=2)
+        session.step_sync()
+        assert repr(session.stats()).endswith("1 running, 0 waiting, 1 step>")
+    handle.result_sync()
+    view = session.watch()
+    for made, words in ((0, "0 compilations"), (1, "1 compilation<"), (2, "2 compilations")):
+        figures = {"model": "fake", "compilations": made}
+        view._session = SimpleNamespace(
+            stats=lambda f=figures: SimpleNamespace(as_dict=lambda: f), cache=session.cache, closed=False
+        )  # type: ignore[assignment]
+        assert words in view.draw()
+    view._session = session
+    view.stop()
+    view.join(10)
 
 
 def test_a_closed_session() -> None:

@@ -53,6 +53,16 @@ def block(*parts: str, title: str = "") -> Markup:
     return Markup(f'<div style="margin:4px 0">{head}{"".join(parts)}</div>')
 
 
+def folded(summary: str, *parts: str, key: str = "") -> Markup:
+    """Parts that are seen once their summary is clicked; it needs no script.
+
+    A view that is redrawn stays unfolded if it was, under the same `key`.
+    """
+    mark = f' data-fold="{escape(key)}"' if key else ""
+    head = f'<summary style="font-size:90%;opacity:.75;cursor:pointer">{escape(summary)}</summary>'
+    return Markup(f'<details{mark} style="margin:4px 0">{head}{"".join(parts)}</details>')
+
+
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: int = 50) -> Markup:
     """A table. Numbers are aligned right; rows beyond `limit` are counted, not shown."""
     rows = list(rows)

@@ -8,24 +8,31 @@ from typing import Any, NamedTuple
 
 from rekindle._src.core import html
 from rekindle._src.core.config import Sampling, cache_folder
+from rekindle._src.notebook import bubbles
 from rekindle._src.notebook.live import Live
-from rekindle._src.notebook.panel import Control, button, field
+from rekindle._src.notebook.panel import Control, button, field, slider
 from rekindle._src.notebook.shown import RequestLike, SessionLike
 from rekindle._src.notebook.transcripts import Transcripts, new_name
 from rekindle.errors import InvalidRequest, RequestAborted
 
 _TALK = (
-    field("say", "Say something", width="26em"),
+    field("say", "Say something", width="44em", rows=2),
     button("send", "Send"),
     button("halt", "Stop", title="Stop the answer; what was said stays"),
     button("again", "Again", title="Another answer to the last message"),
     button("edit", "Edit last", title="Take the last message and its answer back"),
+    button("settings", "Settings", title="System prompt and sampling, for the next answer"),
 )
 _FORK = (
     field("instead", "what should come there instead", width="18em"),
     button("fork", "Fork", title="Keep the answer up to the marked token and go on from there"),
     button("keep", "Cancel"),
 )
+_SLIDERS = {  # least, most, step, title
+    "temperature": (0.0, 2.0, 0.05, "0 is greedy: always the most likely token"),
+    "top_p": (0.05, 1.0, 0.05, "only the most likely tokens that make up this share"),
+    "max_tokens": (1, 1024, 1, "at most in an answer"),
+}
 _OF_CHAT = ("tools", "template", "continue_final_message", "template_options")  # options that are no sampling options
 
 
@@ -48,9 +55,8 @@ class ChatView(Live):
         self, session: SessionLike, *, system: str | None = None, restore: str | None = None, **options: Any
     ) -> None:
         super().__init__(*_TALK)
-        Sampling.of(
-            None, {name: value for name, value in options.items() if name not in _OF_CHAT}
-        )  # now, not when sent
+        # Wrong options raise now, not when a message is sent.
+        sampling = Sampling.of(None, {name: value for name, value in options.items() if name not in _OF_CHAT})
         self._session, self._options = session, options
         self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
@@ -62,8 +68,10 @@ class ChatView(Live):
             self.name, self.messages = self._transcripts.load(restore)
             self._written = list(self.messages)
         if system:
-            said = [message for message in self.messages if message["role"] != "system"]
-            self.messages = [{"role": "system", "content": system}, *said]
+            self.system = system
+        self._tuning = False  # whether the settings are shown
+        self._settings = {name: str(getattr(sampling, name)) for name in _SLIDERS} | {"system": self.system}
+        self.widget.values = {**self.widget.values, **self._settings}
         self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
         self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
         self._kept: tuple[Piece, ...] = ()  # what a fork kept of the answer
@@ -77,6 +85,17 @@ class ChatView(Live):
     @property
     def ended(self) -> bool:
         return super().ended or self._session.closed
+
+    @property
+    def system(self) -> str:
+        """The system prompt; empty if there is none."""
+        first = self.messages[0] if self.messages else {"role": ""}
+        return first["content"] if first["role"] == "system" else ""
+
+    @system.setter
+    def system(self, prompt: str) -> None:
+        said = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": prompt}, *said] if prompt else said
 
     @property
     def answering(self) -> bool:
@@ -102,8 +121,12 @@ class ChatView(Live):
         if text:
             self._finish_answer()
             self.messages.append({"role": "user", "content": text})
+            try:
+                self._answer()
+            except BaseException:
+                self.messages.pop()  # it was not sent: it stays in the input line
+                raise
             self.widget.fill("say", "")
-            self._answer()
 
     def halt(self) -> None:
         """Stop the answer; what was said stays."""
@@ -153,6 +176,9 @@ class ChatView(Live):
             self.fork(marked, self.widget.value("instead"))
         elif name == "keep":
             self._mark(None)
+        elif name == "settings":
+            self._tuning = not self._tuning
+            self._mark(self._marked)
         elif name == "halt":
             self.halt()
         elif name == "again":
@@ -165,7 +191,7 @@ class ChatView(Live):
 
     def _mark(self, index: int | None) -> None:
         self._marked = index
-        shown: tuple[Control, ...] = _TALK if index is None else (*_TALK, *_FORK)
+        shown: tuple[Control, ...] = (*_TALK, *(_settings() if self._tuning else ()), *(() if index is None else _FORK))
         self.widget.fill("instead", "")
         self.widget.controls, self.widget.note = list(shown), ""
         self.refresh()
@@ -174,11 +200,25 @@ class ChatView(Live):
     # Making and drawing answers.
 
     def _answer(self, **options: Any) -> None:
-        call = self._session.chat(self.messages, **{**self._options, **options})
+        if (system := self.widget.value("system")) != self._settings["system"]:
+            self._settings["system"] = self.system = system
+        call = self._session.chat(self.messages, **{**self._options, **self._tuned(), **options})
         call.submit()
         self._handle = self._origin = call
         self._kept = ()
         self._mark(None)
+
+    def _tuned(self) -> dict[str, float]:
+        """The sliders that were moved. What the page sends may be anything: `Sampling` checks the numbers."""
+        found: dict[str, float] = {}
+        for name in _SLIDERS:
+            value = self.widget.value(name)
+            if value != self._settings[name]:
+                try:
+                    found[name] = int(value) if name == "max_tokens" else float(value)
+                except ValueError:
+                    raise InvalidRequest(name, value, "is no number", "Move the slider") from None
+        return found
 
     def _pieces(self) -> list[Piece]:
         deltas = self._handle.deltas if self._handle is not None else ()
@@ -240,27 +280,22 @@ class ChatView(Live):
         self._stirred.set()
 
     def draw(self) -> str:
-        rows = [_row(message["role"], html.text(message["content"])) for message in self.messages]
+        rows = [bubbles.message(message["role"], message["content"]) for message in self.messages]
         if (handle := self._handle) is not None:
-            rows.append(_row("assistant", html.Markup("".join(self._clickable(handle)))))
+            pieces = [(piece.text, len(piece.token_ids)) for piece in self._pieces()]
+            rows.append(bubbles.answer(pieces, marked=self._marked, done=handle.done))
             error = handle.error
             if error is not None and not isinstance(error, RequestAborted):
                 rows.append(html.line(f"{type(error).__name__}: {error}"))
         return html.block(*rows) if rows else html.line("Nothing was said yet")
 
-    def _clickable(self, handle: RequestLike) -> Iterator[str]:
-        yield '<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
-        index = 0
-        for piece in self._pieces():
-            marked = self._marked is not None and 0 <= self._marked - index < len(piece.token_ids)
-            style = ' style="background:rgba(128,128,128,.45);border-radius:2px"' if marked else ""
-            yield f'<span data-token="{index}"{style}>{html.escape(piece.text)}</span>'
-            index += len(piece.token_ids)
-        yield "</div>" if handle.done else " ▌</div>"
 
-
-def _row(role: str, said: str) -> html.Markup:
-    return html.block(html.line(role), said)
+def _settings() -> tuple[Control, ...]:
+    ranges = [
+        slider(name, name.replace("_", " "), least=least, most=most, step=step, title=title)
+        for name, (least, most, step, title) in _SLIDERS.items()
+    ]
+    return field("system", "System prompt", width="44em", rows=2), *ranges
 
 
 def _until(pieces: list[Piece], at: int, decode: Any) -> Iterator[Piece]:

@@ -64,7 +64,7 @@ class Dashboard(Live):
                 f"{figures.get('waiting', 0)} waiting",
                 f"{self._recorder.slowest() * 1e3:.0f} ms between tokens (p99)",
                 f"{cached / asked:.0%} of prompt tokens cached" if asked else "",
-                f"{figures.get('compilations', 0)} compilations",
+                html.count(figures.get("compilations", 0), "compilation"),
             ),
             self._timeline.draw(),
         ]

@@ -25,9 +25,16 @@ def button(name: str, label: str, *, title: str = "", disabled: bool = False) ->
     return {"kind": "button", "name": name, "label": label, "title": title, "disabled": disabled}
 
 
-def field(name: str, label: str, *, width: str = "20em") -> Control:
-    """A text field; its label is shown while it is empty. Enter presses `{name}:enter`."""
-    return {"kind": "text", "name": name, "label": label, "width": width}
+def field(name: str, label: str, *, width: str = "20em", rows: int = 1) -> Control:
+    """A text field; its label is shown while it is empty. Enter presses `{name}:enter`, Shift+Enter is a new line."""
+    return {"kind": "text", "name": name, "label": label, "width": width, "rows": rows}
+
+
+def slider(name: str, label: str, *, least: float, most: float, step: float, title: str = "") -> Control:
+    """A number between two ends; its value is text, as that of every control."""
+    return {
+        "kind": "slider", "name": name, "label": label, "title": title, "least": least, "most": most, "step": step,
+    }  # fmt: skip
 
 
 @functools.cache

@@ -41,4 +41,6 @@ class StreamView(Live):
         if handle.done:
             return handle._repr_html_()
         asked = html.text(html.shortened(handle.prompt, 400)) if handle.prompt else ""
-        return html.block(html.line(handle.id, f"{len(handle.token_ids)} tokens so far"), asked, html.text(handle.text))
+        return html.block(
+            html.line(handle.id, f"{html.count(len(handle.token_ids), 'token')} so far"), asked, html.text(handle.text)
+        )

@@ -77,7 +77,7 @@ def _foldable(nodes: Sequence[NodeLike]) -> html.Markup:
 
 def _node(node: NodeLike) -> str:
     pin = " 📌" if node.pinned else ""
-    facts = f"{node.tokens} tokens at {node.start}, {node.pages} page{'s' * (node.pages != 1)}, "
+    facts = f"{html.count(node.tokens, 'token')} at {node.start}, {node.pages} page{'s' * (node.pages != 1)}, "
     facts += f"{node.visits} visit{'s' * (node.visits != 1)}, {node.age:.0f} s ago"
     return (
         f'<span style="color:{COLOURS[node.tier]}" title="{node.tier}">■</span>{pin} '

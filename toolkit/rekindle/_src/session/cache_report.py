@@ -29,7 +29,8 @@ class NodeView(html.Record):
 
     def __str__(self) -> str:
         pin = ", pinned" if self.pinned else ""
-        place = f"{self.tokens} tokens at {self.start}, {self.tier}, {self.visits} visits, {self.age:.0f} s ago{pin}"
+        visits = html.count(self.visits, "visit")
+        place = f"{html.count(self.tokens, 'token')} at {self.start}, {self.tier}, {visits}, {self.age:.0f} s ago{pin}"
         return f"{'  ' * self.depth}{self.text!r}  [{place}]"
 
     def _repr_html_(self) -> str:

@@ -17,6 +17,7 @@ from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
 from rekindle._src.dispatch.messages import Submission
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.call import Call
+from rekindle._src.session.completions import Completions
 from rekindle._src.session.produced import Produced
 from rekindle._src.session.prompts import Prompt, at_index
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
@@ -180,7 +181,7 @@ class Handle(Produced, Call[T]):
         if (error := self._mailbox.error) is not None:
             raise fresh(error)
         results = self._mailbox.results
-        return cast(T, results[0] if self.sampling.n == 1 else list(results))
+        return cast(T, results[0] if self.sampling.n == 1 else Completions(results))
 
     async def _following(self, seen: int | None = None) -> None:
         """Wait for the end, or for more than `seen` deltas. Any exception that gets in here aborts the request."""
@@ -342,7 +343,7 @@ class Batch(Call[list[T]]):
                     error = await failure.get()
                     found = [error in other._mailbox.results for other in self.handles]
                     raise at_index(fresh(error), found.index(True))
-            return [self._outcome(index) for index in range(len(self.handles))]
+            return Completions(self._outcome(index) for index in range(len(self.handles)))
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None

@@ -73,6 +73,20 @@ GROUPS: dict[str, dict[str, str]] = {
 }
 
 
+def foremost(figures: Mapping[str, Any]) -> html.Markup:
+    """The six figures that tell how a session does; the others are for looking closer."""
+    asked, cached = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
+    shown = {
+        "requests running": figures.get("running", 0),
+        "waiting": figures.get("waiting", 0),
+        "finished": figures.get("finished", 0),
+        "tokens generated": figures.get("generated_tokens", 0),
+        "prompt tokens cached": f"{cached:,} of {asked:,}" + (f" ({cached / asked:.0%})" if asked else ""),
+        "programs compiled": figures.get("compilations", 0),
+    }
+    return html.pairs(shown)
+
+
 def grouped(figures: Mapping[str, Any]) -> list[html.Markup]:
     """One table for each group that has figures, and one for figures that no group knows."""
     left = dict(figures)

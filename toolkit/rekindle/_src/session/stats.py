@@ -11,7 +11,7 @@ from rekindle._src.core import html
 from rekindle._src.core.contracts import RunnerLike
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 from rekindle._src.session.stat_figures import Figures
-from rekindle._src.session.stat_groups import grouped
+from rekindle._src.session.stat_groups import foremost, grouped
 
 if TYPE_CHECKING:
     from rekindle._src.execution.runner import RunnerStatistics
@@ -178,11 +178,14 @@ class SessionStats(Figures):
     def __repr__(self) -> str:
         figures = self.as_dict()
         waiting, running = figures.get("waiting", 0), figures.get("running", 0)
-        return f"<SessionStats {self.model}: {running} running, {waiting} waiting, {figures.get('steps', 0)} steps>"
+        steps = html.count(figures.get("steps", 0), "step")
+        return f"<SessionStats {self.model}: {running} running, {waiting} waiting, {steps}>"
 
     def _repr_html_(self) -> str:
         figures = self.as_dict()
-        parts: list[str] = []
+        parts: list[str] = [foremost(figures)]
+        parts += [html.line("paused")] if self.paused else []
+        parts += [html.line("stalled", self.stalled)] if self.stalled else []
         if figures.get("pages_total"):
             parts += [
                 html.line(f"{figures['pages_total']:,} pages on the device"),
@@ -190,9 +193,10 @@ class SessionStats(Figures):
             ]
         figures.pop("model")  # it is in the title
         programs, cache = as_mapping(figures.pop("programs", {})), as_mapping(figures.pop("cache", {}))
-        parts += grouped({**figures, **cache})
+        folded: list[str] = [*grouped({**figures, **cache})]
         if programs:
-            parts.append(html.line("steps by program", *(f"{name}: {steps:,}" for name, steps in programs.items())))
+            folded.append(html.line("steps by program", *(f"{name}: {steps:,}" for name, steps in programs.items())))
+        parts.append(html.folded("all figures", *folded))
         return str(html.block(*parts, title=f"Session over {self.model}"))
 
 

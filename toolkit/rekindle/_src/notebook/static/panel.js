@@ -37,41 +37,76 @@ function render({ model, el }) {
     return made;
   }
 
-  function text({ name, label, width }) {
-    const made = make("input", { type: "text", placeholder: label, value: model.get("values")[name] ?? "" });
+  function named(made, name, label) {
     made.setAttribute("aria-label", label);
     made.dataset.name = name;
-    made.style.width = width ?? "20em";
     made.addEventListener("input", () => {
       model.set("values", { ...model.get("values"), [name]: made.value });
       model.save_changes();
     });
+    return made;
+  }
+
+  function text({ name, label, width, rows }) {
+    const kind = rows > 1 ? make("textarea", { rows }) : make("input", { type: "text" });
+    const made = named(Object.assign(kind, { placeholder: label, value: model.get("values")[name] ?? "" }), name, label);
+    made.style.width = width ?? "20em";
     made.addEventListener("keydown", (event) => {
       event.stopPropagation(); // a notebook's own shortcuts are not meant while somebody types
-      if (event.key === "Enter") say("press", `${name}:enter`);
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault(); // Shift+Enter is for another line
+      say("press", `${name}:enter`);
+    });
+    return made;
+  }
+
+  function slider({ name, label, title, least, most, step }) {
+    const whole = make("label", { className: "rekindle-slider", title: title ?? "" });
+    const made = make("input", { type: "range", min: least, max: most, step, value: model.get("values")[name] ?? least });
+    const shown = make("output", { textContent: made.value });
+    made.addEventListener("input", () => { shown.textContent = made.value; });
+    made.addEventListener("keydown", (event) => event.stopPropagation());
+    whole.append(label, named(made, name, label), shown);
+    return whole;
+  }
+
+  function copier(said) {
+    const made = make("button", { type: "button", className: "rekindle-copy", textContent: "Copy" });
+    made.addEventListener("click", () => {
+      const held = make("textarea", { value: said.innerText, className: "rekindle-held" });
+      el.append(held); // the clipboard's own interface is closed to frames of other origins, as VS Code's and Colab's
+      held.select();
+      made.textContent = document.execCommand("copy") ? "Copied" : "Not allowed";
+      held.remove();
     });
     return made;
   }
 
   function draw() {
+    const open = [...picture.querySelectorAll("details[data-fold][open]")].map((one) => one.dataset.fold);
     picture.innerHTML = model.get("html");
+    for (const one of picture.querySelectorAll("details[data-fold]")) one.open ||= open.includes(one.dataset.fold);
+    for (const said of picture.querySelectorAll("[data-said]")) said.after(copier(said));
   }
 
   function annotate() {
     note.innerHTML = model.get("note");
   }
 
+  const makers = { text, button, slider };
+
   function control() {
     const active = bar.getRootNode().activeElement; // some hosts draw into a shadow root
     const focused = bar.contains(active) ? active.dataset.name : undefined;
-    bar.replaceChildren(...model.get("controls").map((one) => (one.kind === "text" ? text(one) : button(one))));
+    bar.replaceChildren(...model.get("controls").map((one) => makers[one.kind](one)));
     if (focused) bar.querySelector(`[data-name="${focused}"]`)?.focus();
   }
 
   function fill() {
-    for (const input of bar.querySelectorAll("input")) {
-      const value = model.get("values")[input.dataset.name] ?? "";
+    for (const input of bar.querySelectorAll("[data-name]")) {
+      const value = String(model.get("values")[input.dataset.name] ?? "");
       if (input.value !== value) input.value = value;
+      if (input.type === "range") input.nextSibling.textContent = input.value;
     }
   }
 

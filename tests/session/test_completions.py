@@ -1,0 +1,68 @@
+"""A list of completions: a list in every respect, and a table in a notebook."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from helpers.sessions import opened
+from rekindle import Session
+from rekindle._src.session.completions import Completions
+
+EVIL = "<script>alert('x')</script>"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with opened() as made:
+        yield made
+
+
+def test_it_is_a_list(session: Session) -> None:
+    many = session.generate_sync(["hello", "you"], max_tokens=5)
+    assert isinstance(many, list)
+    assert many == list(many)
+    assert list(many) == many
+    assert [*many, 3][:2] == many
+    assert type(pickle.loads(pickle.dumps(many))) is list
+    assert pickle.loads(pickle.dumps(many)) == many
+    assert copy.copy(many) == many
+    assert json.dumps(Completions([1, 2])) == "[1, 2]"
+    assert repr(Completions([1, 2])) == "[1, 2]"
+
+
+def test_it_shows_a_table(session: Session) -> None:
+    many = session.generate_sync([EVIL, "you"], max_tokens=5)
+    made = many._repr_html_()
+    assert type(made) is str
+    assert made.count("<tr>") == 3
+    assert "2 completions · 10 tokens" in made
+    assert "<script" not in made
+    assert "&lt;script&gt;" in made
+    assert "0 of 27" in made
+
+
+def test_a_long_list_is_one_line_and_a_short_table(session: Session) -> None:
+    many = session.generate_sync(["hello"] * 60, max_tokens=2)
+    assert repr(many) == "<Completions: a list of 60 completions, 120 tokens>"
+    made = many._repr_html_()
+    assert made.count("<tr>") == 51
+    assert "and 10 more" in made
+
+
+def test_several_of_each_prompt_have_their_places(session: Session) -> None:
+    many = session.generate_sync(["hello", "you"], max_tokens=3, n=2, temperature=1.0, seed=1)
+    made = many._repr_html_()
+    for place in ("0.0", "0.1", "1.0", "1.1"):
+        assert f">{place}<" in made
+    one = session.generate_sync("hello", max_tokens=3, n=2)
+    assert isinstance(one, list)
+    assert "2 completions" in one._repr_html_()
+
+
+def test_an_empty_one(session: Session) -> None:
+    assert "0 completions" in Completions([])._repr_html_()

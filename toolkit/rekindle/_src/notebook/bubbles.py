@@ -1,0 +1,55 @@
+"""A conversation as bubbles: yours to the right, the model's to the left with its Markdown rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rekindle._src.core import html
+from rekindle._src.notebook.markdown import has_markup, render
+
+_BUBBLE = "width:fit-content;max-width:min(80ch,92%);padding:4px 12px;border-radius:10px;overflow-x:auto;"
+_LOOKS = {
+    "user": "margin:2px 0 2px auto;background-color:rgba(61,139,205,.18)",
+    "assistant": "margin:2px auto 2px 0;background-color:rgba(128,128,128,.12)",
+}
+_OTHER = "margin:2px 0;border:1px dashed rgba(128,128,128,.5)"  # system prompts and what tools said
+
+
+def bubble(role: str, said: str) -> html.Markup:
+    """One message, whose text is HTML already. A page with scripts puts a button to copy it behind `data-said`."""
+    side = "right" if role == "user" else "left"
+    name = f'<div style="font-size:80%;opacity:.65;text-align:{side}">{html.escape(role)}</div>'
+    inner = f'<div data-said="{html.escape(role)}" style="{_BUBBLE}{_LOOKS.get(role, _OTHER)}">{said}</div>'
+    return html.Markup(f'<div style="margin:6px 0">{name}{inner}</div>')
+
+
+def message(role: str, content: str) -> html.Markup:
+    """A message that will not change: Markdown if the model wrote it, else the text as it was typed."""
+    rendered = role == "assistant" and has_markup(content)
+    return bubble(role, render(content) if rendered else html.text(content))
+
+
+def answer(pieces: Iterable[tuple[str, int]], *, marked: int | None, done: bool) -> html.Markup:
+    """The last answer, from texts and the number of tokens of each, where any token can be clicked.
+
+    Once it has ended and has Markdown, that is rendered and the tokens are folded below it.
+    """
+    pieces = list(pieces)
+    text = "".join(piece for piece, _ in pieces)
+    tokens = "".join(_clickable(pieces, marked, done))
+    if not (done and has_markup(text)):
+        return bubble("assistant", tokens)
+    return html.block(
+        bubble("assistant", render(text)), html.folded("tokens: click one to fork there", tokens, key="tokens")
+    )
+
+
+def _clickable(pieces: list[tuple[str, int]], at: int | None, done: bool) -> Iterator[str]:
+    yield '<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
+    index = 0
+    for text, tokens in pieces:
+        marked = at is not None and 0 <= at - index < tokens
+        style = ' style="background:rgba(128,128,128,.45);border-radius:2px"' if marked else ""
+        yield f'<span data-token="{index}"{style}>{html.escape(text)}</span>'
+        index += tokens
+    yield "</div>" if done else " ▌</div>"
