@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.kernel_cases import Case, build
 
+from helpers.kernel_cases import Case, build
 from rekindle_kernels import AttentionInputs, LinearOptions, linear, paged_attention, unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="numba is not installed")

@@ -27,7 +27,7 @@ from rekindle_kernels.native.language.vector import LANES, load_f32, splat, stor
 
 TOGETHER = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
-# Bytes of what a block keeps of 16 outputs: sums [16, 32], half of them turned [16, 16] (or of what is left over), and sums of the weights [16].
+# Bytes of what a block keeps of 16 outputs: sums [16, 32], half of them turned [16, 16], and sums of the weights [16].
 SUMS = (OUTPUTS * PANEL + LANES * OUTPUTS + OUTPUTS) * 4
 ZERO = np.float32(0)
 TURNED_AT, WEIGHT_SUMS_AT = OUTPUTS * PANEL * 4, SUMS - OUTPUTS * 4
