@@ -2,7 +2,7 @@
 
 The product spreads a word of the matrix over a vector and multiplies it with the words of 16 rows: the matrix is never
 repacked, and read once for 64 rows. Rows that are left over after the last vector of 16, if they are few, are
-multiplied along the columns instead.
+not turned. However many rows there are, a result's products are added in the same order.
 """
 
 from __future__ import annotations
