@@ -114,7 +114,7 @@ async def test_chunks_and_guesses_change_nothing(session: Session, cache_dir: Pa
         assert await text(chunked, 5, 24, prompt) == whole
 
 
-MODEL = tiny_model().config
+MODEL = replace(tiny_model().config, head_dim=16, hidden_size=64)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,7 @@ MODEL = tiny_model().config
     [
         (MODEL, {"kernels": "xla"}, "kernels='xla' add in an order"),
         (replace(MODEL, head_dim=24), {}, "head size 24 is not a multiple of 16"),
+        (replace(MODEL, model_type="gpt2"), {}, "layer norms"),
         (replace(MODEL, hidden_size=40), {}, "hidden size 40 is not a multiple of 32"),
         (
             replace(
@@ -134,12 +135,13 @@ MODEL = tiny_model().config
     ],
 )
 def test_why_not(model: ModelConfig, options: dict[str, Any], words: str) -> None:
+    assert why_not(MODEL, EngineConfig()) is None
     assert words in (why_not(model, EngineConfig(**options)) or "")
 
 
 @pytest.mark.anyio
 async def test_what_can_not_be_kept_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"deterministic=True can't be kept: kernels='xla'.*Leave it out"):
+    with pytest.raises(ConfigError, match=r"deterministic=True: can't be kept: kernels='xla'.*Leave it out"):
         async with rekindle.open("tiny", deterministic=True, kernels="xla"):
             pass
 
