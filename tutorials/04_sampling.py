@@ -159,19 +159,26 @@ for options in ({"max_tokens": 8}, {"stop": "."}, {"stop": ("named", "called")},
 # ## Seeds
 #
 # The random number of a position depends on the request's seed and on the position, and on nothing else: not on the batch it
-# runs in, not on the slot, not on a restart in between. So a text can be repeated from its seed, which every completion
-# reports.
+# runs in, not on the slot, not on a restart in between. Every completion reports its seed.
+#
+# The logits are another matter. By default the fastest kernel for each number of rows computes them, and kernels add in
+# different orders, so the last bits of a logit depend on what runs beside it. Where two tokens are almost equally likely, that can
+# decide between them, and from there on the text is another one. With `open(..., deterministic=True)` every number is
+# computed in the same order whatever the batch, the chunks of the prompt and the cache are, and the same prompt and seed give the
+# same tokens. It is slower, and needs the native CPU kernels.
 
 # %%
+repeatable = await rekindle.open("tiny", seed=0, deterministic=True)
 options = {"max_tokens": 24, "temperature": 1.0}
-alone = await session.generate("The old clock", seed=11, **options)
-crowd = session.generate(["A", "crowd", "of", "others"], max_tokens=40)
-together, _ = await session.generate(["The old clock", "Another"], seed=11, **options), await crowd
+alone = await repeatable.generate("The old clock", seed=11, **options)
+crowd = repeatable.generate(["A", "crowd", "of", "others"], max_tokens=40)
+together, _ = await repeatable.generate(["The old clock", "Another"], seed=11, **options), await crowd
 print(alone.text == together[0].text, repr(alone.text))
 
-drawn_by_chance = await session.generate("The old clock", **options)
-again = await session.generate("The old clock", seed=drawn_by_chance.seed, **options)
+drawn_by_chance = await repeatable.generate("The old clock", **options)
+again = await repeatable.generate("The old clock", seed=drawn_by_chance.seed, **options)
 print(again.text == drawn_by_chance.text, f"seed {drawn_by_chance.seed}")
+await repeatable.aclose()
 
 # %% [markdown]
 # ## How sure was it, and how surprised by the prompt?

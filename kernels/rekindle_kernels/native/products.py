@@ -18,12 +18,12 @@ _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multipl
 
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
-    """Whether `multiply` takes so many rows and this weight: where it is faster than XLA, or must be deterministic."""
+    """Whether `multiply` takes so many rows and this weight, and beats XLA unless it has to be deterministic."""
     kernel = _kernel(rows, weight, quantize_rows, deterministic)
     return kernel is not None and builds(kernel.name)
 
 
-def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bool) -> Variant | None:
+def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bool = False) -> Variant | None:
     """The kernel that multiplies; None where XLA is better. Where results have to be deterministic, the number of rows
     has no say in it."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:

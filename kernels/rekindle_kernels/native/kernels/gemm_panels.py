@@ -2,7 +2,7 @@
 
 The product spreads a word of the matrix over a vector and multiplies it with the words of 16 rows: the matrix is never
 repacked, and read once for 64 rows. Rows that are left over after the last vector of 16, if they are few, are
-multiplied along the columns instead.
+not turned. However many rows there are, a result's products are added in the same order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from rekindle_kernels.native.language.vector import LANES, load_f32, splat, stor
 
 TOGETHER = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
-# Bytes that a block keeps for 16 outputs: sums [16, 32], half of them turned [16, 16] (or the part left over), and sums
-# of the weights [16].
+# Bytes of what a block keeps of 16 outputs: sums [16, 32], half of them turned [16, 16], and sums of the weights [16].
 SUMS = (OUTPUTS * PANEL + LANES * OUTPUTS + OUTPUTS) * 4
 ZERO = np.float32(0)
 TURNED_AT, WEIGHT_SUMS_AT = OUTPUTS * PANEL * 4, SUMS - OUTPUTS * 4

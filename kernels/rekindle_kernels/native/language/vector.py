@@ -174,30 +174,6 @@ def between(typing_context: Any, value: Any, low: Any, high: Any, otherwise: Any
 
 
 @intrinsic
-def store_totals(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """The sums of four vectors, next to each other: half the instructions of four sums."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def shuffled(x: Any, y: Any, lanes: list[int]) -> Any:
-            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
-
-        def folded(x: Any, y: Any, width: int) -> Any:
-            """Neighbouring groups of `width` lanes added, those of x and y in turn."""
-            starts = range(0, LANES, 2 * width)
-            first = [i + j for i in starts for k in (0, LANES) for j in range(k, k + width)]
-            return builder.fadd(shuffled(x, y, first), shuffled(x, y, [lane + width for lane in first]))
-
-        x = folded(folded(args[1], args[2], 1), folded(args[3], args[4], 1), 2)
-        for half in (8, 4):
-            x = builder.fadd(shuffled(x, x, list(range(half))), shuffled(x, x, list(range(half, 2 * half))))
-        pointer = builder.inttoptr(args[0], ir.VectorType(ir.FloatType(), 4).as_pointer())
-        builder.store(x, pointer, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, VECTOR, VECTOR, VECTOR, VECTOR), codegen
-
-
-@intrinsic
 def store_bf16(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
     """Rounded to the nearest bfloat16, ties to even."""
 

@@ -303,7 +303,7 @@ class EngineConfig(html.Record):
         max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
         prefix_cache (True): share the pages of equal beginnings of prompts.
         prompt_lookup (0): tokens that a request may draft from its own text, checked beside the next one; 0 is off.
-        deterministic (False): a text depends on its prompt and seed alone, not on what runs beside it (CPU only).
+        deterministic (False): the same prompt and seed give the same tokens, whatever runs beside them (CPU only).
         kernels (None): a rekindle_kernels implementation; None picks the first that fits.
         seed (None): seeds the draw of per-request seeds and policy="random".
         log_every (0): steps between two log lines; 0 is quiet.

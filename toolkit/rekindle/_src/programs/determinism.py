@@ -34,6 +34,8 @@ def why_not(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"kernels={config.kernels!r} add in an order that depends on the batch"
     if any(model.moe):
         return "experts are multiplied in an order that depends on the batch"
+    if model.model_type == "gpt2":
+        return "XLA computes its layer norms, for which nothing is promised"
     if model.head_dim % HEAD_DIM:
         return f"the head size {model.head_dim} is not a multiple of {HEAD_DIM}"
     if model.hidden_size % WIDTH:

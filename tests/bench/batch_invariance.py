@@ -1,0 +1,131 @@
+"""What `deterministic=True` costs, and how often a text depends on the batch without it and with it.
+
+    python tests/bench/batch_invariance.py price [135m] [--repeat 5] [--quantize int8] [--dtype bfloat16]
+    python tests/bench/batch_invariance.py texts [--seeds 60] [--quantize int8] [--dtype bfloat16]
+
+`price` has two sessions over the same weights, one with the option and one without, which run each workload in turn, so
+that a busy machine slows both. The ratio is the median of the ratios of a pair. `texts` repeats texts of the embedded
+model alone, beside four others, beside fifteen with prompts coming in, and without the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import anyio
+
+import rekindle
+from rekindle._src.bench import workloads
+from rekindle._src.bench.shapes import random_shape
+from rekindle._src.cli.bench import needed
+
+PROMPT = "Once upon a time there was a little girl called Anna. One day she went"
+OTHERS = ["The cat", "Tom and Anna saw a bird in the tree. It was", "One cold day", "Two"]
+
+
+async def price(model: str, names: list[str], repeat: int, options: dict[str, Any]) -> None:
+    """Print the medians of each workload with and without the option, and of the ratio of each pair."""
+    loaded = random_shape(model, dtype=options.get("dtype", "bfloat16"), quantize=options.get("quantize"))
+    for name in names:
+        sizes: dict[str, Any] = needed(loaded, name, {})
+        common: dict[str, Any] = {"quiet": True, "disk_memory": 0, **sizes, **options}
+        async with (
+            rekindle.open(loaded, **common) as plain,
+            rekindle.open(loaded, deterministic=True, **common) as fixed,
+        ):
+            prompts = workloads.Prompts(loaded.config.vocab_size)
+            runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+            for _ in range(repeat + 1):
+                for kept, session in ((False, plain), (True, fixed)):
+                    runs[kept].append(await workloads.WORKLOADS[name](session, prompts))
+        for figure in runs[False][0]:
+            if figure == "idle_share":
+                continue
+            without, kept = ([run[figure] for run in runs[key][1:]] for key in (False, True))
+            ratios = [b / a for a, b in zip(without, kept, strict=True)]
+            spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+            print(
+                f"{name} {figure:14} {statistics.median(without):9.1f} without {statistics.median(kept):9.1f} with, "
+                f"ratio {statistics.median(ratios):.3f} ({spread})",
+                flush=True,
+            )
+
+
+async def texts(seeds: int, options: dict[str, Any]) -> None:
+    """Print how many of the texts are those that each seed gives alone."""
+    for kept in (False, True):
+        async with rekindle.open("tiny", deterministic=kept, quiet=True, disk_memory=0, **options) as session:
+            print(f"deterministic={kept}: {await compare(session, seeds)}", flush=True)
+
+
+async def compare(session: rekindle.Session, seeds: int, tokens: int = 60) -> dict[str, str]:
+    """For each company in which a text is repeated, in how many of the seeds it is the text that was drawn alone."""
+    drawn: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.8, "ignore_eos": True}
+
+    async def text(seed: int) -> tuple[int, ...]:
+        return (await session.generate(PROMPT, seed=seed, **drawn)).token_ids
+
+    async def cold(seed: int) -> tuple[int, ...]:
+        await session.cache.clear(tier="memory")
+        return await text(seed)
+
+    async def beside_four(seed: int) -> tuple[int, ...]:
+        found = []
+
+        async def mine() -> None:
+            found.append(await text(seed))
+
+        async with anyio.create_task_group() as tasks:
+            for other in OTHERS:
+                tasks.start_soon(company, other, seed)
+            tasks.start_soon(mine)
+        return found[0]
+
+    async def company(prompt: str, seed: int) -> None:
+        await session.generate(prompt, seed=seed, **drawn)
+
+    crowded: dict[int, tuple[int, ...]] = {}
+
+    async def crowd(seed: int) -> None:
+        crowded[seed] = await text(seed)
+
+    async def prompts_beside() -> None:
+        for index in range(seeds // 4):
+            await session.generate(
+                f"Number {index}. " + "The dog and the cat walked home. " * (3 + index % 9), max_tokens=2
+            )
+
+    alone = {seed: await cold(seed) for seed in range(seeds)}
+    cached = {seed: await text(seed) for seed in range(seeds)}
+    five = {seed: await beside_four(seed) for seed in range(seeds)}
+    async with anyio.create_task_group() as tasks:
+        for seed in range(seeds):
+            tasks.start_soon(crowd, seed)
+        tasks.start_soon(prompts_beside)
+    kinds = {"cached": cached, "in a batch of 5": five, "in one of 16, prefill beside": crowded}
+    return {
+        kind: f"{sum(found[seed] == alone[seed] for seed in range(seeds))} of {seeds}" for kind, found in kinds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("price", "texts"))
+    parser.add_argument("model", nargs="?", default="135m")
+    parser.add_argument("--workloads", default="W1,W2,W3")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=60)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize")
+    arguments = parser.parse_args()
+    options = {"dtype": arguments.dtype} | ({"quantize": arguments.quantize} if arguments.quantize else {})
+    if arguments.what == "price":
+        anyio.run(price, arguments.model, arguments.workloads.split(","), arguments.repeat, options)
+    else:
+        anyio.run(texts, arguments.seeds, options)
+
+
+if __name__ == "__main__":
+    main()

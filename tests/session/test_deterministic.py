@@ -1,0 +1,154 @@
+"""Sessions with `deterministic`: a text depends on its prompt and its seed, and on nothing that runs beside it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import rekindle
+from helpers.driving import tiny_model
+from rekindle import Session
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.config import ModelConfig, MoeSpec
+from rekindle._src.programs.determinism import why_not
+from rekindle.errors import ConfigError
+from rekindle_kernels import unavailable_reason
+
+pytestmark = pytest.mark.skipif(unavailable_reason("cpu") is not None, reason="numba is not installed")
+PROMPT = "Once upon a time there was a little girl called Anna. One day she went"
+OTHERS = ("The cat", "Tom and Anna saw a bird in the tree. It was", "One cold day", "Two")
+LONG = "The dog and the cat walked home. "
+OPTIONS: dict[str, Any] = {"deterministic": True, "disk_memory": 0, "quiet": True, "seed": 0, "precompile": "lazy"}
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module", params=[None, "int8"], ids=["bfloat16", "int8"])
+def quantize(request: pytest.FixtureRequest) -> str | None:
+    quantize: str | None = request.param
+    return quantize
+
+
+@pytest.fixture(scope="module")
+def session(cache_dir: Path, quantize: str | None) -> Iterator[Session]:
+    with rekindle.open_sync("tiny", quantize=quantize, cache_dir=cache_dir, **OPTIONS) as made:
+        assert made.config.deterministic
+        yield made
+
+
+async def text(session: Session, seed: int, tokens: int, prompt: Any = PROMPT) -> tuple[int, ...]:
+    """The tokens that a seed draws."""
+    done = await session.generate(prompt, seed=seed, max_tokens=tokens, temperature=0.8, ignore_eos=True)
+    return done.token_ids
+
+
+async def compare(session: Session, seeds: int, tokens: int) -> None:
+    """Every seed alone and cold, cached, beside four others, and in a full batch with prompts coming in."""
+    alone = {}
+    for seed in range(seeds):
+        await session.cache.clear(tier="memory")
+        alone[seed] = await text(session, seed, tokens)
+    assert len(set(alone.values())) > 1, "the seeds draw different texts"
+    for seed in range(seeds):
+        assert await text(session, seed, tokens) == alone[seed], f"seed {seed}, cached"
+    found: dict[int, tuple[int, ...]] = {}
+
+    async def one(seed: int) -> None:
+        found[seed] = await text(session, seed, tokens)
+
+    async def prompts() -> None:
+        for index in range(max(4, seeds // 4)):
+            await session.generate(f"Number {index}. " + LONG * (3 + index % 9), max_tokens=2)
+
+    for seed in range(seeds):
+        async with anyio.create_task_group() as tasks:
+            for other in OTHERS:
+                tasks.start_soon(functools.partial(session.generate, other, max_tokens=tokens, seed=seed))
+            tasks.start_soon(one, seed)
+        assert found[seed] == alone[seed], f"seed {seed}, in a batch of 5"
+    await session.cache.clear(tier="memory")
+    async with anyio.create_task_group() as tasks:
+        for seed in range(seeds):
+            tasks.start_soon(one, seed)
+        tasks.start_soon(prompts)
+    assert found == alone, "in a batch of 16 with prefill beside"
+
+
+@pytest.mark.anyio
+async def test_a_text_does_not_depend_on_the_batch_or_the_cache(session: Session) -> None:
+    await compare(session, seeds=18, tokens=24)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.anyio
+async def test_two_hundred_seeds(session: Session) -> None:
+    await compare(session, seeds=200, tokens=60)
+
+
+@pytest.mark.anyio
+async def test_what_was_generated_may_be_read_from_the_cache_or_computed_as_a_prompt(session: Session) -> None:
+    tokens = session.tokenizer.encode(PROMPT)
+    first = await text(session, 1, 60, tokens)
+    longer = [*tokens, *first]
+    cached = await text(session, 2, 20, longer)  # its pages were computed token by token
+    await session.cache.clear(tier="memory")
+    assert await text(session, 2, 20, longer) == cached
+
+
+@pytest.mark.anyio
+async def test_chunks_and_guesses_change_nothing(session: Session, cache_dir: Path, quantize: str | None) -> None:
+    prompt = PROMPT + ". " + LONG * 12
+    whole = await text(session, 5, 24, prompt)
+    options = {**OPTIONS, "max_requests": 4, "max_tokens_per_step": 23, "prompt_lookup": 3}
+    async with rekindle.open("tiny", quantize=quantize, cache_dir=cache_dir, **options) as chunked:
+        assert await text(chunked, 5, 24, prompt) == whole
+
+
+MODEL = replace(tiny_model().config, head_dim=16, hidden_size=64)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (MODEL, {"kernels": "xla"}, "kernels='xla' add in an order"),
+        (replace(MODEL, head_dim=24), {}, "head size 24 is not a multiple of 16"),
+        (replace(MODEL, model_type="gpt2"), {}, "layer norms"),
+        (replace(MODEL, hidden_size=40), {}, "hidden size 40 is not a multiple of 32"),
+        (
+            replace(
+                MODEL,
+                moe=(MoeSpec(num_experts=4, top_k=2, intermediate_size=32, normalize=True),) * MODEL.num_layers,
+            ),
+            {},
+            "experts",
+        ),
+    ],
+)
+def test_why_not(model: ModelConfig, options: dict[str, Any], words: str) -> None:
+    assert why_not(MODEL, EngineConfig()) is None
+    assert words in (why_not(model, EngineConfig(**options)) or "")
+
+
+@pytest.mark.anyio
+async def test_what_can_not_be_kept_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"deterministic=True: can't be kept: kernels='xla'.*Leave it out"):
+        async with rekindle.open("tiny", deterministic=True, kernels="xla"):
+            pass
+
+
+@pytest.mark.anyio
+async def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REKINDLE_NATIVE", "0")
+    with pytest.raises(ConfigError, match="it needs the native kernels, and REKINDLE_NATIVE=0"):
+        async with rekindle.open("tiny", deterministic=True):
+            pass
