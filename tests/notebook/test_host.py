@@ -156,6 +156,34 @@ def test_a_chat_is_talked_to_and_forked(page: Any, theme: str) -> None:
         view.join(10)
 
 
+def test_lines_settings_and_copies(page: Any, theme: str) -> None:
+    with opened() as session:
+        session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
+        view = session.view.chat(max_tokens=30)
+        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted.first.get_by_role("button", name="Settings").click()
+        hosted.until(lambda: hosted.first.get_by_role("slider").count() == 3, "sliders come")
+        assert hosted.first.get_by_label("max tokens").input_value() == "30"
+        hosted.first.get_by_label("max tokens").fill("7")
+        hosted.first.get_by_placeholder("System prompt").fill("Be kind")
+        line = hosted.first.get_by_placeholder("Say something")
+        line.fill("one")
+        line.press("Shift+Enter")
+        page.keyboard.type("two")
+        hosted.until(lambda: view.widget.value("say") == "one\ntwo", "Shift+Enter is a new line")
+        assert view.messages == []
+        line.press("Enter")
+        hosted.until(lambda: view.handle is not None and view.handle.done, "Enter sends")
+        assert len(view.answer_ids) == 7
+        assert [message["content"] for message in view.messages] == ["Be kind", "one\ntwo"]
+        hosted.until(lambda: hosted.first.get_by_role("button", name="Copy").count() == 3, "each can be copied")
+        hosted.first.get_by_role("button", name="Copy").nth(1).click()
+        hosted.until(lambda: hosted.first.get_by_text("Copied").count() == 1, "it was")
+        hosted.shot(f"settings-{theme}")
+        view.stop()
+        view.join(10)
+
+
 def test_who_types_keeps_the_focus_when_controls_change(page: Any, theme: str) -> None:
     with opened() as session:
         view = session.view.chat()
