@@ -70,7 +70,7 @@ def a_stream_is_stopped(page: Any) -> None:
     shown = run(page, 2)
     stop = shown.get_by_role("button", name="Stop")
     stop.wait_for()
-    text = shown.locator(".jp-OutputArea-output").first
+    text = shown.locator(".jp-OutputArea-output").last  # the first is the copy, which is hidden
     page.wait_for_function("element => element.innerText.length > 150", arg=text.element_handle())
     page.screenshot(path=page.shots / "streaming.png")
     stop.click()
@@ -83,7 +83,7 @@ def a_stream_is_stopped(page: Any) -> None:
 
 
 def the_tree_answers(page: Any) -> None:
-    tree = run(page, 4)
+    tree = run(page, 4).locator(".rekindle-panel")
     tree.get_by_text("Prefix cache").first.wait_for()
     tree.get_by_placeholder("What would this prompt hit?").fill("Once upon a time, Once upon a time, " * 20)
     tree.get_by_text("prompt tokens are cached").first.wait_for()
