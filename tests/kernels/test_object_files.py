@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import rekindle_kernels
 from helpers.faults import full_disk
+from rekindle._src.core.config import cache_folder
 from rekindle_kernels.native import build
 from rekindle_kernels.private_files import TAG, tell_once
 
@@ -17,7 +19,7 @@ NAME, CODE = "some_kernel", b"machine code" * 1000
 
 @pytest.fixture
 def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "cache_folder", tmp_path / "cache")
     tell_once.cache_clear()
     return tmp_path / "cache" / "native"
 
@@ -56,8 +58,10 @@ def test_a_full_disk_leaves_nothing_behind(native: Path) -> None:
 
 
 def test_the_folder_of_the_environment_is_expanded(native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toolkit resolves the environment's folder and hands it in, as `rekindle.open` does."""
     monkeypatch.setenv("HOME", str(native.parent.parent))
     monkeypatch.setenv("REKINDLE_CACHE", "~/cache")
+    rekindle_kernels.configure(cache_folder=cache_folder())
     assert build.folder() == native
     build._store(NAME, CODE)
     assert (native.parent / TAG).exists()
