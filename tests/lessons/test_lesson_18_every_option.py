@@ -37,7 +37,7 @@ DRAWING: dict[str, dict[str, Any]] = {  # options that narrow a draw at temperat
 }
 ELSEWHERE = {  # each has a test of its own below
     "max_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs",
-    "priority", "processors",
+    "priority", "processors", "salt",
 }  # fmt: skip
 
 anyio_test = pytest.mark.anyio
@@ -210,6 +210,16 @@ async def test_lesson_18_priorities_decide_who_runs_first() -> None:
         assert list(dict.fromkeys(order)) == [3, 2, 1, 0, -2]
         for rank, handle in handles.items():
             assert list((await handle).token_ids) == expected(f"{rank}", max_tokens=3)
+
+
+@anyio_test
+async def test_lesson_18_salt(session: Session) -> None:
+    """Requests of one salt share cached pages, those of different salts share none; the tokens are the same."""
+    ids = prompt(0, 40)
+    done = [await session.generate(ids, max_tokens=2, salt=salt) for salt in (None, None, "a", "a", "b")]
+    cached = [one.usage.cached_tokens for one in done]
+    assert cached[0] == cached[2] == cached[4] == 0 and cached[1] == cached[3] > 0
+    assert len({one.token_ids for one in done}) == 1
 
 
 REFUSED: list[dict[str, Any]] = [

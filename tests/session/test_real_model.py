@@ -120,7 +120,7 @@ def test_an_unknown_option_names_the_nearest() -> None:
 
 
 def test_a_snapshot_is_restored_by_its_name_alone(cache_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="is no name for a snapshot"):
+    with pytest.raises(ConfigError, match="can't be a snapshot's name"):
         rekindle.open_sync(tiny_model(), cache_dir=str(cache_dir), restore="a name", **OPTIONS)
 
 

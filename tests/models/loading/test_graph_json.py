@@ -8,12 +8,12 @@ import pytest
 
 from helpers import checkpoints
 from rekindle._src.models.base import abstract_model
-from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import graph_json
+from rekindle._src.models.registry import config_from_hf
 
 
 @pytest.mark.parametrize("name", checkpoints.CASES)
 def test_a_graph_survives(name: str) -> None:
-    graph, _ = abstract_model(ModelConfig.from_hf(checkpoints.CASES[name]), "bfloat16", "int8")
+    graph, _ = abstract_model(config_from_hf(checkpoints.CASES[name]), "bfloat16", "int8")
     again = graph_json.decode(json.loads(json.dumps(graph_json.encode(graph))))
     assert again == graph and hash(again) == hash(graph)

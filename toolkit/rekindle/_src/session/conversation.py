@@ -175,7 +175,7 @@ class Conversation:
         return f"<Conversation: {html.count(len(self.messages), 'message')}>"
 
     def _repr_html_(self) -> str:
-        return html.table(["role", "content"], [(m.get("role"), m.get("content")) for m in self.messages])
+        return str(html.table(["role", "content"], [(m.get("role"), m.get("content")) for m in self.messages]))
 
 
 class Turn(Call[Completion]):
@@ -241,7 +241,7 @@ class Turn(Call[Completion]):
         return deltas
 
     def _repr_html_(self) -> str:
-        return html.block(html.text(self.said), "" if self._handle is None else self._handle._repr_html_())
+        return str(html.block(html.text(self.said), "" if self._handle is None else self._handle._repr_html_()))
 
     def __repr__(self) -> str:
         return f"<Turn {html.shortened(self.said)!r}: {'over' if self.over else 'await it'}>"
