@@ -66,3 +66,8 @@ def test_several_of_each_prompt_have_their_places(session: Session) -> None:
 
 def test_an_empty_one(session: Session) -> None:
     assert "0 completions" in Completions([])._repr_html_()
+
+
+def test_errors_in_place_of_completions_have_rows_at_their_places() -> None:
+    html = Completions([ValueError("the first <one>"), ValueError("the second")])._repr_html_()
+    assert "ValueError: the first &lt;one&gt;" in html and html.index("the first") < html.index("the second")

@@ -73,7 +73,7 @@ def supports(wanted: Call) -> str | None:
     if wanted.kv_dtype.name not in DTYPES:
         return f"pages of {wanted.kv_dtype.name} are none of {', '.join(DTYPES)}"
     if wanted.head_dim % LANES:
-        return f"the head size {wanted.head_dim} is no multiple of {LANES}"
+        return f"the head size {wanted.head_dim} is not a multiple of {LANES}"
     reason = unavailable_reason()
     if reason is None and not all(builds(kernel.name) for kernel in _parts(wanted)):
         return "its kernels can't be built here: the log says why"

@@ -41,6 +41,7 @@ class Completions(list[T]):
         for index, one in enumerate(self):
             if isinstance(one, BaseException):  # generate(..., errors="return") puts errors in place of completions
                 rows.append((str(index), "", f"{type(one).__name__}: {one}", 0, "failed", "", ""))
+        rows.sort(key=lambda row: int(str(row[0]).partition(".")[0]))
         return str(html.block(size, html.table(heads, rows)))
 
 
