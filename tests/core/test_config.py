@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.sampling import Sampling
 from rekindle.errors import ConfigError, InvalidRequest, MissingExtra, RekindleError
 
 

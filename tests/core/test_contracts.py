@@ -11,7 +11,7 @@ import pytest
 from helpers.fakes import ByteTokenizer, FakeInFlight
 from helpers.sessions import byte_tokenizer, opened, parts
 from rekindle._src.core import contracts
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner, RunnerStatistics
 from rekindle._src.notebook import shown
 from rekindle._src.programs.programs import Programs

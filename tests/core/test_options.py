@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle._src.core import foreign_names
-from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.options import OpenOptions, SamplingOptions
+from rekindle._src.core.sampling import Sampling
 from rekindle.errors import ConfigError, InvalidRequest
 
 # Where an option takes more than the field holds.

@@ -14,8 +14,9 @@ from helpers import plain_sampling
 from helpers.driving import plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier
 from helpers.scheduling import NoReserve
-from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import FinishReason, Request, TokenEvent
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import InFlight, Runner
 from rekindle._src.kvcache import PagePool, PrefixCache, root_digest
 from rekindle._src.programs import sampling as device

@@ -17,8 +17,8 @@ from helpers import driving, plain_sampling
 from helpers.driving import CONTEXT, Driver, plain_logits, plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier
 from rekindle._src.bench import reference
-from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import PageMove, Row, StepPlan
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs.kv_layout import payload_layout

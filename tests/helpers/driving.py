@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rekindle._src.bench import reference
-from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Request, Row, StepPlan, StepResult, TokenLogprobs
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel, random_model
 from rekindle._src.models.registry import config_from_hf

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import (
     IntArray,
     LostPage,
@@ -30,6 +29,7 @@ from rekindle._src.core.records import (
     StepResult,
     TokenLogprobs,
 )
+from rekindle._src.core.sampling import Sampling
 
 EOS = 256
 KV = NDArray[np.uint64]

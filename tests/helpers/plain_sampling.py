@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.sampling import Sampling
 
 
 def shaped(

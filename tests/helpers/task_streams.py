@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Submission
 

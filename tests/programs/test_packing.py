@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import Request, Row, StepPlan
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.flags import FIRST_PROCESSOR, Flag
 from rekindle._src.programs.packing import Constants, Layout, StepInputs, Upload, unpack

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from helpers import plain_sampling
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs import sampling as device
 from rekindle._src.programs.flags import Flag
 from rekindle._src.programs.logprobs import WIDTH, logprobs_of, prompt_logprobs

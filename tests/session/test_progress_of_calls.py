@@ -15,8 +15,8 @@ from helpers.sessions import fake_session
 from rekindle._src.cli.main import main
 from rekindle._src.core import activity
 from rekindle._src.core.activity import State
-from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import TextDelta, Timings
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.session import batch_progress

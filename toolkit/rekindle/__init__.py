@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.version import VERSION
 from rekindle.errors import (
     CheckpointError,

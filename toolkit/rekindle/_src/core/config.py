@@ -1,276 +1,31 @@
-"""What a user can set: `Sampling` for one request, `EngineConfig` for a session. Validated once, here."""
+"""`EngineConfig`: what a user can set for a session. Validated once, here."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rekindle._src.core import foreign_names, html
-from rekindle._src.core.bounds import bounded, bounded_stops, check_n, check_salt
-from rekindle._src.core.options import DType, GenerationConfig, KVDType, Policy, Precompile, Quantize
-from rekindle.errors import ConfigError, InvalidRequest
+from rekindle._src.core.option_checks import advice, defaults_of
+from rekindle._src.core.options import (
+    DType,
+    GenerationConfig,
+    KVDType,
+    Policy,
+    Precompile,
+    Quantize,
+    SamplingOptions,
+)
+from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rekindle._src.core.options import OpenOptions, SamplingOptions
-
-MAX_LOGPROBS = 20
-MAX_STOP_TOKEN_IDS = 16
-MAX_LOGIT_BIAS = 300
-MAX_PROCESSORS = 64  # names in one request; a session has at most 16 of them
-
-
-def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """The fields for which `None` is no value of its own, with what it stands for."""
-    found = []
-    for field in dataclasses.fields(kind):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if default is not None:
-            found.append((field.name, default))
-    return tuple(found)
-
-
-def _advice(name: str, known: Iterable[str], foreign: Mapping[str, foreign_names.Hint], elsewhere: str) -> str:
-    """What to write instead of an option that is not known; `elsewhere` says where it belongs, if it is one of ours."""
-    if name in foreign:
-        return foreign[name].fix
-    if elsewhere:
-        return elsewhere
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {close[0]!r}?" if close else f"Known are: {', '.join(sorted(known))}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Sampling(html.Record):
-    """How one request chooses its tokens. Greedy by default; `None` for an option means its default.
-
-    A request without a `Sampling` of its own begins with what the checkpoint's generation_config.json asks for, if it
-    asks for sampling; `open(..., generation_config="greedy")` turns that off.
-
-    The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
-    penalties, the `min_tokens` mask, `temperature`, `top_k`, `top_p`, `min_p`.
-
-    Options:
-        max_tokens (256): new tokens at most.
-        min_tokens (0): new tokens before the end of sequence or a stop token may come.
-        temperature (0.0): 0 is greedy; 1 draws from the model's own distribution.
-        top_k (0): draw from the k most likely tokens only; 0 is off.
-        top_p (1.0): draw from the most likely tokens that have this probability together; 1 is off.
-        min_p (0.0): draw from tokens at least this share as likely as the most likely one; 0 is off.
-        repetition_penalty (1.0): divides the logits of tokens in prompt and output, as in transformers; 1 is off.
-        presence_penalty (0.0): taken off the logits of tokens in the output, as in OpenAI's API; -2 to 2.
-        frequency_penalty (0.0): the same, for each time that the token occurred; -2 to 2.
-        logit_bias ({}): added to the logits of these token ids; at most 300.
-        seed (None): makes the draws repeatable; None draws one, which the completion reports.
-        n (1): completions of the same prompt. Above 1 the result is a list.
-        stop (()): strings that end the text, which they are not part of; one, or several.
-        stop_token_ids (()): token ids that end it; at most 16.
-        ignore_eos (False): go on after the model's own end of sequence.
-        logprobs (None): log-probabilities of the output, with the k most likely tokens; True means 1; at most 20.
-        prompt_logprobs (None): the same of the prompt's tokens.
-        priority (0): larger runs first in a session with policy="priority".
-        processors (()): names of `LogitsProcessor`s that were given to `open()`.
-        salt (None): cached pages are shared only among requests with the same salt, such as those of one user.
-    """
-
-    max_tokens: int = 256
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    priority: int = 0
-    processors: tuple[str, ...] = ()
-    salt: str | None = None
-
-    if TYPE_CHECKING:
-
-        def __init__(self, *, n: int | None = None, **options: Unpack[SamplingOptions]) -> None: ...
-
-    def __post_init__(self) -> None:
-        put = object.__setattr__
-        for name, default in _SAMPLING_DEFAULTS:
-            if getattr(self, name) is None:
-                put(self, name, default)
-        self._bound_sizes()
-        for name, wanted in _LISTS:
-            put(self, name, self._several(name, wanted))
-        put(self, "logit_bias", self._biases())
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if isinstance(value, bool):
-                put(self, name, 1 if value else None)
-        for name in ("max_tokens", "min_tokens", "top_k", "n", "priority"):
-            self._whole(name)
-        for name in ("seed", "logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._whole(name)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest("ignore_eos", self.ignore_eos, "is neither True nor False", "Pass one of them")
-        for name in _FLOATS:
-            self._number(name)
-        self._within("max_tokens", 1, None)
-        self._within("min_tokens", 0, self.max_tokens)
-        self._within("temperature", 0.0, None)
-        self._within("top_k", 0, None)
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequest("top_p", self.top_p, "must be above 0 and at most 1", "Use 1.0 to turn it off")
-        self._within("min_p", 0.0, 1.0)
-        if not self.repetition_penalty > 0.0:
-            raise InvalidRequest(
-                "repetition_penalty", self.repetition_penalty, "must be above 0", "Use 1.0 to turn it off"
-            )
-        self._within("presence_penalty", -2.0, 2.0)
-        self._within("frequency_penalty", -2.0, 2.0)
-        self._within("n", 1, None)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._within(name, 0, MAX_LOGPROBS)
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise InvalidRequest("seed", self.seed, "must be at least 0 and below 2**63", "Use a smaller seed")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequest("stop", self.stop, "holds something other than non-empty strings", "Remove it")
-        for text in self.processors:
-            if not isinstance(text, str):
-                raise InvalidRequest(
-                    "processors", text, "is not a processor's name", "Give processors to open() and name them here"
-                )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                "stop_token_ids", self.stop_token_ids, f"has more than {MAX_STOP_TOKEN_IDS} ids", "Use fewer"
-            )
-        for token in self.stop_token_ids:
-            _check_token("stop_token_ids", token)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(
-                "logit_bias", f"{len(self.logit_bias)} entries", f"is over {MAX_LOGIT_BIAS}", "Bias fewer tokens"
-            )
-        for token, bias in self.logit_bias.items():
-            _check_token("logit_bias", token)
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or abs(bias) > 1e30 or math.isnan(bias):
-                if isinstance(bias, float) and math.isinf(bias):
-                    continue
-                raise InvalidRequest("logit_bias", {token: bias}, "is not a number", "Use a float, or ±inf")
-
-    def _bound_sizes(self) -> None:
-        """Refuse what is too much before it is copied; what is of a wrong type is left to the checks after this one."""
-        put = object.__setattr__
-        check_n(self.n)
-        check_salt(self.salt)
-        if isinstance(self.stop, Iterable):
-            put(self, "stop", bounded_stops(self.stop))
-        for name, most in (
-            ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS), ("processors", MAX_PROCESSORS)
-        ):  # fmt: skip
-            if isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), str):
-                put(self, name, bounded(name, getattr(self, name), most))
-
-    # Any object may arrive here, so that conversions may raise anything.
-
-    def _several(self, name: str, wanted: str) -> tuple[Any, ...]:
-        value = getattr(self, name)
-        if type(value) is tuple:
-            return value
-        if isinstance(value, str) and name != "stop_token_ids":
-            return (value,)
-        if not isinstance(value, (str, bytes, Mapping)):
-            with contextlib.suppress(Exception):
-                return tuple(value)
-        raise InvalidRequest(name, value, f"is not a list of {wanted}", f"Pass a list of {wanted}, or leave it out")
-
-    def _biases(self) -> dict[int, float]:
-        try:
-            return dict(self.logit_bias)
-        except Exception:
-            raise InvalidRequest(
-                "logit_bias", self.logit_bias, "does not map token ids to numbers", "Pass a dict such as {464: -100.0}"
-            ) from None
-
-    def _whole(self, name: str) -> None:
-        value = getattr(self, name)
-        if type(value) is int:
-            return
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            whole = value.__index__()
-        except Exception:
-            raise InvalidRequest(name, value, "must be a whole number", "Pass an int") from None
-        object.__setattr__(self, name, whole)
-
-    def _number(self, name: str) -> None:
-        value = getattr(self, name)
-        if type(value) is float and math.isfinite(value):
-            return
-        number = math.nan
-        if not isinstance(value, (bool, str)):
-            with contextlib.suppress(Exception):
-                number = float(value)
-        if not math.isfinite(number):
-            raise InvalidRequest(name, value, "must be a finite number", "Pass a float")
-        object.__setattr__(self, name, number)
-
-    def _within(self, name: str, low: float, high: float | None) -> None:
-        value = getattr(self, name)
-        if value < low or (high is not None and value > high):
-            bound = f"must be at least {low}" if high is None else f"must be between {low} and {high}"
-            default = type(self).__dataclass_fields__[name].default
-            raise InvalidRequest(name, value, bound, f"Leave it out for {default}")
-
-    @classmethod
-    def of(cls, base: Sampling | None, options: Mapping[str, Any]) -> Sampling:
-        """`base` with keyword options on top; an unknown option raises and names the one that was meant."""
-        known = cls.__dataclass_fields__
-        for name in options:
-            if name not in known:
-                elsewhere = f"Pass it to open(): open(…, {name}=…)" if name in EngineConfig.__dataclass_fields__ else ""
-                fix = _advice(name, known, foreign_names.SAMPLING, elsewhere)
-                raise InvalidRequest(name, options[name], "is not a sampling option", fix)
-        if base is not None and not isinstance(base, Sampling):
-            raise InvalidRequest("sampling", base, "is not a Sampling", "Pass rekindle.Sampling(…), or only keywords")
-        return cls(**options) if base is None else dataclasses.replace(base, **options)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
-
-    @property
-    def penalised(self) -> bool:
-        """Whether any of the three penalties is on."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-def _check_token(field: str, token: object) -> None:
-    if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-        raise InvalidRequest(field, token, "is not a token id", "Use whole numbers from 0")
-
-
-_SAMPLING_DEFAULTS = _defaults(Sampling)
-_LISTS = (("stop", "strings"), ("stop_token_ids", "token ids"), ("processors", "names"))
-_FLOATS = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+    from rekindle._src.core.options import OpenOptions
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 DTYPES: tuple[DType, ...] = get_args(DType)
@@ -388,14 +143,14 @@ class EngineConfig(html.Record):
         for name in options:
             if name not in known:
                 elsewhere = ""
-                if name in Sampling.__dataclass_fields__:
+                if name in SamplingOptions.__annotations__ or name == "n":
                     elsewhere = f"Pass it with the request: session.generate(prompt, {name}=…)"
-                fix = _advice(name, known, foreign_names.OPEN, elsewhere)
+                fix = advice(name, known, foreign_names.OPEN, elsewhere)
                 raise ConfigError(name, options[name], "is not an option of open()", fix)
         return cls(**options)
 
 
-_ENGINE_DEFAULTS = _defaults(EngineConfig)
+_ENGINE_DEFAULTS = defaults_of(EngineConfig)
 _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("dtype", DTYPES),
     ("kv_dtype", get_args(KVDType)),

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.sampling import Sampling
 
 IntArray = NDArray[np.int32]
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, StepResult, TokenEvent
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 
 M = TypeVar("M")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.config import MAX_LOGPROBS
 from rekindle._src.core.records import Row, RowResult, StepPlan, TokenLogprobs
+from rekindle._src.core.sampling import MAX_LOGPROBS
 from rekindle._src.programs.finite import NOT_FINITE
 
 Packed = NDArray[np.int32]

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rekindle._src.core import html
-from rekindle._src.core.config import Sampling, cache_folder
+from rekindle._src.core.config import cache_folder
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.notebook import bubbles
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import Control, button, field, slider

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.core.config import MAX_LOGPROBS
+from rekindle._src.core.sampling import MAX_LOGPROBS
 from rekindle._src.programs.flags import Flag
 
 WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own log-probability, the most likely ids, and theirs

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.config import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from rekindle._src.core.records import Row
+from rekindle._src.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from rekindle.errors import InvalidRequest
 
 MAX_END_IDS = MAX_STOP_TOKEN_IDS + 16  # stop token ids and the checkpoint's eos ids

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Engine
 

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from rekindle import tiny
-from rekindle._src.core.config import EngineConfig, Sampling, cache_folder
+from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.progress import in_notebook
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.device import Contexts
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rekindle._src.core import html
-from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import Completion
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, Stream, SyncStream
 from rekindle._src.session.signatures import takes_options

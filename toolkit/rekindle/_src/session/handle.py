@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity
-from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import Completion, Status, TextDelta
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
 from rekindle._src.dispatch.messages import Submission

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rekindle._src.core.bounds import check_batch
-from rekindle._src.core.config import Sampling
 from rekindle._src.core.records import Completion
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown

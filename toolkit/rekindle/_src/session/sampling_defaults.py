@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.messages import Engine
 
 

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rekindle._src.core import html
-from rekindle._src.core.config import EngineConfig, Sampling
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.records import Completion
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.dispatch import Dispatch
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rekindle._src.core.config import Sampling
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.text.tokenizer import read_json
 from rekindle.errors import InvalidRequest
 
