@@ -18,8 +18,7 @@ import numpy as np
 
 from rekindle_kernels import native
 from rekindle_kernels.activations import gated
-from rekindle_kernels.native import attention, zeros
-from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
+from rekindle_kernels.native import attention, rope_kv, zeros
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions
 from rekindle_kernels.ops.memory import ZerosCall
 from rekindle_kernels.ops.norm import NormCall
@@ -52,30 +51,12 @@ def _like(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return cast(jax.Array, shape)
 
 
-def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
-    """`ops.attention.paged_attention`."""
-    return attention.paged_attention(
-        inputs.q,
-        inputs.kv,
-        inputs.page_table,
-        inputs.kv_lens,
-        inputs.cu_q_lens,
-        inputs.num_prefills,
-        decode_rows=options.decode_rows,
-        scale=options.scale,
-        sliding_window=options.sliding_window,
-        soft_cap=options.soft_cap,
-        sinks=inputs.sinks,
-        deterministic=options.deterministic,
-    )
-
-
 def writes(call: WriteCall) -> str | None:
     """Why pages can't be written natively: it takes float32 and bfloat16, and heads of whole vectors."""
     if call.kv_dtype.name not in ("float32", "bfloat16") or call.scaled:
         return f"pages are {call.kv_dtype.name}, not float32 or bfloat16"
-    if call.head_dim % attention.LANES:
-        return f"the head size {call.head_dim} is not a multiple of {attention.LANES}"
+    if call.head_dim % rope_kv.LANES:
+        return f"the head size {call.head_dim} is not a multiple of {rope_kv.LANES}"
     reason = unavailable(call)
     return reason or (None if native.builds(f"write_{call.kv_dtype.name}") else NOT_BUILT)
 
@@ -201,8 +182,8 @@ def has_untouched(call: ZerosCall) -> str | None:
     return None if native.builds(zeros.NAME) else NOT_BUILT
 
 
-ATTENTION = Implementation("native", paged_attention, attention.supports, deterministic=True)
-WRITE_KV = Implementation("native", attention.write, writes)
+ATTENTION = Implementation("native", attention.paged_attention, attention.supports, deterministic=True)
+WRITE_KV = Implementation("native", rope_kv.write, writes)
 LINEAR = Implementation("native", linear, multiplies, deterministic=True)
 RMS_NORM = Implementation("native", rms_norm, norms)
 ROPE = Implementation("native", rope, splits)
