@@ -14,7 +14,7 @@ from rekindle._src.tiny_training.recipe import Recipe
 from rekindle._src.tiny_training.tokenizer import token_id
 
 PAD = -1
-POOL = 32
+POOL = 24
 
 
 def encoded(tokenizer: Tokenizer, seed: str, copying: float = 0.0) -> Iterator[list[int]]:
