@@ -1,134 +1,9 @@
 // Loss and gradients of a small Llama, windows at a time, with the tile unit's 16-bit products (AMX, x86-64).
 //
 // T tokens of a slice, S of a window, E hidden size, H query heads, K kv heads, D head dim, I MLP size, V vocabulary.
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <thread>
-#include <vector>
-#include <algorithm>
-#include <utility>
+#include "tiles.h"
 
 namespace {
-
-using bf16 = uint16_t;
-
-template <class X>
-struct Buffer {
-  X* data = nullptr;
-  size_t size = 0;
-  ~Buffer() { free(data); }
-  X* of(size_t n) {
-    if (n > size) {
-      free(data);
-      data = static_cast<X*>(aligned_alloc(64, (n * sizeof(X) + 127) / 64 * 64));
-      size = n;
-    }
-    return data;
-  }
-};
-
-void narrow(const float* x, bf16* y, size_t n) {  // n is a multiple of 16
-  for (size_t i = 0; i < n; i += 16)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(y + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
-}
-
-__m512i pairs(const bf16* a, const bf16* b) {  // 16 dwords: a below, b above
-  __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
-  __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
-  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
-}
-
-// A product's operands are tiles of 1 KB, [blocks of 16 rows or columns][K / 32]; the left may also be plain rows.
-struct Left {
-  const bf16* at;
-  size_t row_block, k_block, stride;
-};
-Left rows(const bf16* x, size_t ld) { return {x, 16 * ld, 32, 2 * ld}; }
-Left tiles(const bf16* x, int k) { return {x, size_t(k) / 32 * 512, 512, 64}; }
-
-// Left operand [M, K] of its transpose, rows x [K, M].
-void left_turned(const bf16* x, size_t ld, int M, int K, bf16* out) {
-  const __m512i step = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                          _mm512_set1_epi32(16));
-  for (int m = 0; m < M; m += 16)
-    for (int k = 0; k < K; k += 2) {
-      int* tile = reinterpret_cast<int*>(out + (size_t(m / 16) * (K / 32) + k / 32) * 512) + (k % 32) / 2;
-      _mm512_i32scatter_epi32(tile, step, pairs(x + k * ld + m, x + (k + 1) * ld + m), 4);
-    }
-}
-
-// Right operand [K, N] of rows x [K, N].
-void right(const bf16* x, size_t ld, int K, int N, bf16* out) {
-  for (int k = 0; k < K; k += 2)
-    for (int n = 0; n < N; n += 16)
-      _mm512_storeu_si512(out + (size_t(n / 16) * (K / 32) + k / 32) * 512 + (k % 32) / 2 * 32,
-                          pairs(x + k * ld + n, x + (k + 1) * ld + n));
-}
-
-// Right operand [K, N] of its transpose, rows x [N, K].
-void right_turned(const bf16* x, size_t ld, int K, int N, bf16* out) {
-  const __m512i step = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                          _mm512_set1_epi32(16));
-  for (int n = 0; n < N; n++)
-    for (int k = 0; k < K; k += 32) {
-      int* tile = reinterpret_cast<int*>(out + (size_t(n / 16) * (K / 32) + k / 32) * 512) + n % 16;
-      _mm512_i32scatter_epi32(tile, step, _mm512_loadu_si512(x + n * ld + k), 4);
-    }
-}
-
-// c [M, N] (+)= a [M, from…to of K] · b; M and N are multiples of 32, `to - from` too; K is b's whole depth.
-void multiply(Left a, const bf16* b, int K, float* c, size_t ldc, int M, int N, bool add, int from, int to) {
-  const size_t depth = K / 32, wide = ldc * 4;
-  for (int n = 0; n < N; n += 32)
-    for (int m = 0; m < M; m += 32) {
-      float *c0 = c + m * ldc + n, *c1 = c0 + 16 * ldc;
-      if (add) {
-        _tile_loadd(0, c0, wide);
-        _tile_loadd(1, c0 + 16, wide);
-        _tile_loadd(2, c1, wide);
-        _tile_loadd(3, c1 + 16, wide);
-      } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-      }
-      const bf16 *a0 = a.at + (m / 16) * a.row_block, *a1 = a0 + a.row_block;
-      const bf16 *b0 = b + (n / 16) * depth * 512, *b1 = b0 + depth * 512;
-      for (int k = from / 32; k < to / 32; k++) {
-        _tile_loadd(4, a0 + k * a.k_block, a.stride);
-        _tile_loadd(5, a1 + k * a.k_block, a.stride);
-        _tile_loadd(6, b0 + k * 512, 64);
-        _tile_loadd(7, b1 + k * 512, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_stored(0, c0, wide);
-      _tile_stored(1, c0 + 16, wide);
-      _tile_stored(2, c1, wide);
-      _tile_stored(3, c1 + 16, wide);
-    }
-}
-void multiply(Left a, const bf16* b, int K, float* c, size_t ldc, int M, int N, bool add) {
-  multiply(a, b, K, c, ldc, M, N, add, 0, K);
-}
-
-void configure() {
-  alignas(64) uint8_t config[64] = {1};
-  for (int tile = 0; tile < 8; tile++) {
-    config[16 + 2 * tile] = 64;
-    config[48 + tile] = 16;
-  }
-  _tile_loadconfig(config);
-}
 
 float sum(const float* x, int n) {
   float s = 0;
@@ -461,48 +336,6 @@ struct Worker {
   }
 };
 
-// One leaf's step of Muon: Newton-Schulz makes all singular values of the averaged gradient about 1.
-struct Muon {
-  Buffer<float> x, y, square, fourth;
-  Buffer<bf16> narrowed, left, packed;
-
-  void step(float* value, const float* gradient, float* mean, int rows_, int columns, float rate) {
-    size_t n = size_t(rows_) * columns;
-    bool tall = rows_ > columns;
-    int M = tall ? columns : rows_, N = tall ? rows_ : columns;
-    float *x = this->x.of(n), *y = this->y.of(n), *a = square.of(size_t(M) * M), *aa = fourth.of(size_t(M) * M);
-    float total = 0;
-    for (size_t i = 0; i < n; i++) {
-      mean[i] = 0.95f * mean[i] + 0.05f * gradient[i];
-      y[i] = 0.95f * mean[i] + 0.05f * gradient[i];
-      total += y[i] * y[i];
-    }
-    float norm = 1 / (std::sqrt(total) + 1e-8f);
-    for (int r = 0; r < rows_; r++)
-      for (int c = 0; c < columns; c++) x[tall ? size_t(c) * rows_ + r : size_t(r) * columns + c] = y[size_t(r) * columns + c] * norm;
-    for (int iteration = 0; iteration < 5; iteration++) {
-      bf16 *xn = narrowed.of(n), *p = packed.of(n), *l = left.of(size_t(M) * M);
-      narrow(x, xn, n);
-      right_turned(xn, N, N, M, p);
-      multiply(rows(xn, N), p, N, a, M, M, M, false);
-      narrow(a, l, size_t(M) * M);
-      right(l, M, M, M, p);
-      multiply(rows(l, M), p, M, aa, M, M, M, false);
-      for (int i = 0; i < M * M; i++) a[i] = -4.7750f * a[i] + 2.0315f * aa[i];
-      narrow(a, l, size_t(M) * M);
-      right(xn, N, M, N, p);
-      multiply(rows(l, M), p, M, y, N, M, N, false);
-      for (size_t i = 0; i < n; i++) x[i] = 3.4445f * x[i] + y[i];
-    }
-    float scale = rate * std::sqrt(std::max(1.0f, float(rows_) / columns));
-    for (int r = 0; r < rows_; r++)
-      for (int c = 0; c < columns; c++) {
-        float& v = value[size_t(r) * columns + c];
-        v -= scale * x[tall ? size_t(c) * rows_ + r : size_t(r) * columns + c] + rate * 0.01f * v;
-      }
-  }
-};
-
 }  // namespace
 
 extern "C" int usable() {
@@ -537,33 +370,4 @@ extern "C" double loss_and_gradients(const int* shape, float eps, const float* v
     for (size_t i = 0; i < model.size; i++) gradients[i] += worker.gradients[i];
   }
   return loss;
-}
-
-// In place: `count` leaves of rows × columns (0 columns: a vector) one behind the other; `kinds` 1 for Muon.
-extern "C" void optimize(int count, const int* shapes, const int* kinds, float* values, const float* gradients, float* means,
-                         float* squares, int number, float matrix_rate, float other_rate, int threads) {
-  std::vector<size_t> at{0};
-  for (int i = 0; i < count; i++) at.push_back(at[i] + size_t(shapes[2 * i]) * std::max(shapes[2 * i + 1], 1));
-  float first = 1 - std::pow(0.9, number), second = 1 - std::pow(0.98, number);
-  std::vector<std::thread> running;
-  for (int thread = 0; thread < threads; thread++)
-    running.emplace_back([&, thread] {
-      configure();
-      Muon muon;
-      for (int i = thread; i < count; i += threads) {
-        float *value = values + at[i], *mean = means + at[i], *square = squares + at[i];
-        const float* gradient = gradients + at[i];
-        if (kinds[i]) {
-          muon.step(value, gradient, mean, shapes[2 * i], shapes[2 * i + 1], matrix_rate);
-          continue;
-        }
-        for (size_t j = 0; j < at[i + 1] - at[i]; j++) {
-          mean[j] = 0.9f * mean[j] + 0.1f * gradient[j];
-          square[j] = 0.98f * square[j] + 0.02f * gradient[j] * gradient[j];
-          value[j] -= other_rate * mean[j] / first / (std::sqrt(square[j] / second) + 1e-8f);
-        }
-      }
-      _tile_release();
-    });
-  for (auto& thread : running) thread.join();
 }

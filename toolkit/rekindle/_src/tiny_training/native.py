@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rekindle._src.models.base import Graph
 from rekindle._src.tiny_training import optimizer
 
-SOURCE = Path(__file__).with_name("gradients.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("gradients.cpp", "muon.cpp"))
 FLAGS = ("-O3", "-std=c++17", "-march=sapphirerapids", "-mprefer-vector-width=512", "-ffast-math", "-shared", "-fPIC")
 THREADS = 2  # each sums its own windows, so that another number would round differently
 SLICE = 640  # tokens that a thread works on at once: what they need stays in the second-level cache
@@ -37,14 +37,14 @@ def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
 def library(folder: Path) -> ctypes.CDLL | None:
     """The compiled code, kept in `folder`, or None where this machine cannot run or compile it."""
     compiler = shutil.which("g++")
-    if platform.machine() != "x86_64" or platform.system() != "Linux" or compiler is None or not SOURCE.exists():
+    if platform.machine() != "x86_64" or platform.system() != "Linux" or compiler is None:
         return None
-    if "amx_bf16" not in Path("/proc/cpuinfo").read_text():
+    if not all(source.exists() for source in SOURCES) or "amx_bf16" not in Path("/proc/cpuinfo").read_text():
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    built = folder / "gradients.so"
-    if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
-        subprocess.run([compiler, *FLAGS, "-pthread", str(SOURCE), "-o", str(built)], check=True)
+    built = folder / "training.so"
+    if not built.exists() or built.stat().st_mtime < max(source.stat().st_mtime for source in SOURCES):
+        subprocess.run([compiler, *FLAGS, "-pthread", *map(str, SOURCES), "-o", str(built)], check=True)
     loaded = ctypes.CDLL(str(built))
     loaded.loss_and_gradients.restype = ctypes.c_double
     return loaded if loaded.usable() else None
