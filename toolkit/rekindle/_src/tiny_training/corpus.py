@@ -102,8 +102,12 @@ def document(rng: Random) -> str:
     return chat(mixed(rng, 1 if kind == "single" else rng.randint(2, 5)), system)
 
 
-def documents(seed: str, copying: float = 0.0) -> Iterator[str]:
-    """The stream of documents that belongs to a seed, some of them mere copying; the same on every machine."""
+def documents(seed: str, copying: float = 0.0, sheets: float = 0.0) -> Iterator[str]:
+    """The stream of documents that belongs to a seed, some mere copying or sums; the same on every machine."""
     rng = Random(seed)
     while True:
-        yield lists.copies(rng) if rng.random() < copying else document(rng)
+        kind = rng.random()
+        if kind < copying:
+            yield lists.copies(rng)
+        else:
+            yield sums.lines(rng) if kind < copying + sheets else document(rng)

@@ -16,6 +16,7 @@ class Stage:
     length: int
     steps: int
     copying: float = 0.02  # share of documents that are nothing but copying
+    sums: float = 0.0  # share of documents that are sheets of sums, beside those of the corpus
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +26,15 @@ class Recipe:
     # Nine documents of ten are shorter than 320 tokens; the long windows at the end teach far positions.
     stages: tuple[Stage, ...] = (
         Stage(32, 128, 100, copying=0.3),
-        Stage(12, 320, 9500),
-        Stage(8, 512, 800),
-        Stage(4, CONTEXT, 400),
+        Stage(12, 320, 800),
+        Stage(12, 320, 900, sums=0.12),
+        Stage(8, 512, 120, sums=0.12),
+        Stage(4, CONTEXT, 80, sums=0.06),
     )
     matrix_rate: float = 0.02  # Muon, for the matrices of the blocks
     other_rate: float = 0.006  # Adam, for embedding, head and norms
     warmup: int = 40  # the first steps, over which the rates rise
-    decay: int = 4000  # the last steps, over which the rates fall to zero
+    decay: int = 900  # the last steps, over which the rates fall to zero
     seed: int = 0
     checkpoint_every: int = 100
     vocab_size: int = 2048
