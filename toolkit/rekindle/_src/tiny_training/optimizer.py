@@ -1,7 +1,7 @@
 """Muon for the matrices of the blocks, Adam for embedding, head and norms.
 
-Muon needs about half of Adam's steps here. Its products are 16-bit with float32 sums, which changes an update by less
-than a hundredth and takes a tenth of the time of `optax.contrib.muon`.
+Muon needs about half of Adam's steps here. Its products are 16-bit with float32 sums: a step takes 0.27 s of processor
+time where `optax.contrib.muon` takes 0.45, and 0.05 in the native code.
 """
 
 from __future__ import annotations

@@ -27,14 +27,14 @@ class Recipe:
     stages: tuple[Stage, ...] = (
         Stage(32, 128, 100, copying=0.3),
         Stage(12, 320, 800),
-        Stage(12, 320, 900, sums=0.12),
-        Stage(8, 512, 120, sums=0.12),
-        Stage(4, CONTEXT, 80, sums=0.06),
+        Stage(12, 320, 630, sums=0.12),
+        Stage(8, 512, 70, sums=0.12),
+        Stage(4, CONTEXT, 50, sums=0.06),
     )
     matrix_rate: float = 0.02  # Muon, for the matrices of the blocks
     other_rate: float = 0.006  # Adam, for embedding, head and norms
     warmup: int = 40  # the first steps, over which the rates rise
-    decay: int = 900  # the last steps, over which the rates fall to zero
+    decay: int = 550  # the last steps, over which the rates fall to zero
     seed: int = 0
     checkpoint_every: int = 100
     vocab_size: int = 2048
