@@ -185,6 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     recipe = Recipe() if options.steps == Recipe().steps else Recipe().scaled(options.steps)
     words = tokenizer.train(recipe.vocab_size)
+    resumed = any((options.work / "checkpoints").glob("*.npz"))
     began = time.monotonic()
 
     def report(progress: TrainingProgress) -> None:
@@ -197,7 +198,8 @@ def main(argv: list[str] | None = None) -> None:
 
     graph, leaves = train(recipe, words, options.work, report=report)
     export.write(recipe, words, graph, leaves, options.out)
-    card.write(recipe, load(options.out), words, options.out, minutes=(time.monotonic() - began) / 60)
+    minutes = None if resumed else (time.monotonic() - began) / 60
+    card.write(recipe, load(options.out), words, options.out, minutes=minutes)
     print(f"wrote {options.out}")
 
 
