@@ -25,16 +25,16 @@ class Recipe:
 
     # Nine documents of ten are shorter than 320 tokens; the long windows at the end teach far positions.
     stages: tuple[Stage, ...] = (
-        Stage(32, 128, 100, copying=0.3),
-        Stage(12, 320, 800),
-        Stage(12, 320, 630, sums=0.12),
-        Stage(8, 512, 70, sums=0.12),
-        Stage(4, CONTEXT, 50, sums=0.06),
+        Stage(32, 128, 640, copying=0.3),
+        Stage(12, 320, 5140),
+        Stage(12, 320, 4050, sums=0.12),
+        Stage(8, 512, 450, sums=0.12),
+        Stage(4, CONTEXT, 320, sums=0.06),
     )
     matrix_rate: float = 0.02  # Muon, for the matrices of the blocks
     other_rate: float = 0.006  # Adam, for embedding, head and norms
-    warmup: int = 40  # the first steps, over which the rates rise
-    decay: int = 550  # the last steps, over which the rates fall to zero
+    warmup: int = 250  # the first steps, over which the rates rise
+    decay: int = 3500  # the last steps, over which the rates fall to zero
     seed: int = 0
     checkpoint_every: int = 100
     vocab_size: int = 2048

@@ -19,7 +19,8 @@ def fill(rng: Random, frame: str, **fields: object) -> str:
 
 def a(noun: str) -> str:
     """The noun with its indefinite article."""
-    return f"an {noun}" if noun[0].lower() in VOWELS else f"a {noun}"
+    starts_with_a_vowel = noun[0].lower() in VOWELS and not noun.startswith("uni")
+    return f"an {noun}" if starts_with_a_vowel else f"a {noun}"
 
 
 def listed(words: str) -> tuple[str, ...]:
