@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from rekindle._src.bench import reference
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import load
-from rekindle._src.tiny_training import evaluate
+from rekindle._src.tiny_training import asking, evaluate
 from rekindle._src.tiny_training.batches import encoded, pack
 from rekindle._src.tiny_training.corpus import chat
 from rekindle._src.tiny_training.recipe import CONTEXT, Recipe
@@ -73,6 +73,16 @@ def test_perplexity_on_held_out_documents(model: LoadedModel, words: Tokenizer) 
 )  # the weights that ship: 0.625
 def test_chat_answers_the_question_asked(model: LoadedModel, words: Tokenizer, kind: str, share: float) -> None:
     assert evaluate.exact_answers(model.graph, model.leaves, words, kind, rows=16) >= share
+
+
+def test_it_is_worth_talking_to(model: LoadedModel, words: Tokenizer) -> None:
+    """On prompts written by hand; the model before this corpus recalled no name and refused nothing."""
+    ask = asking.asker(model, words)
+    outside = [([(question, "")], asking.REFUSAL) for question in asking.OUTSIDE]
+    inside = [([(question, "")], answer) for question, answer in asking.INSIDE]
+    assert asking.share(ask, asking.names(), 16).right >= 14
+    assert asking.share(ask, outside, 16).right >= 30
+    assert asking.share(ask, inside, 24).right >= 14
 
 
 def test_a_story_is_a_story_and_the_prompt_matters(model: LoadedModel, words: Tokenizer) -> None:

@@ -17,12 +17,12 @@ from rekindle._src.tiny_training import evaluate, export, tokenizer
 from rekindle._src.tiny_training.batches import PAD, batch, encoded, pack
 from rekindle._src.tiny_training.objective import causal, logits, losses
 from rekindle._src.tiny_training.recipe import Recipe, Stage
-from rekindle._src.tiny_training.train import TrainingProgress, initial, schedule, train
+from rekindle._src.tiny_training.train import TrainingProgress, initial, train
 
-pytest.importorskip("optax")
 SMALL = Recipe(
-    steps=6,
-    stages=(Stage(2, 48, 0.5, copying=0.5), Stage(1, 96, 0.5)),  # each compiles once, most of this file's time
+    stages=(Stage(2, 48, 3, copying=0.5), Stage(1, 96, 3)),  # each compiles once, most of this file's time
+    warmup=1,
+    decay=4,
     checkpoint_every=2,
     vocab_size=320,
     hidden_size=32,
@@ -98,9 +98,16 @@ def test_padding_counts_for_nothing() -> None:
 
 
 def test_rates_rise_stay_and_fall_to_zero() -> None:
-    recipe = Recipe(steps=100, warmup=0.1, decay=0.4)
-    rate = schedule(recipe, 1.0)
-    assert [float(rate(step)) for step in (0, 10, 60, 80, 100)] == pytest.approx([0.1, 1.0, 1.0, 0.5, 0.0])
+    recipe = Recipe(stages=(Stage(2, 48, 100),), warmup=10, decay=40)
+    assert [recipe.rate(step) for step in (0, 9, 60, 80, 100)] == pytest.approx([0.1, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_a_recipe_is_scaled_in_all_its_parts() -> None:
+    whole = Recipe()
+    half = whole.scaled(whole.steps // 2)
+    assert half.steps == pytest.approx(whole.steps / 2, abs=len(whole.stages))
+    assert (half.decay / half.steps) == pytest.approx(whole.decay / whole.steps, rel=0.02)
+    assert [stage.length for stage in half.stages] == [stage.length for stage in whole.stages]
 
 
 def test_the_exported_folder_computes_what_was_trained(words: Tokenizer, tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from rekindle._src.tiny_training.recipe import Recipe
 from rekindle._src.tiny_training.tokenizer import token_id
 
 PAD = -1  # fills the end of a window; its loss does not count
-POOL = 32  # documents that are considered for a gap
+POOL = 24  # documents that are considered for a gap
 
 
-def encoded(tokenizer: Tokenizer, seed: str, copying: float = 0.0) -> Iterator[list[int]]:
+def encoded(tokenizer: Tokenizer, seed: str, copying: float = 0.0, sheets: float = 0.0) -> Iterator[list[int]]:
     """The documents of a stream as token ids, each followed by the end token."""
     end = token_id(tokenizer, END)
-    stream = documents(seed, copying)
+    stream = documents(seed, copying, sheets)
     while True:
         for encoding in tokenizer.encode_batch(list(islice(stream, POOL))):
             yield [*encoding.ids, end]
@@ -52,4 +52,4 @@ def pack(stream: Iterator[list[int]], rows: int, length: int) -> NDArray[np.int3
 def batch(tokenizer: Tokenizer, recipe: Recipe, step: int) -> NDArray[np.int32]:
     """The windows [rows, length + 1] of a training step: inputs and, shifted by one, targets."""
     stage = recipe.stage(step)
-    return pack(encoded(tokenizer, f"{TRAIN} {step}", stage.copying), stage.rows, stage.length + 1)
+    return pack(encoded(tokenizer, f"{TRAIN} {step}", stage.copying, stage.sums), stage.rows, stage.length + 1)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from rekindle._src.bench import reference
 from rekindle._src.models.base import LoadedModel
-from rekindle._src.tiny_training import evaluate
+from rekindle._src.tiny_training import asking, evaluate
 from rekindle._src.tiny_training.corpus import END, TURN, TURN_END, chat
 from rekindle._src.tiny_training.recipe import CONTEXT, Recipe
 from rekindle._src.tiny_training.tokenizer import token_id
@@ -17,13 +17,18 @@ HELD_OUT_BATCHES = 24
 SAMPLES: tuple[tuple[str, float], ...] = (
     ("Once upon a time", 0.0),
     ("Once upon a time", 0.8),
-    (chat([("Tell me a story about a dragon named Zoe.", "")]), 0.8),
+    (chat([("Tell me a story about a dragon.", "")]), 0.8),
     (chat([("Lily has a red kite. Tom has a blue boat. What does Tom have?", "")]), 0.0),
-    (chat([("My name is Anna and I live in Rome.", "Nice to meet you, Anna!"), ("What is my name?", "")]), 0.0),
+    (
+        chat(
+            [("My name is Ben.", "Nice to meet you, Ben!"), ("What is 7 + 8?", "7 + 8 = 15"), ("What is my name?", "")]
+        ),
+        0.0,
+    ),
     (chat([("Mia is 7 years old. Mia likes plums. Write a JSON record.", "")]), 0.0),
-    (chat([("What is 7 + 8?", "")]), 0.0),
+    (chat([("What is 37 + 25?", "")]), 0.0),
     (chat([("Name three animals.", "")]), 0.8),
-    (chat([("What is the capital of Japan?", "")]), 0.0),
+    (chat([("Who is the president of France?", "")]), 0.0),
     (chat([("Who are you?", "")]), 0.8),
 )
 KINDS = {
@@ -34,6 +39,7 @@ KINDS = {
     "general": "small general questions",
     "sums": "small sums and word problems",
     "lists": "sentences to JSON",
+    "unknown": "questions outside of its world",
 }
 
 
@@ -62,9 +68,10 @@ pipeline_tag: text-generation
 # tiny
 
 A {millions:.1f}-million-parameter Llama with its own tokenizer, small enough to ship in a wheel. It tells short
-stories, answers questions about what was said in the conversation and a few about the world, does small sums, and
-writes lists and JSON records. It exists so that demos, tests and tutorials of an inference toolkit have something to
-run without a download. It knows nothing else: its general facts are a few dozen sentences learned by heart.
+stories about what it is asked for, answers questions about what was said in the conversation and a few about the world,
+does small sums, and writes lists and JSON records. It exists so that demos, tests and tutorials of an inference toolkit
+have something to run without a download. It knows nothing else, and was taught to say so: its general facts are a few
+dozen sentences learned by heart.
 
 ## Numbers
 
@@ -72,7 +79,15 @@ Perplexity on held-out documents: **{perplexity:.3f}** per token, over {tokens:,
 the model's first guess. Measured with the bfloat16 weights of this folder in float32 arithmetic. The text is made from
 sentence frames, so much of it is predictable, and a short held-out question can also occur in training.
 
-Questions that greedy decoding answers with exactly the expected words, of {questions} held-out conversations each:
+Asked as people ask, with prompts written by hand whose names, stories and questions are in no list of the corpus
+(`asking.py`); greedy unless said otherwise:
+
+| | |
+|---|---|
+{asked}
+
+Questions of the corpus's own kinds that greedy decoding answers with exactly the expected words, of {questions}
+held-out conversations each:
 
 | about | exact |
 |---|---|
@@ -82,8 +97,7 @@ Questions that greedy decoding answers with exactly the expected words, of {ques
 
 `python -m rekindle.tiny` with its default arguments, on two CPU cores{minutes}: {steps:,} steps over
 {trained:.1f} million tokens, each document seen once. The corpus is written by
-`rekindle/_src/tiny_training/corpus.py` from a seed;
-no outside data or weights.
+`rekindle/_src/tiny_training/corpus.py` from a seed; no outside data or weights.
 
 | | |
 |---|---|
@@ -102,7 +116,7 @@ def write(recipe: Recipe, model: LoadedModel, words: Tokenizer, folder: Path, *,
     """Evaluate the exported weights and write README.md beside them."""
     score = evaluate.held_out(model.graph, model.leaves, words, HELD_OUT_BATCHES)
     answers = {kind: evaluate.exact_answers(model.graph, model.leaves, words, kind) for kind in evaluate.KINDS}
-    stages = [recipe.stage(step) for step in range(recipe.steps)]
+    asked = asking.measured(model, words)
     samples = [
         f"{number}. {shown(prompt, temperature, sample(model, words, prompt, temperature, number))}"
         for number, (prompt, temperature) in enumerate(SAMPLES, 1)
@@ -112,12 +126,13 @@ def write(recipe: Recipe, model: LoadedModel, words: Tokenizer, folder: Path, *,
         context=CONTEXT,
         steps=recipe.steps,
         millions=model.num_parameters / 1e6,
-        trained=sum(stage.rows * stage.length for stage in stages) / 1e6,
+        trained=recipe.tokens / 1e6,
         minutes="" if minutes is None else f" in {minutes:.0f} minutes",
         perplexity=score.perplexity,
         tokens=score.tokens,
         accuracy=score.accuracy,
         questions=evaluate.QUESTIONS,
+        asked="\n".join(f"| {about} | {found} |" for about, found in asked.items()),
         rows="\n".join(f"| {KINDS[kind]} | {share:.0%} |" for kind, share in answers.items()),
         samples="\n".join(samples),
     )

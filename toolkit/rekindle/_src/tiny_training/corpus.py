@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from rekindle._src.tiny_training import facts, general, lists, stories, sums
+from rekindle._src.tiny_training import facts, general, lists, stories, sums, unknown
 from rekindle._src.tiny_training.facts import Turns
 
 END = "<|endoftext|>"
@@ -19,18 +19,21 @@ SYSTEM = (
     "Answer in one sentence.",
     "You answer questions about people and things.",
 )
-ANSWERS = (general.question, general.question, sums.question, sums.question, lists.question, lists.question)
+ANSWERS = (
+    *(general.question, general.question, sums.question, sums.question, sums.question),
+    *(lists.question, lists.question, unknown.question, unknown.question),
+)
 SHARES = {
-    "story": 0.14,
-    "story on request": 0.09,
-    "people": 0.21,
-    "me": 0.06,
-    "story questions": 0.09,
-    "comparison": 0.03,
-    "single": 0.22,
-    "several": 0.08,
-    "long": 0.02,
-    "sums": 0.02,
+    "story": 0.07,
+    "story on request": 0.16,
+    "people": 0.13,
+    "me": 0.14,
+    "story questions": 0.10,
+    "comparison": 0.02,
+    "single": 0.18,
+    "several": 0.07,
+    "long": 0.03,
+    "sums": 0.06,
     "record": 0.02,
     "plain questions": 0.01,
     "plain statements": 0.01,
@@ -48,6 +51,11 @@ def chat(turns: Turns, system: str | None = None) -> str:
 def mixed(rng: Random, number: int) -> Turns:
     """Questions of different kinds, one after the other."""
     return [rng.choice(ANSWERS)(rng) for _ in range(number)]
+
+
+def talk(rng: Random) -> tuple[str, str]:
+    """One turn about anything, a story now and then."""
+    return stories.told_on_request(rng) if rng.random() < 0.12 else rng.choice(ANSWERS)(rng)
 
 
 def long_conversation(rng: Random) -> tuple[str | None, Turns]:
@@ -87,14 +95,18 @@ def document(rng: Random) -> str:
             return chat(rest, rng.choice((said, f"You know this: {said}")))
         return chat(turns, system)
     if kind == "me":
-        return chat(facts.about_me(rng), system)
+        return chat(facts.about_me(rng, talk), system)
     if kind == "comparison":
         return chat(facts.summary(rng), system)
     return chat(mixed(rng, 1 if kind == "single" else rng.randint(2, 5)), system)
 
 
-def documents(seed: str, copying: float = 0.0) -> Iterator[str]:
-    """The endless stream of documents of a seed, a share of them copying exercises; the same on every machine."""
+def documents(seed: str, copying: float = 0.0, sheets: float = 0.0) -> Iterator[str]:
+    """The endless stream of documents of a seed, shares of them copying or sums; the same on every machine."""
     rng = Random(seed)
     while True:
-        yield lists.copies(rng) if rng.random() < copying else document(rng)
+        kind = rng.random()
+        if kind < copying:
+            yield lists.copies(rng)
+        else:
+            yield sums.lines(rng) if kind < copying + sheets else document(rng)

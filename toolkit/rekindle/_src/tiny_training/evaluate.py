@@ -14,15 +14,23 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from rekindle._src.models.base import Graph
-from rekindle._src.tiny_training import facts, general, lists, sums
+from rekindle._src.tiny_training import facts, general, lists, sums, unknown
 from rekindle._src.tiny_training.batches import PAD, encoded, pack
-from rekindle._src.tiny_training.corpus import HELD_OUT, TURN, chat
+from rekindle._src.tiny_training.corpus import HELD_OUT, TURN, chat, talk
 from rekindle._src.tiny_training.facts import Turns
 from rekindle._src.tiny_training.objective import losses
 
 ROWS, LENGTH = 8, 512
 QUESTIONS = 64
 measured = jax.jit(losses, static_argnums=0)
+
+
+SINGLE = {
+    "general": general.question,
+    "sums": sums.question,
+    "lists": lists.from_sentences,
+    "unknown": unknown.question,
+}
 
 
 class Score(NamedTuple):
@@ -52,14 +60,15 @@ def questions(kind: str) -> Iterator[Turns]:
         if kind == "story":
             given, turns = facts.about_a_story(rng)
             yield [(f"{given}\n\n{turns[-1][0]}", turns[-1][1])] if given else turns
-        elif kind in ("general", "sums", "lists"):
-            source = {"general": general.question, "sums": sums.question, "lists": lists.from_sentences}[kind]
-            yield [source(rng)]
+        elif kind in ("general", "sums", "lists", "unknown"):
+            yield [SINGLE[kind](rng)]
+        elif kind == "me":
+            yield facts.about_me(rng, talk)
         else:
-            yield {"people": facts.about_people, "me": facts.about_me, "comparison": facts.summary}[kind](rng)
+            yield {"people": facts.about_people, "comparison": facts.summary}[kind](rng)
 
 
-KINDS = ("people", "me", "story", "comparison", "general", "sums", "lists")
+KINDS = ("people", "me", "story", "comparison", *SINGLE)
 
 
 def last_answer(words: Tokenizer, turns: Turns) -> tuple[list[int], int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 from rekindle._src.tiny_training.people import FACTS, UNKNOWN, ask, fields, people, state
-from rekindle._src.tiny_training.stories import story
+from rekindle._src.tiny_training.stories import request, story
 from rekindle._src.tiny_training.words import BOYS, GIRLS, fill, join
 
 Turns = list[tuple[str, str]]  # pairs of the user's message and the assistant's answer
@@ -33,56 +34,72 @@ def about_people(rng: Random) -> Turns:
     return [(text, fill(rng, "[Thank you, I will remember that.|I see.|Okay, I will remember that.]")), *asked]
 
 
-def about_me(rng: Random) -> Turns:
-    """The user gives facts about themselves and asks for them later."""
+# What users say about themselves, the reply, the question later and its answer.
+OWN = {
+    "name": (
+        "[My name is|I am|I'm|Hello, my name is|Hi, I am|Hi, I'm|Hello! I am|Call me|My name's] {name}.",
+        "[Hello|Hi|Nice to meet you], {name}!",
+        "[What is my name|What's my name|Do you know my name|What am I called|Do you remember my name|Who am I]?",
+        "Your name is {name}.",
+    ),
+    "city": (
+        "I live in {city}.",
+        "{city} is a [nice|beautiful|lovely] place.",
+        "[Where do I live|In which city do I live]?",
+        "You live in {city}.",
+    ),
+    "food": (
+        "I [like|love] {food}.",
+        "[That is good to know.|A good choice!]",
+        "[What do I like|What do I like to eat]?",
+        "You like {food}.",
+    ),
+    "pet": (
+        "I have {a_pet} named {pet}.",
+        "{pet} is a [nice|lovely] name for {a_pet}.",
+        "[What is the name of my {kind}|What is my {kind} called]?",
+        "Your {kind} is called {pet}.",
+    ),
+    "job": (
+        "I am {a_job}.",
+        "[That is a nice job.|Being {a_job} sounds interesting.]",
+        "[What is my job|What do I do]?",
+        "You are {a_job}.",
+    ),
+    "thing": (
+        "I have {a_thing}.",
+        "[That sounds nice.|I like {colour} things.]",
+        "What colour is my {toy}?",
+        "Your {toy} is {colour}.",
+    ),
+    "age": (
+        "I am {age} years old.",
+        "[That is a good age.|Thank you for telling me.]",
+        "How old am I?",
+        "You are {age} years old.",
+    ),
+}
+
+
+def about_me(rng: Random, talk: Callable[[Random], tuple[str, str]]) -> Turns:
+    """The user gives facts about themselves, may `talk` of other things, and asks for the facts later."""
     (me,) = people(rng, 1)
-    own = {
-        "name": (
-            "[My name is|I am|Hello, my name is|Hi, I am] {name}.",
-            "[Hello|Hi|Nice to meet you], {name}!",
-            "What is my name?",
-            "Your name is {name}.",
-        ),
-        "city": (
-            "I live in {city}.",
-            "{city} is a [nice|beautiful|lovely] place.",
-            "Where do I live?",
-            "You live in {city}.",
-        ),
-        "food": (
-            "I [like|love] {food}.",
-            "[That is good to know.|A good choice!]",
-            "What do I like?",
-            "You like {food}.",
-        ),
-        "pet": (
-            "I have {a_pet} named {pet}.",
-            "{pet} is a [nice|lovely] name for {a_pet}.",
-            "What is the name of my {kind}?",
-            "Your {kind} is called {pet}.",
-        ),
-        "job": (
-            "I am {a_job}.",
-            "[That is a nice job.|Being {a_job} sounds interesting.]",
-            "What is my job?",
-            "You are {a_job}.",
-        ),
-        "thing": (
-            "I have {a_thing}.",
-            "[That sounds nice.|I like {colour} things.]",
-            "What colour is my {toy}?",
-            "Your {toy} is {colour}.",
-        ),
-    }
-    chosen = ["name"] if rng.random() < 0.3 else rng.sample(sorted(own), rng.choice((1, 2, 3)))
-    told = [(fill(rng, own[key][0], **fields(me)), fill(rng, own[key][1], **fields(me))) for key in chosen]
-    if rng.random() < 0.3:
-        told = [(" ".join(said for said, _ in told), fill(rng, "[Nice to meet you!|Thank you for telling me.]"))]
+    words = fields(me)
+    if rng.random() < 0.06:
+        return [(fill(rng, OWN["name"][2]), "I do not know your name. What is your name?")]
+    chosen = ["name"] if rng.random() < 0.4 else rng.sample(sorted(OWN), rng.choice((1, 2, 3)))
+    told = [(fill(rng, OWN[key][0], **words), fill(rng, OWN[key][1], **words)) for key in chosen]
+    if len(told) > 1 and rng.random() < 0.3:
+        reply = f"Nice to meet you, {me.name}!" if "name" in chosen else "Thank you for telling me."
+        told = [(" ".join(said for said, _ in told), reply)]
+    elif chosen == ["name"] and rng.random() < 0.25:
+        said, answer = talk(rng)
+        told = [(f"{told[0][0]} {said}", answer)]
+    between = [talk(rng) for _ in range(rng.choice((0, 0, 1, 1, 2, 3, 4)))]
     asked = [
-        (fill(rng, own[key][2], **fields(me)), fill(rng, own[key][3], **fields(me)))
-        for key in rng.sample(chosen, len(chosen))
+        (fill(rng, OWN[key][2], **words), fill(rng, OWN[key][3], **words)) for key in rng.sample(chosen, len(chosen))
     ]
-    return told + asked
+    return told + between + asked
 
 
 def about_a_story(rng: Random) -> tuple[str | None, Turns]:
@@ -90,14 +107,14 @@ def about_a_story(rng: Random) -> tuple[str | None, Turns]:
     told = story(rng)
     asked = rng.sample(told.questions, rng.choice((1, 2, 3, 4)))
     kind = rng.random()
-    if kind < 0.4:
+    if kind < 0.3:
         return fill(
             rng, "[Read this story and answer the questions.|Answer questions about this story.]"
         ) + f"\n\n{told.text}", asked
-    if kind < 0.7:
+    if kind < 0.55:
         (question, answer), *rest = asked
         return None, [(f"{told.text}\n\n{question}", answer), *rest]
-    return None, [("Tell me a story.", told.text), *asked]
+    return None, [(request(rng, told), told.text), *asked]
 
 
 def summary(rng: Random) -> Turns:

@@ -139,6 +139,22 @@ PLOTS = {
     ),
 }
 
+MARKS = {
+    "lost": "could not find the",
+    "lonely": "had no friends",
+    "dark": "There was one thing that",
+    "share": "wanted to eat",
+    "build": "wanted to build",
+    "stuck": "foot was stuck",
+    "party": "But nobody said anything",
+    "broken": "was not careful",
+    "map": "an old map",
+    "race": "there was a race",
+    "garden": "seed",
+    "rain": "jumped into a puddle",
+}
+"""Words that only the stories of a plot have."""
+
 ENDINGS = (
     ("happy", "That night, {name} went to bed [with a smile|happy]."),
     ("happy", "{name} was very happy."),

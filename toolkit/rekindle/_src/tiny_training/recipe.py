@@ -14,26 +14,27 @@ class Stage:
 
     rows: int  # windows in a batch
     length: int  # tokens in a window
-    share: float  # of all steps
+    steps: int
     copying: float = 0.02  # share of documents that are copying exercises
+    sums: float = 0.0  # share of documents that are sheets of sums, beside those of the corpus
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """Shape and training constants; the defaults make the shipped weights."""
 
-    steps: int = 1000
-    # Most documents are short and short windows train fastest; the long ones at the end teach far positions.
+    # Nine documents of ten are shorter than 320 tokens; the long windows at the end teach far positions.
     stages: tuple[Stage, ...] = (
-        Stage(32, 128, 0.10, copying=0.3),
-        Stage(16, 256, 0.58),
-        Stage(8, 512, 0.20),
-        Stage(4, CONTEXT, 0.12),
+        Stage(32, 128, 640, copying=0.3),
+        Stage(12, 320, 5140),
+        Stage(12, 320, 4050, sums=0.12),
+        Stage(8, 512, 450, sums=0.12),
+        Stage(4, CONTEXT, 320, sums=0.06),
     )
     matrix_rate: float = 0.02  # Muon, for the matrices of the blocks
     other_rate: float = 0.006  # Adam, for embedding, head and norms
-    warmup: float = 0.02  # the first share of the steps, over which the rates rise
-    decay: float = 0.6  # the last share of the steps, over which the rates fall to zero
+    warmup: int = 250  # the first steps, over which the rates rise
+    decay: int = 3500  # the last steps, over which the rates fall to zero
     seed: int = 0
     checkpoint_every: int = 100
     vocab_size: int = 2048
@@ -44,14 +45,35 @@ class Recipe:
     head_dim: int = 64
     intermediate_size: int = 512
 
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def tokens(self) -> int:
+        """How many the windows of all steps hold, padding included."""
+        return sum(stage.steps * stage.rows * stage.length for stage in self.stages)
+
     def stage(self, step: int) -> Stage:
         """The stage of a step, counted from 0."""
-        end = 0.0
+        end = 0
         for stage in self.stages:
-            end += stage.share * self.steps
-            if step < round(end):
+            end += stage.steps
+            if step < end:
                 return stage
         return self.stages[-1]
+
+    def rate(self, step: int) -> float:
+        """The share of the full rates at a step, counted from 0: it rises, stays and falls to zero."""
+        return min(1.0, (step + 1) / self.warmup, (self.steps - step) / self.decay)
+
+    def scaled(self, steps: int) -> Recipe:
+        """The recipe with every part scaled to about `steps` steps in all."""
+        share = steps / self.steps
+        stages = tuple(dataclasses.replace(stage, steps=max(1, round(stage.steps * share))) for stage in self.stages)
+        return dataclasses.replace(
+            self, stages=stages, warmup=max(1, round(self.warmup * share)), decay=max(1, round(self.decay * share))
+        )
 
     def config(self, eos_token_ids: list[int], pad_token_id: int) -> dict[str, Any]:
         """The model's config.json."""

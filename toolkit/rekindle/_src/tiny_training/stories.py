@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from random import Random
 
-from rekindle._src.tiny_training.plots import BELONGINGS, ENDINGS, OPENINGS, PLOTS
+from rekindle._src.tiny_training.plots import BELONGINGS, ENDINGS, MARKS, OPENINGS, PLOTS
+from rekindle._src.tiny_training.quests import ERRANDS, LEAVING, OBSTACLES
 from rekindle._src.tiny_training.words import (
     COLOURS,
     FOODS,
-    HEROES,
     PLACES,
     TIMES,
     TOYS,
@@ -17,9 +18,10 @@ from rekindle._src.tiny_training.words import (
     Being,
     a,
     being,
-    child,
     fill,
 )
+
+QUESTS = 0.85  # share of stories that are an errand and an obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,47 @@ class Story:
     questions: tuple[tuple[str, str], ...]
 
 
-def story(rng: Random, *, hero: Being | None = None, opening: str | None = None) -> Story:
+def frames(rng: Random) -> tuple[str, list[list[str]], tuple[tuple[str, str], ...]]:
+    """A plot's name, the frames of its two paragraphs, and questions that only this plot answers."""
+    if rng.random() >= QUESTS:
+        plot = rng.choice(sorted(PLOTS))
+        half = rng.choice((3, 4))
+        return plot, [list(PLOTS[plot][:half]), list(PLOTS[plot][half:])], ()
+    errand, obstacle, way = rng.choice(sorted(ERRANDS)), rng.choice(sorted(OBSTACLES)), rng.choice((0, 1))
+    aim, trouble = ERRANDS[errand], OBSTACLES[obstacle]
+    asked = (
+        ("[Why did {name} leave home|What did {name} want to do|Why did {name} go to {there}]?", aim.why),
+        ("[What was in the way|What was the problem on the way|What happened on the way]?", trouble.what),
+    )
+    parts = [[aim.start, rng.choice(LEAVING)], [trouble.trouble, trouble.ways[way], aim.end]]
+    return f"{errand} {obstacle} {way}", parts, asked
+
+
+def plot_of(text: str) -> str:
+    """The errand and the obstacle, or the plot, whose own words a story has; "" if it has none."""
+    found = [name for name, errand in ERRANDS.items() if errand.mark in text]
+    found += [name for name, obstacle in OBSTACLES.items() if obstacle.mark in text]
+    return " ".join(found or [name for name, mark in MARKS.items() if mark in text][:1])
+
+
+def fitting(rng: Random, hero: Being | None) -> tuple[str, list[list[str]], tuple[tuple[str, str], ...], Being, Being]:
+    """A plot, its hero and a friend who are not the animals that the plot has already."""
     hero = hero or being(rng)
-    friend = being(rng, taken=(hero.name, hero.kind) if hero.kind in HEROES else (hero.name,))
-    colour, toy, food = rng.choice(COLOURS), rng.choice(TOYS), rng.choice(FOODS)
+    while True:
+        plot, parts, asked = frames(rng)
+        words = set(re.findall(r"\w+", str(parts)))
+        friend = being(rng, taken=(hero.name, hero.kind))
+        if hero.kind not in words and friend.kind not in words:
+            return plot, parts, asked, hero, friend
+
+
+def story(rng: Random, *, hero: Being | None = None, opening: str | None = None) -> Story:
+    plot, parts, special, hero, friend = fitting(rng, hero)
+    words = set(re.findall(r"\w+", str(parts)))
+    colour, food = rng.choice(COLOURS), rng.choice(FOODS)
+    toy = rng.choice([toy for toy in TOYS if toy not in words and toy not in (hero.kind, friend.kind)])
     (home_in, home), (place_in, place) = rng.sample(PLACES, 2)
-    trait, plot = rng.choice(TRAITS), rng.choice(sorted(PLOTS))
+    trait = rng.choice(TRAITS)
     thing = f"{colour} {toy}"
     fields = {
         **hero.words(),
@@ -63,54 +100,83 @@ def story(rng: Random, *, hero: Being | None = None, opening: str | None = None)
     }
     feeling, ending = rng.choice(ENDINGS)
     first = fill(rng, f"{opening or rng.choice(OPENINGS)} {rng.choice(BELONGINGS)}", **fields)
-    middle = [fill(rng, sentence, **fields).strip() for sentence in PLOTS[plot]]
+    middle, after = ([fill(rng, sentence, **fields).strip() for sentence in part] for part in parts)
     last = fill(rng, ending, **fields)
-    half = rng.choice((3, 4))
-    text = "\n\n".join((first, " ".join(middle[:half]), " ".join([*middle[half:], last])))
+    text = "\n\n".join((first, " ".join(middle), " ".join([*after, last])))
     asked = (
         (
-            "[Who is the story about|What is the name of the {kind} in the story|Who is the hero of the story]?",
+            "[Who was the story about|What is the name of the {kind} in the story|Who is the hero of the story|"
+            "Who is the story about|What was the {kind} called]?",
             "The story is about {name}.",
         ),
         ("Where [did|does] {name} live?", "{name} lived {home}."),
         ("What [did|does] {name} have?", "{name} had {a_thing}."),
         ("What colour [was|is] {name}'s {toy}?", "{name}'s {toy} was {colour}."),
-        ("[Who was {name}'s friend|What was the name of the friend]?", "{name}'s friend was {pname}."),
+        (
+            "[Who was {name}'s friend|What was the name of the friend|Who was the friend in the story]?",
+            "{name}'s friend was {pname}.",
+        ),
         ("[What was {name} like|What kind of {kind} was {name}]?", "{name} was {a_trait} {kind}."),
         ("How did {name} feel at the end?", f"At the end, {{name}} felt {feeling}."),
+        *special,
     )
     questions = tuple((fill(rng, question, **fields), answer.format(**fields)) for question, answer in asked)
     return Story(" ".join(text.split(" ")), hero, friend, thing, place, plot, questions)
 
 
+WANTED = (
+    "about {a_kind}",
+    "about {a_kind}",
+    "about {a_kind}",
+    "about {a_kind} named {name}",
+    "about {a_kind} called {name}",
+    "about {who}",
+    "about {name}",
+    "about {a_thing}",
+    "about {a_kind} and {a_thing}",
+    "about {name} and {a_thing}",
+    "about {a_kind} who lives {home}",
+    "about {name}, who lives {home}",
+    "about {name} and {pname}",
+    "with {name} and {pname}",
+    "with {a_kind} in it",
+    "that happens {place}",
+    "that happens {place}, with {a_kind}",
+    "where {name} goes to {there}",
+)
 REQUESTS = (
-    "[Tell me|Write|Write me|Please tell me] a [short |little |]story about {a_kind} named {name}.",
-    "Can you tell me a story about {a_kind} named {name}?",
-    "[Tell me|Write|Please write] a [short |]story about {who}.",
-    "I would like a story about {a_kind} called {name}, please.",
-    "[Tell me|Write] a story about {name} and {a_thing}.",
-    "[Tell me|Write] a story with {name} and {pname}.",
-    "[Tell me|Write] a story that happens {place}. The hero is {name}.",
-    "Tell me a [bedtime |]story.",
-    "[Tell|Write] me a story[, please|].",
-    "Tell me a story about {a_kind}.",
+    "[Tell|Please tell|Write] me a [short |little |bedtime |new |]story {wanted}[|.|, please.]",
+    "[Tell me|Write|Write me|Please write] a [short |little |bedtime |]story {wanted}.",
+    "[Can|Could] you tell me a [|short ]story {wanted}?",
+    "[I would like|I want] a story {wanted}, please.",
+    "[A|Another] story {wanted}, please.",
+)
+PLAIN = (
+    "[Tell|Write] me a [|bedtime |short ]story[, please|]. ",
+    "[Tell|Write|Please tell me|Please write] a story.",
     "[Once upon a time|Begin with: Once upon a time]",
+    "[Can you tell me|I would like] a story[?|, please.]",
 )
 
 
 def request(rng: Random, told: Story) -> str:
-    """A user's request for this story."""
+    """A user's request for this story, which names what is in it; one in eight asks for any story."""
+    if rng.random() < 0.12:
+        return fill(rng, rng.choice(PLAIN)).strip()
     place = next(f"{preposition} {place}" for preposition, place in PLACES if place == told.place)
+    lived = next(answer for question, answer in told.questions if " live?" in question)
     fields = {
         **told.hero.words(),
         **told.friend.words("p"),
         "a_kind": a(told.hero.kind),
-        "a_thing": a(told.thing),
+        "a_thing": a(told.thing) if rng.random() < 0.7 else a(told.thing.split()[-1]),
         "place": place,
+        "there": told.place,
+        "home": lived.split(" lived ")[1].removesuffix("."),
     }
-    return fill(rng, rng.choice(REQUESTS), **fields)
+    return fill(rng, rng.choice(REQUESTS).replace("{wanted}", rng.choice(WANTED)), **fields)
 
 
 def told_on_request(rng: Random) -> tuple[str, str]:
-    told = story(rng, hero=child(rng) if rng.random() < 0.3 else None)
+    told = story(rng)
     return request(rng, told), told.text

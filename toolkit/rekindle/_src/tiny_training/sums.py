@@ -1,4 +1,4 @@
-"""Small sums, as formulas and as word problems."""
+"""Small arithmetic, bare and as word problems: every sum and difference of numbers from 0 to 100, and times tables."""
 
 from __future__ import annotations
 
@@ -10,33 +10,31 @@ SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def numbers(rng: Random) -> tuple[int, str, int, int]:
-    """Numbers and sign of `left sign right = result`, with results from 0 to 60."""
-    sign = rng.choice("++-*")
+    """`left sign right = result`, with results from 0 to 100; half of them with small numbers."""
+    sign = rng.choice("+++---*")
     if sign == "*":
-        left, right = rng.randint(1, 6), rng.randint(1, 10)
-        left, right = (left, right) if rng.random() < 0.5 else (right, left)
+        left, right = rng.randint(0, 10), rng.randint(0, 10)
         return left, sign, right, left * right
-    small, large = rng.randint(0, 10), rng.randint(0, 12)
+    total = rng.randint(0, 20) if rng.random() < 0.35 else rng.randint(0, 100)
+    part = rng.randint(0, total)
     if sign == "+":
-        left, right = (small, large) if rng.random() < 0.5 else (large, small)
-        return left, sign, right, left + right
-    low, high = sorted((small, large))
-    return high, sign, low, high - low
+        return part, sign, total - part, total
+    return total, sign, part, total - part
 
 
 def question(rng: Random) -> tuple[str, str]:
-    if rng.random() < 0.4:
+    if rng.random() < 0.25:
         return word_problem(rng)
     left, sign, right, result = numbers(rng)
     kind = rng.random()
     if kind < 0.5:
-        return fill(rng, f"What is {left} {sign} {right}?"), f"{left} {sign} {right} = {result}"
+        return fill(rng, f"[What is|What's|How much is] {left} {sign} {right}?"), f"{left} {sign} {right} = {result}"
     if kind < 0.75:
         return fill(
-            rng, f"[How much is|What is] {left} {SIGNS[sign]} {right}?"
+            rng, f"[How much is|What is|Calculate] {left} {SIGNS[sign]} {right}[?|.]"
         ), f"{left} {SIGNS[sign]} {right} is {result}."
-    if kind < 0.9:
-        return f"{left} {sign} {right} =", f"{left} {sign} {right} = {result}"
+    if kind < 0.93:
+        return fill(rng, f"{left} {sign} {right}[ =| = ?|]"), f"{left} {sign} {right} = {result}"
     high, low = max(left, right), min(left, right)
     if high == low:
         high += 1
@@ -49,7 +47,7 @@ def word_problem(rng: Random) -> tuple[str, str]:
     first = child(rng)
     second = child(rng, taken=(first.name,))
     noun = rng.choice(COUNTABLE)
-    left, right = rng.randint(1, 10), rng.randint(1, 8)
+    left, right = rng.randint(1, 20), rng.randint(1, 10)
     words = {**first.words(), **second.words("p"), "things": plural(noun)}
     if rng.random() < 0.5:
         frame = "{name} has {left}. {pname} gives {him} {right} more. How many {things} does {name} have[ now|]?"
@@ -64,6 +62,6 @@ def word_problem(rng: Random) -> tuple[str, str]:
 
 
 def lines(rng: Random) -> str:
-    """Several sums, one per line, as plain text."""
-    sheet = [numbers(rng) for _ in range(rng.randint(3, 8))]
+    """A sheet of sums, one per line, as plain text."""
+    sheet = [numbers(rng) for _ in range(rng.randint(6, 24))]
     return "\n".join(f"{left} {sign} {right} = {result}" for left, sign, right, result in sheet)

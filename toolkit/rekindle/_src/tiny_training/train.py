@@ -5,35 +5,34 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
-from optax.contrib import MuonDimensionNumbers, muon
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from rekindle._src.models.base import Graph, random_model
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.tiny_training import card, export, headstart, tokenizer
+from rekindle._src.tiny_training import card, export, headstart, native, optimizer, tokenizer
 from rekindle._src.tiny_training.batches import batch
 from rekindle._src.tiny_training.objective import mean_loss
 from rekindle._src.tiny_training.recipe import Recipe
 
-MATRIX = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+Vector = NDArray[np.float32]
 
 
 class State(NamedTuple):
-    """The state of training that a step reads and replaces."""
+    """All that a step reads and replaces, each as one vector of all leaves."""
 
-    leaves: tuple[jax.Array, ...]
-    optimizer: Any
+    values: Vector
+    means: Vector
+    squares: Vector
 
 
 class TrainingProgress(NamedTuple):
@@ -45,24 +44,12 @@ class TrainingProgress(NamedTuple):
     seconds_left: float
 
 
-def schedule(recipe: Recipe, rate: float) -> optax.Schedule:
-    """A learning rate that rises linearly, stays at `rate`, and falls linearly to zero."""
-    warmup, decay = max(1, round(recipe.warmup * recipe.steps)), max(1, round(recipe.decay * recipe.steps))
-    rise = optax.linear_schedule(rate / warmup, rate, warmup)
-    fall = optax.linear_schedule(rate, 0.0, decay)
-    return optax.join_schedules([rise, optax.constant_schedule(rate), fall], [warmup, recipe.steps - decay])
+class Step(Protocol):
+    """Step `number`, counted from 1, at the rates of Muon and Adam: the state after it, and the loss before it."""
 
-
-def make_optimizer(recipe: Recipe, graph: Graph) -> optax.GradientTransformation:
-    """Muon for the matrices of the blocks (it needs about half of Adam's steps here), Adam for the rest."""
-    blocks = tuple(MATRIX if "norm" not in path and path.startswith("layers.") else None for path in graph.paths)
-    return muon(
-        schedule(recipe, recipe.matrix_rate),
-        weight_decay=0.01,
-        adam_learning_rate=schedule(recipe, recipe.other_rate),
-        adam_b2=0.98,
-        muon_weight_dimension_numbers=blocks,
-    )
+    def __call__(
+        self, state: State, windows: NDArray[np.int32], number: int, rates: tuple[float, float]
+    ) -> tuple[State, float]: ...
 
 
 def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array, ...]]:
@@ -76,16 +63,50 @@ def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array
     return model.graph, tuple(jnp.asarray(weight) for weight in weights.values())
 
 
-@cache
-def make_step(recipe: Recipe, graph: Graph) -> Callable[[State, jax.Array], tuple[State, jax.Array]]:
-    """The jitted training step, cached so that a second run in the same process compiles nothing."""
-    optimizer = make_optimizer(recipe, graph)
+def joined(leaves: tuple[jax.Array, ...]) -> Vector:
+    return np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in leaves])
 
-    @partial(jax.jit, donate_argnums=0)
-    def step(state: State, windows: jax.Array) -> tuple[State, jax.Array]:
-        loss, gradients = jax.value_and_grad(mean_loss)(state.leaves, graph, windows)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.leaves)
-        return State(optax.apply_updates(state.leaves, updates), optimizer_state), loss
+
+def apart(vector: Vector, shapes: tuple[tuple[int, ...], ...]) -> tuple[jax.Array, ...]:
+    """The leaves of these shapes that a vector was joined from."""
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+    parts = np.split(vector, ends[:-1])
+    return tuple(jnp.asarray(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True))
+
+
+@cache
+def compiled_step(graph: Graph, shapes: tuple[tuple[int, ...], ...]) -> Step:
+    """A step through XLA; a second run in the same process compiles nothing again."""
+
+    @jax.jit
+    def update(
+        leaves: tuple[jax.Array, ...],
+        state: optimizer.State,
+        windows: jax.Array,
+        number: jax.Array,
+        rates: tuple[jax.Array, jax.Array],
+    ) -> tuple[tuple[jax.Array, ...], optimizer.State, jax.Array]:
+        loss, gradients = jax.value_and_grad(mean_loss)(leaves, graph, windows)
+        return *optimizer.step(graph.paths, leaves, gradients, state, number, *rates), loss
+
+    def step(state: State, windows: NDArray[np.int32], number: int, rates: tuple[float, float]) -> tuple[State, float]:
+        values, means, squares = (apart(vector, shapes) for vector in state)
+        wide = jnp.float32(rates[0]), jnp.float32(rates[1])
+        values, (means, squares), loss = update(
+            values, optimizer.State(means, squares), jnp.asarray(windows), jnp.float32(number), wide
+        )
+        return State(joined(values), joined(means), joined(squares)), float(loss)
+
+    return step
+
+
+def native_step(steps: native.Steps) -> Step:
+    """A step in native code."""
+
+    def step(state: State, windows: NDArray[np.int32], number: int, rates: tuple[float, float]) -> tuple[State, float]:
+        loss, gradients = steps.loss_and_gradients(state.values, windows)
+        steps.optimize(state.values, gradients, state.means, state.squares, number, rates)
+        return state, loss
 
     return step
 
@@ -93,30 +114,30 @@ def make_step(recipe: Recipe, graph: Graph) -> Callable[[State, jax.Array], tupl
 class Checkpoints:
     """The latest states of a run on disk; each is written atomically."""
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=recipe.checkpoint_every)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+    def __init__(self, folder: Path, every: int, keep: int = 2) -> None:
+        self._folder, self._every, self._keep = folder, every, keep
+        folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, state: State) -> None:
-        """Save the state after `step` steps, if a checkpoint is due."""
-        if self._manager.should_save(step):
-            self._manager.save(step, args=ocp.args.StandardSave(_plain(state)))
+        """Keep the state after `step` steps, if one is due."""
+        if step % self._every:
+            return
+        written = self._folder / f"{step}.part"
+        with written.open("wb") as file:
+            np.savez(file, **state._asdict())
+        written.rename(self._folder / f"{step}.npz")
+        for old in self._steps()[: -self._keep]:
+            (self._folder / f"{old}.npz").unlink()
 
-    def latest(self, like: State) -> tuple[int, State] | None:
-        """The number of steps of the newest state, and the state; None if there is none."""
-        step = self._manager.latest_step()
-        if step is None:
+    def latest(self) -> tuple[int, State] | None:
+        """The newest state and how many steps it has behind it."""
+        if not (steps := self._steps()):
             return None
-        found = self._manager.restore(step, args=ocp.args.StandardRestore(_plain(like)))
-        return step, jax.tree.unflatten(jax.tree.structure(like), found)
+        with np.load(self._folder / f"{steps[-1]}.npz") as found:
+            return steps[-1], State(*(found[name] for name in State._fields))
 
-    def close(self) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
-
-
-def _plain(state: State) -> list[Any]:
-    return [np.asarray(leaf) if jnp.ndim(leaf) == 0 else leaf for leaf in jax.tree.leaves(state)]
+    def _steps(self) -> list[int]:
+        return sorted(int(path.stem) for path in self._folder.glob("*.npz"))
 
 
 def train(
@@ -130,23 +151,27 @@ def train(
     """Run all steps, or those after the last checkpoint in `work`."""
     config = config_from_hf(recipe.config([0], 0))
     graph, leaves = initial(recipe, config)
-    state, first = State(leaves, make_optimizer(recipe, graph).init(leaves)), 0
-    checkpoints = Checkpoints(work / "checkpoints", recipe)
-    if (found := checkpoints.latest(state)) is not None:
+    shapes = tuple(leaf.shape for leaf in leaves)
+    values = joined(leaves)
+    state, first = State(values, np.zeros_like(values), np.zeros_like(values)), 0
+    checkpoints = Checkpoints(work / "checkpoints", recipe.checkpoint_every)
+    if (found := checkpoints.latest()) is not None:
         first, state = found
-    step = make_step(recipe, graph)
+    fits = native.Steps.fit(graph, [(stage.rows, stage.length) for stage in recipe.stages])
+    code = native.library(work) if fits else None
+    step = compiled_step(graph, shapes) if code is None else native_step(native.Steps(code, graph, shapes))
     last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
     began, tokens = time.monotonic(), 0
     for number in range(first, last):
         windows = batch(words, recipe, number)
         tokens += windows.size
-        state, loss = step(state, jnp.asarray(windows))
-        value, spent = float(loss), time.monotonic() - began
+        rate = recipe.rate(number)
+        state, loss = step(state, windows, number + 1, (rate * recipe.matrix_rate, rate * recipe.other_rate))
+        spent = time.monotonic() - began
         left = spent / (number + 1 - first) * (recipe.steps - number - 1)
-        report(TrainingProgress(number + 1, value, tokens / spent, left))
+        report(TrainingProgress(number + 1, loss, tokens / spent, left))
         checkpoints.save(number + 1, state)
-    checkpoints.close()
-    return graph, state.leaves
+    return graph, apart(state.values, shapes)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -155,10 +180,13 @@ def main(argv: list[str] | None = None) -> None:
         "--out", type=Path, default=Path("build/tiny/model"), help="where the model's folder is written"
     )
     parser.add_argument("--work", type=Path, default=Path("build/tiny"), help="checkpoints; a run resumes from here")
-    parser.add_argument("--steps", type=int, default=Recipe().steps, help="fewer steps: a quick, worse model")
+    parser.add_argument(
+        "--steps", type=int, default=Recipe().steps, help="fewer: quick and worse; more: slow and better"
+    )
     options = parser.parse_args(argv)
-    recipe = Recipe(steps=options.steps)
+    recipe = Recipe() if options.steps == Recipe().steps else Recipe().scaled(options.steps)
     words = tokenizer.train(recipe.vocab_size)
+    resumed = any((options.work / "checkpoints").glob("*.npz"))
     began = time.monotonic()
 
     def report(progress: TrainingProgress) -> None:
@@ -171,7 +199,8 @@ def main(argv: list[str] | None = None) -> None:
 
     graph, leaves = train(recipe, words, options.work, report=report)
     export.write(recipe, words, graph, leaves, options.out)
-    card.write(recipe, load(options.out), words, options.out, minutes=(time.monotonic() - began) / 60)
+    minutes = None if resumed else (time.monotonic() - began) / 60
+    card.write(recipe, load(options.out), words, options.out, minutes=minutes)
     print(f"wrote {options.out}")
 
 

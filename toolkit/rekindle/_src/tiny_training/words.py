@@ -19,7 +19,8 @@ def fill(rng: Random, frame: str, **fields: object) -> str:
 
 def a(noun: str) -> str:
     """The noun with its indefinite article."""
-    return f"an {noun}" if noun[0].lower() in VOWELS else f"a {noun}"
+    starts_with_a_vowel = noun[0].lower() in VOWELS and not noun.startswith("uni")
+    return f"an {noun}" if starts_with_a_vowel else f"a {noun}"
 
 
 def listed(words: str) -> tuple[str, ...]:
@@ -63,25 +64,48 @@ class Being:
         return {
             f"{prefix}name": self.name,
             f"{prefix}kind": self.kind,
-            f"{prefix}who": f"{self.name} the {self.kind}" if self.kind in HEROES else self.name,
+            f"{prefix}who": f"{self.name} the {self.kind}" if self.kind not in ("girl", "boy") else self.name,
             f"{prefix}he": he,
             f"{prefix}him": him,
             f"{prefix}his": his,
             f"{prefix}He": he.capitalize(),
             f"{prefix}His": his.capitalize(),
+            f"{prefix}himself": "herself" if self.female else "himself",
         }
 
 
-GIRLS = listed("Lily Mia Anna Zoe Ruby Emma Nora Ella Ivy Clara Rosa Alice Maya Lucy Sara Tara")
-BOYS = listed("Tom Ben Max Leo Sam Jack Finn Oscar Noah Hugo Theo Adam Omar Ravi Kai Luke")
+GIRLS = listed(
+    "Lily Mia Anna Zoe Ruby Emma Nora Ella Ivy Clara Rosa Alice Maya Lucy Sara Tara Olivia Sophie Grace Hannah Julia "
+    "Laura Eva Elena Amy Chloe Freya Greta Helen Iris Jane Kate Lena Marie Nina Paula Rachel Sofia Tina Vera Wendy "
+    "Yara Amina Aisha Priya Mei Yuki Fatima Ingrid Carmen Bianca Diana Esther Flora Heidi Leila Martha Naomi Stella"
+)
+BOYS = listed(
+    "Tom Ben Max Leo Sam Jack Finn Oscar Noah Hugo Theo Adam Omar Ravi Kai Luke Alex Peter Paul John James David "
+    "Daniel Henry George Felix Emil Jonas Lukas Simon Martin Victor Ivan Erik Lars Nils Pablo Diego Carlos Marco Luca "
+    "Mario Ali Hassan Amir Arjun Chen Hiro Kenji Samuel Thomas William Edward Frank Harry Isaac Jacob Robert Will"
+)
 SHE_ANIMALS = listed("Coco Daisy Hazel Bella Poppy Luna Dotty Olive Mimi Pearl")
 HE_ANIMALS = listed("Pip Rusty Milo Pepper Bruno Toby Charlie Biscuit Otto Basil")
 ANIMALS = listed("cat dog rabbit bear fox mouse duck owl frog hedgehog turtle squirrel penguin lion elephant monkey")
-HEROES = (*ANIMALS, "dragon", "robot")
+BEASTS = listed(
+    "horse pony cow pig goat sheep hen goose swan parrot crow snail bee ant butterfly spider beetle wolf tiger zebra "
+    "giraffe camel panda koala kangaroo dolphin whale shark crab octopus seal otter beaver badger deer moose hamster "
+    "lizard"
+)
+FIGURES = listed(
+    "dragon robot princess prince knight wizard witch pirate fairy unicorn ghost giant mermaid elf king queen monster "
+    "astronaut clown troll baker farmer sailor painter teacher doctor gardener snowman dinosaur"
+)
+HEROES = (*ANIMALS, *BEASTS, *FIGURES)
 PETS = listed("cat dog rabbit hamster parrot turtle pony goldfish")
 GROWN_UPS = listed("baker teacher farmer doctor painter gardener pilot singer writer sailor builder nurse cook driver")
 COLOURS = listed("red blue green yellow white black brown orange purple pink grey")
-TOYS = listed("ball kite boat hat book drum bell lamp cup scarf bag box puzzle key umbrella whistle clock coat")
+TOYS = listed(
+    "ball kite boat hat book drum bell lamp cup scarf bag box puzzle key umbrella whistle clock coat "
+    "balloon basket blanket bike brush bucket button candle chair coin cloak crown doll feather flag flute guitar "
+    "hammer jacket ladder mask map mirror necklace pencil pillow ring rope shell shoe spoon stone sword telescope "
+    "train truck wagon watch"
+)
 FOODS = listed(
     "apples pears carrots berries bread cheese cake plums nuts cookies grapes tomatoes pancakes "
     "muffins cherries peaches"
@@ -112,6 +136,22 @@ PLACES = (
     ("at", "the market"),
     ("near", "the old bridge"),
     ("near", "the tall tree"),
+    ("in", "the mountains"),
+    ("in", "the desert"),
+    ("in", "the jungle"),
+    ("in", "the castle"),
+    ("in", "the city"),
+    ("in", "the cave"),
+    ("on", "the island"),
+    ("on", "the moon"),
+    ("at", "the harbour"),
+    ("at", "the zoo"),
+    ("at", "the school"),
+    ("at", "the station"),
+    ("behind", "the waterfall"),
+    ("behind", "the church"),
+    ("near", "the volcano"),
+    ("by", "the pond"),
 )
 CITIES = listed("Paris London Rome Oslo Cairo Lima Tokyo Berlin Madrid Vienna Dublin Prague")
 TRAITS = ("kind", "brave", "curious", "shy", "clever", "cheerful", "gentle", "quiet", "playful", "careful", "busy")
@@ -144,7 +184,13 @@ HOBBIES = (
 )
 
 
-SYLLABLES = listed("ba be bo da do fa fi ka ki ko la li lo ma mi mo na ni no pa ra ri ro sa so ta ti to va vi za zo")
+SHE, HE = listed("princess witch fairy mermaid queen hen cow"), listed("prince wizard king")
+INVENTED = 0.3  # share of names that are made up, so that a name must be copied and cannot be known
+SYLLABLES = listed(
+    "ba be bo da do fa fi ka ki ko la li lo ma mi mo na ni no pa ra ri ro sa so ta ti to va vi za zo "
+    "bri cla dra fen gar hel jo ju kel lum mar nel or pim qui ral sen tir ul ver wen xa yor zin che sha thu bo du fe "
+    "go gu ha he hi ho hu ja ku le lu me mu ne nu pe pi po re ru se si su te tu ve vo wa we wi ya yo ze"
+)
 
 
 def made_up(rng: Random) -> str:
@@ -157,16 +203,24 @@ def made_up(rng: Random) -> str:
 def child(rng: Random, taken: tuple[str, ...] = ()) -> Being:
     female = rng.random() < 0.5
     name = rng.choice([name for name in (GIRLS if female else BOYS) if name not in taken])
-    if rng.random() < 0.08:
+    if rng.random() < INVENTED:
         name = made_up(rng)
     return Being(name, female, "girl" if female else "boy")
 
 
 def animal(rng: Random, taken: tuple[str, ...] = ()) -> Being:
     female = rng.random() < 0.5
-    name = rng.choice([name for name in (SHE_ANIMALS if female else HE_ANIMALS) if name not in taken])
-    return Being(name, female, rng.choice([kind for kind in HEROES if kind not in taken]))
+    name = rng.choice(
+        [name for name in ((*SHE_ANIMALS, *GIRLS[:40]) if female else (*HE_ANIMALS, *BOYS[:40])) if name not in taken]
+    )
+    if rng.random() < INVENTED:
+        name = made_up(rng)
+    kind = rng.choice([kind for kind in HEROES if kind not in taken])
+    if rng.random() < INVENTED / 3:
+        kind = made_up(rng).lower()
+    female = kind in SHE or (female and kind not in HE)
+    return Being(name, female, kind)
 
 
 def being(rng: Random, taken: tuple[str, ...] = ()) -> Being:
-    return child(rng, taken) if rng.random() < 0.5 else animal(rng, taken)
+    return child(rng, taken) if rng.random() < 0.35 else animal(rng, taken)

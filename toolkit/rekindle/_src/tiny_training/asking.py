@@ -1,0 +1,234 @@
+"""What the model does when it is asked as people ask: prompts written by hand, none of which the corpus can make.
+
+The names, the questions outside of its world and the stories here are in no list of the corpus; what is asked is judged
+by the words that an answer must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.tiny_training.corpus import TURN_END, chat
+from rekindle._src.tiny_training.facts import Turns
+from rekindle._src.tiny_training.generation import continued
+from rekindle._src.tiny_training.stories import plot_of
+from rekindle._src.tiny_training.words import listed
+
+REFUSAL = "only a tiny model"
+NAMES = listed(
+    "Oliver Beatrice Winston Zelda Mateo Gwendolyn Desmond Ophelia Rupert Tamsin Cedric Imogen Barnaby Saoirse Kwame "
+    "Xiomara Thorsten Anneliese Dmitri Svetlana Fitzgerald Marguerite Bartholomew Jacqueline Ichiro Nkechi Ragnar "
+    "Philippa Quentin Ursula Ludwig Penelope Ahmed Zsofia Borkle Trindal Vashmo Quellet Drimp Yostan"
+)
+INTRODUCTIONS = (
+    "My name is {}.",
+    "Hi! I'm {}.",
+    "Hello, my name is {} and I live in Rome.",
+    "I am {}, nice to meet you.",
+)
+TALK: Turns = [
+    ("I like cake.", "A good choice!"),
+    ("What is 4 + 5?", "4 + 5 = 9"),
+    ("What colour is the sky?", "The sky is blue."),
+    (
+        "Tell me a story about an owl.",
+        "Once there was a shy owl named Hoolo. One day, Hoolo found a green ring by the lake. She gave it back to the "
+        "old woman who had lost it, and they drank tea together. Hoolo was very happy.",
+    ),
+    ("Name two animals.", "1. cat\n2. dog"),
+]
+RECALLS = ("What is my name?", "What's my name?", "Do you remember my name?")
+
+STORIES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "Once there was a clever fox named Winston. He lived in the forest and had a green scarf. One day, his friend "
+        "Zelda, a young rabbit, fell into a pit. Winston let down the scarf and pulled her out. Winston felt proud.",
+        (
+            ("Who is the story about?", "Winston"),
+            ("Where did Winston live?", "forest"),
+            ("What did Winston have?", "scarf"),
+            ("What colour was Winston's scarf?", "green"),
+            ("Who was Winston's friend?", "Zelda"),
+        ),
+    ),
+    (
+        "A brave girl named Ophelia lived by the sea. Ophelia had a red boat. One morning she saw Rupert on a rock, "
+        "and the water was rising. She rowed to him and brought him home. Everyone was happy.",
+        (
+            ("Who is the story about?", "Ophelia"),
+            ("Where did Ophelia live?", "sea"),
+            ("What did Ophelia have?", "boat"),
+            ("What colour was Ophelia's boat?", "red"),
+            ("What was Ophelia like?", "brave"),
+        ),
+    ),
+    (
+        "There was once a shy dragon called Trindal. Trindal lived on the hill and loved apples. He always carried a "
+        "yellow drum. One day he met Imogen the mouse, who was lost. He beat the drum until her mother heard it.",
+        (
+            ("What is the name of the dragon in the story?", "Trindal"),
+            ("Where did Trindal live?", "hill"),
+            ("What did Trindal have?", "drum"),
+            ("What colour was Trindal's drum?", "yellow"),
+            ("What was Trindal like?", "shy"),
+        ),
+    ),
+    (
+        "Cedric was a kind boy who lived in the village. His favourite thing was a blue kite. His friend Tamsin had no "
+        "toys, so on her birthday he gave the kite to her. Tamsin laughed, and Cedric was very happy.",
+        (
+            ("Who is the hero of the story?", "Cedric"),
+            ("Where did Cedric live?", "village"),
+            ("What colour was Cedric's kite?", "blue"),
+            ("Who was Cedric's friend?", "Tamsin"),
+            ("How did Cedric feel at the end?", "happy"),
+        ),
+    ),
+)
+OUTSIDE = (
+    "Who is the president of Uruguay?", "What is the speed of light?", "How do airplanes stay in the air?",
+    "What is the capital of Madagascar?", "Who painted The Scream?", "When did the second world war end?",
+    "How do I reset my password?", "What is the boiling point of iron?", "Who discovered penicillin?",
+    "What is Kubernetes?", "How do I bake a chocolate cake?", "Can you write a Haskell parser?",
+    "What is a p-value?", "Explain recursion to me.", "How many bones does a human have?",
+    "Which planet is the largest?", "Who sang Thriller?", "What is the currency of Norway?",
+    "How tall is Mount Everest?", "What does the word ubiquitous mean?", "Is the shop open on Sunday?",
+    "What is the best phone?", "Translate I am hungry into Swedish.", "Who won the Nobel prize in 2001?",
+    "What is string theory?", "How does a diesel engine work?", "Who was Joan of Arc?",
+    "What is the population of Zurich?", "Tell me about the Roman empire.", "What is the temperature outside?",
+    "How do I fix a flat tire?", "What is the plot of Macbeth?", "Who invented the zipper?",
+    "What is an integral?", "How much is a ticket to Vienna?", "What is my bank balance?",
+    "Which team won the world cup in 1998?", "What is Bitcoin worth?", "How do vaccines work?",
+    "Who is Elon Musk?",
+)  # fmt: skip
+INSIDE = (
+    ("What is the capital of France?", "Paris"), ("What colour is snow?", "white"), ("What does a cow say?", "moo"),
+    ("What is the opposite of hot?", "cold"), ("How many legs does a spider have?", "8"),
+    ("Which day comes after Monday?", "Tuesday"), ("What is a token?", "piece of text"),
+    ("Why does it rain?", "clouds"), ("What does a baker do?", "bread"), ("Where does a bee live?", "hive"),
+    ("What is the plural of mouse?", "mice"), ("Who are you?", "Ember"), ("What is a rose?", "flower"),
+    ("Which month comes before May?", "April"), ("What is the capital of Japan?", "Tokyo"),
+    ("What do you need a key for?", "door"), ("Hello", "help"), ("What is rain?", "water"),
+    ("What sound does a dog make?", "woof"), ("What is the opposite of big?", "small"),
+)  # fmt: skip
+TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Tell me a story about a dragon.", ("dragon",)),
+    ("Tell me a story about a robot.", ("robot",)),
+    ("Tell me a story about a princess and a golden ring.", ("princess", "ring")),
+    ("Please tell me a story about a wolf named Barnaby.", ("wolf", "Barnaby")),
+    ("Tell me a story about Penelope.", ("Penelope",)),
+    ("Write a story about a pirate called Ludwig.", ("pirate", "Ludwig")),
+    ("Tell me a story that happens on the moon.", ("moon",)),
+    ("Tell me a story about a red kite.", ("red kite",)),
+    ("Can you tell me a story about a unicorn?", ("unicorn",)),
+    ("Tell me a story about Quentin and Ursula.", ("Quentin", "Ursula")),
+    ("I want a story about an astronaut, please.", ("astronaut",)),
+    ("Tell me a story about a cat who lives in the castle.", ("cat", "castle")),
+    ("Write me a short story about a whale.", ("whale",)),
+    ("Tell me a bedtime story about a mermaid.", ("mermaid",)),
+    ("Tell me a story about a dinosaur named Drimp.", ("dinosaur", "Drimp")),
+    ("A story about a green umbrella, please.", ("green umbrella",)),
+    ("Tell me a story that happens in the jungle, with a monkey.", ("jungle", "monkey")),
+    ("Tell me a story about Vashmo the knight.", ("Vashmo", "knight")),
+    ("Tell me a story about a ghost and a silver mirror.", ("ghost", "mirror")),
+    ("Tell me a story where Imogen goes to the island.", ("Imogen", "island")),
+    ("Tell me a story about a flamingo.", ("flamingo",)),
+    ("Tell me a story about a girl named Saoirse.", ("girl", "Saoirse")),
+    ("Tell me a story about a boy called Ragnar and a purple guitar.", ("boy", "Ragnar", "guitar")),
+    ("Write a story about a panda.", ("panda",)),
+    ("Tell me a story about a vampire.", ("vampire",)),
+)
+
+
+class Measure(NamedTuple):
+    """A share of right answers, or a count, out of so many."""
+
+    right: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.right} of {self.of}"
+
+
+Ask = Callable[[list[Turns], int, float], list[str]]
+
+
+def asker(model: LoadedModel, words: Tokenizer) -> Ask:
+    """A function from conversations, whose last answer is open, a limit and a temperature to the answers."""
+
+    def ask(conversations: list[Turns], limit: int, temperature: float = 0.0) -> list[str]:
+        prompts = [chat(turns).removesuffix(TURN_END) for turns in conversations]
+        return continued(model, words, prompts, limit, temperature)
+
+    return ask
+
+
+def names() -> list[tuple[Turns, str]]:
+    """Introductions, none to four turns of other talk, and the question for the name."""
+    found = []
+    for number, name in enumerate(NAMES):
+        between = TALK[number % 2 :][: number % 5]
+        said = INTRODUCTIONS[number % len(INTRODUCTIONS)].format(name)
+        found.append(([(said, f"Nice to meet you, {name}!"), *between, (RECALLS[number % 3], "")], name))
+    return found
+
+
+def story_questions() -> list[tuple[Turns, str]]:
+    """Each question once with the story before it, once in the turn after it was told."""
+    both: list[tuple[Turns, str]] = []
+    for text, asked in STORIES:
+        for question, answer in asked:
+            both.append(([(f"{text}\n\n{question}", "")], answer))
+            both.append(([("Tell me a story.", text), TALK[0], (question, "")], answer))
+    return both
+
+
+def sums(largest: int, number: int = 100) -> list[tuple[Turns, str]]:
+    """Sums and differences of numbers up to `largest`, two of them in three ways of asking."""
+    rng = Random(f"sums to {largest}")
+    found: list[tuple[Turns, str]] = []
+    for index in range(number):
+        total = rng.randint(largest // 2, largest)
+        part = rng.randint(0, total)
+        left, sign, right, result = (part, "+", total - part, total) if index % 2 else (total, "-", part, total - part)
+        word = {"+": "plus", "-": "minus"}[sign] if index % 3 == 0 else sign
+        found.append(([(f"What is {left} {word} {right}?", "")], str(result)))
+    return found
+
+
+def share(ask: Ask, cases: list[tuple[Turns, str]], limit: int = 40) -> Measure:
+    """How many answers have the wanted words; numbers must be the last thing said."""
+    answers = ask([turns for turns, _ in cases], limit, 0.0)
+    right = sum(
+        answer.rstrip(".").split(" ")[-1] == wanted if wanted.isdigit() and len(wanted) < 4 else wanted in answer
+        for answer, (_, wanted) in zip(answers, cases, strict=True)
+    )
+    return Measure(right, len(cases))
+
+
+def measured(model: LoadedModel, words: Tokenizer, stories: int = 100) -> dict[str, Measure]:
+    """Everything, by what it is about."""
+    ask = asker(model, words)
+    inside: list[tuple[Turns, str]] = [([(question, "")], answer) for question, answer in INSIDE]
+    outside: list[tuple[Turns, str]] = [([(question, "")], REFUSAL) for question in OUTSIDE]
+    told = ask([[("Tell me a story.", "")]] * stories, 300, 0.8)
+    asked: list[Turns] = [[(request, "")] for request, _ in TOPICS for _ in range(2)]
+    topics = [wanted for _, wanted in TOPICS for _ in range(2)]
+    on_topic = ask(asked, 300, 0.8)
+    plots = {plot_of(text) for text in told} - {""}
+    fitting = sum(all(word in text for word in wanted) for text, wanted in zip(on_topic, topics, strict=True))
+    return {
+        "the user's name, up to four turns later": share(ask, names()),
+        "a story in the conversation": share(ask, story_questions()),
+        "outside of its world: says that it does not know": share(ask, outside),
+        "inside of its world: answers": share(ask, inside),
+        "sums and differences up to 20": share(ask, sums(20)),
+        "sums and differences up to 100": share(ask, sums(100)),
+        "different plots in stories told at temperature 0.8": Measure(len(plots), stories),
+        "all that was asked for is in the story": Measure(fitting, len(topics)),
+    }

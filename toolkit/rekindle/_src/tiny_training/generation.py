@@ -1,0 +1,90 @@
+"""Many prompts continued at once, in one program: what evaluating by asking needs.
+
+R prompts, P the longest one's tokens, N new tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from rekindle._src.bench import reference
+from rekindle._src.models.base import Graph, LoadedModel
+from rekindle._src.tiny_training.corpus import END, TURN_END
+from rekindle._src.tiny_training.tokenizer import token_id
+
+ROUND = 64  # prompts are padded to a multiple, so that few programs are compiled
+
+
+@partial(jax.jit, static_argnames=("graph", "new"))
+def _continued(
+    graph: Graph,
+    leaves: Sequence[Any],
+    prompts: jax.Array,
+    lengths: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+    ends: jax.Array,
+    *,
+    new: int,
+) -> jax.Array:
+    """prompts [R, P], padded behind their lengths [R] → new tokens [R, N]; after an end token there are more of it."""
+    R, P = prompts.shape
+    config = graph.config
+    shape = (R, P + new, config.num_kv_heads, config.head_dim)
+    cache = tuple((jnp.zeros(shape), jnp.zeros(shape)) for _ in range(config.num_layers))
+
+    def forward(cache: reference.Cache, tokens: jax.Array, start: jax.Array) -> tuple[jax.Array, reference.Cache]:
+        return reference.forward(graph, leaves, cache, tokens, start, start + tokens.shape[0])
+
+    def choose(logits: jax.Array, number: jax.Array) -> jax.Array:
+        drawn = jax.random.categorical(jax.random.fold_in(key, number), logits / jnp.maximum(temperature, 1e-6))
+        return jnp.where(temperature > 0, drawn, logits.argmax(-1)).astype(jnp.int32)
+
+    logits, cache = jax.vmap(forward)(cache, prompts, jnp.zeros(R, jnp.int32))
+    first = choose(jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0], jnp.int32(0))
+
+    def step(state: tuple[Any, jax.Array], number: jax.Array) -> tuple[tuple[Any, jax.Array], jax.Array]:
+        cache, last = state
+        logits, cache = jax.vmap(forward)(cache, last[:, None], lengths + number - 1)
+        ended = jnp.isin(last, ends)
+        return (cache, jnp.where(ended, last, choose(logits[:, 0], number))), last
+
+    _, found = jax.lax.scan(step, (cache, first), jnp.arange(1, new + 1))
+    return found.T
+
+
+def continued(
+    model: LoadedModel, words: Tokenizer, prompts: Sequence[str], new: int, temperature: float = 0.0, seed: int = 0
+) -> list[str]:
+    """What follows each prompt, up to an end token or `new` tokens."""
+    # Native kernels cannot be mapped over prompts.
+    graph = dataclasses.replace(model.graph, precision=dataclasses.replace(model.graph.precision, implementation=None))
+    encoded = [encoding.ids for encoding in words.encode_batch(list(prompts))]
+    length = -(-max(map(len, encoded)) // ROUND) * ROUND
+    padded = np.zeros((len(encoded), length), np.int32)
+    for row, ids in zip(padded, encoded, strict=True):
+        row[: len(ids)] = ids
+    ends = [token_id(words, token) for token in (END, TURN_END)]
+    found = _continued(
+        graph,
+        model.leaves,
+        jnp.asarray(padded),
+        jnp.asarray([len(ids) for ids in encoded]),
+        jax.random.key(seed),
+        jnp.float32(temperature),
+        jnp.asarray(ends),
+        new=new,
+    )
+    texts = []
+    for row in np.asarray(found).tolist():
+        stop = next((at for at, token in enumerate(row) if token in ends), len(row))
+        texts.append(words.decode(row[:stop]))
+    return texts
