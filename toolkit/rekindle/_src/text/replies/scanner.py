@@ -1,0 +1,172 @@
+"""The scanner: text of a reply in, events out. What it emits is final, and nothing of the text is lost.
+
+Whitespace beside tags and calls belongs to them. What looks like a call and is none comes out as content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ReplyEvent, ToolCallArguments, ToolCallStarted
+from rekindle._src.text.replies.call import Call, Known
+from rekindle._src.text.replies.source import SPACE, Malformed, Reading, Source, peek, skip_space, take
+from rekindle._src.text.replies.syntax import CallSyntax, Opener
+
+Tags = tuple[str, str]
+
+
+class ReplyScanner:
+    """Reads one reply while it arrives: `feed` every piece of text, then `finish` once. Both return events."""
+
+    def __init__(
+        self,
+        *,
+        syntax: CallSyntax | None,
+        tags: Tags | None,
+        reasoning_open: bool,
+        known: Known,
+        new_id: Callable[[int], str],
+    ) -> None:
+        self.source = Source()
+        self.known = known
+        self._openers: tuple[Opener, ...] = syntax.openers if syntax is not None else ()
+        self._tags, self._open = tags, reasoning_open
+        self._new_id = new_id
+        self._events: list[ReplyEvent] = []
+        self._calls = 0
+        self._gap = ""  # whitespace that is content only if more content follows
+        self._said = False  # some content is out
+        self._beside = False  # what came last is no content, but a tag or a call
+        self._blank = True  # nothing but whitespace stands in this line so far
+        self._reading: Generator[None, None, None] | None = self._read()
+
+    def feed(self, text: str) -> list[ReplyEvent]:
+        """The events that `text` makes final."""
+        self.source.push(text)
+        return self._go_on()
+
+    def finish(self) -> list[ReplyEvent]:
+        """The events that remain when no text follows."""
+        self.source.ended = True
+        return self._go_on()
+
+    def found(self, *calls: Call) -> None:
+        """Emit complete calls; readers of a family's syntax call this."""
+        for call in calls:
+            self._events.append(ToolCallStarted(self._calls, self._new_id(self._calls), call.name))
+            self._events.append(ToolCallArguments(self._calls, call.text))
+            self._calls += 1
+        if calls:
+            self._beside = True
+            self.source.mark()
+
+    def _go_on(self) -> list[ReplyEvent]:
+        if self._reading is not None and next(self._reading, self) is self:
+            self._reading = None
+        events, self._events = self._events, []
+        return events
+
+    def _read(self) -> Reading[None]:
+        if self._tags is not None:
+            yield from self._read_reasoning(*self._tags)
+        while (yield from peek(self.source)):
+            opener = self._next_opener()
+            if opener is None:
+                if not self.source.ended:
+                    yield
+                continue
+            self.source.mark()
+            if not opener.bare:
+                self.source.at += len(opener.text)
+            try:
+                yield from opener.read(self)
+                self._blank = True
+            except Malformed:
+                if opener.bare and not self.source.since_mark():
+                    self.source.at += len(opener.text)
+                self._say(self.source.since_mark())
+        if not self._beside:
+            self._emit(ContentDelta, self._gap)
+
+    def _read_reasoning(self, opening: str, closing: str) -> Reading[None]:
+        repeated = yield from take(self.source, opening)  # it may stand in the prompt and again in the reply
+        if not (repeated or self._open):
+            if (yield from take(self.source, closing)):
+                self._beside = True
+            return
+        yield from skip_space(self.source)
+        gap = ""
+        while True:
+            self.source.mark()
+            found = self.source.text.find(closing, self.source.at)
+            end = found if found >= 0 else len(self.source.text) - self._undecided((closing,))
+            text = gap + self.source.text[self.source.at : end]
+            self.source.at = end
+            said = text.rstrip(SPACE)
+            gap = text[len(said) :]
+            self._emit(ReasoningDelta, said)
+            if found >= 0:
+                self.source.at += len(closing)
+                self._beside = True
+                return
+            if self.source.ended:
+                self._emit(ReasoningDelta, gap)
+                self._beside = True
+                return
+            yield
+
+    def _next_opener(self) -> Opener | None:
+        """Say everything before the next opener, which is then what comes next; None if there is none yet."""
+        source = self.source
+        source.mark()
+        starts = [(source.text.find(o.text, source.at), o) for o in self._openers if not o.bare]
+        first = min(((at, o) for at, o in starts if at >= 0), key=lambda pair: pair[0], default=None)
+        end = first[0] if first is not None else len(source.text) - self._undecided([o.text for o in self._openers])
+        for opener in self._openers:
+            if opener.bare and (at := self._at_line_start(opener.text, end)) >= 0:
+                first, end = (at, opener), at
+        self._say(source.text[source.at : end])
+        source.at = end
+        return None if first is None else first[1]
+
+    def _at_line_start(self, text: str, end: int) -> int:
+        """Where `text` begins a line before `end`, or -1."""
+        source, at = self.source, self.source.at
+        blank = self._blank
+        while at < end:
+            if blank and source.text.startswith(text, at):
+                return at
+            char = source.text[at]
+            blank = char == "\n" or (blank and char in SPACE)
+            at += 1
+        return -1
+
+    def _undecided(self, literals: Sequence[str]) -> int:
+        """The length of the longest end of the text that is the beginning of a literal; 0 if no more text comes."""
+        if self.source.ended:
+            return 0
+        text, at = self.source.text, self.source.at
+        for size in range(min(max(map(len, literals), default=1) - 1, len(text) - at), 0, -1):
+            if any(len(literal) > size and literal.startswith(text[-size:]) for literal in literals):
+                return size
+        return 0
+
+    def _say(self, text: str) -> None:
+        """Content; whitespace at its end waits for more, and beside tags and calls it is dropped."""
+        if not text:
+            return
+        line = text.rpartition("\n")[2]
+        self._blank = (self._blank or "\n" in text) and not line.strip(SPACE)
+        text = self._gap + text
+        said = text.rstrip(SPACE)
+        self._gap = text[len(said) :]
+        if not said:
+            return
+        if self._beside and not self._said:
+            said = said.lstrip(SPACE)
+        self._said, self._beside = True, False
+        self._emit(ContentDelta, said)
+
+    def _emit(self, kind: type[ContentDelta] | type[ReasoningDelta], text: str) -> None:
+        if text:
+            self._events.append(kind(text))
