@@ -19,8 +19,10 @@ from rekindle._src.core.records import (
     TokenLogprobs,
     Usage,
 )
+from rekindle._src.core.reply import ReplyEvent, fold
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
+from rekindle._src.text.replies import ReplyScanner
 from rekindle.errors import RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
@@ -30,8 +32,9 @@ class OutputState:
     """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it."""
 
     __slots__ = (
-        "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs",
-        "_program_wait", "_prompt_logprobs", "_text", "_tokens", "mailbox", "prompt", "request", "started",
+        "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_events", "_first",
+        "_logprobs", "_program_wait", "_prompt_logprobs", "_scanner", "_text", "_tokens", "mailbox",
+        "prompt", "request", "started",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +45,8 @@ class OutputState:
         detokenizer: DetokenizerLike,
         decode: Callable[[Sequence[int]], str] | None = None,
         program_wait: ProgramWait | None = None,
+        *,
+        scanner: ReplyScanner | None = None,
     ) -> None:
         self.request = request
         self.mailbox = mailbox
@@ -53,6 +58,8 @@ class OutputState:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
+        self._scanner = scanner  # reads the reply of a chat
+        self._events: list[ReplyEvent] = []
         self._delivered = 0  # tokens delivered in deltas
         self._cached = 0
         self._first = 0.0
@@ -95,6 +102,11 @@ class OutputState:
     def _deliver(self, text: str, released: int, reason: FinishReason | None) -> None:
         start, self._delivered = self._delivered, released
         self._text.append(text)
+        events = None
+        if self._scanner is not None:
+            events = self._scanner.feed(text)
+            events += self._scanner.finish() if reason is not None else ()
+            self._events += events
         self.mailbox.put(
             TextDelta(
                 request_id=self.request.id,
@@ -103,6 +115,7 @@ class OutputState:
                 logprobs=tuple(self._logprobs[start:released]),
                 index=self.request.index,
                 finish_reason=reason,
+                events=None if events is None else tuple(events),
             )
         )
 
@@ -128,6 +141,7 @@ class OutputState:
             logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,
             index=request.index,
+            reply=None if self._scanner is None else fold(self._events),
             decode=self._decode,
         )
 

@@ -11,6 +11,7 @@ from rekindle._src.core.reply import (
     fold,
 )
 from rekindle._src.text.replies.format import ReplyFormat
+from rekindle._src.text.replies.plan import ReplyPlan
 from rekindle._src.text.replies.scanner import ReplyScanner
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Reply",
     "ReplyEvent",
     "ReplyFormat",
+    "ReplyPlan",
     "ReplyScanner",
     "ToolCall",
     "ToolCallArguments",

@@ -12,7 +12,7 @@ _DECODER = json.JSONDecoder(strict=False)  # takes raw line breaks inside string
 _ARGUMENTS = ("arguments", "parameters", "args")
 MAX_NAME = 256
 
-Known = Mapping[str, Sequence[str]]  # the names of tools and of their parameters
+Known = Mapping[str, Mapping[str, Any]]  # names of tools, and for each its parameters' names and schemas
 
 
 class Call(NamedTuple):
@@ -38,49 +38,69 @@ class Call(NamedTuple):
         return cls(name, arguments, plain if text is None else text)
 
 
-def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, tuple[str, ...]]:
+def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
     """Names and parameters of tools that are given as JSON schemas, in OpenAI's shape or without its outer layer."""
-    found = {}
+    found: dict[str, Mapping[str, Any]] = {}
     for tool in tools or ():
         inner = tool.get("function")
         function = inner if isinstance(inner, Mapping) else tool
-        parameters = function.get("parameters")
+        parameters = function.get("parameters", function.get("input_schema"))
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         if isinstance(function.get("name"), str):
-            found[function["name"]] = tuple(properties) if isinstance(properties, Mapping) else ()
+            found[function["name"]] = properties if isinstance(properties, Mapping) else {}
     return found
 
 
-def json_calls(text: str) -> list[Call]:
-    """The calls in a JSON object or in an array of them. Raises `Malformed` if it holds anything else."""
+def json_calls(text: str, *, complete: bool = False) -> list[Call]:
+    """The calls in a JSON object or in an array of them. Raises `Malformed` if it holds anything else, or nothing.
+
+    A call without arguments has none, or is malformed too if it has to be `complete`.
+    """
     try:
-        if not text.startswith("["):
-            return [_call(text)]
-        return [_call(raw) for _, raw in _items(text)]
+        raws = [raw for _, raw in _items(text)] if text.startswith("[") else [text]
+        made = [_call(raw, complete) for raw in raws]
+    except (ValueError, RecursionError):
+        raise Malformed from None
+    if not made:
+        raise Malformed
+    return made
+
+
+def named_call(name: str, text: str) -> Call:
+    """The call whose arguments are the JSON object `text`."""
+    try:
+        return _with_text(name, _DECODER.decode(text), text)
     except (ValueError, RecursionError):
         raise Malformed from None
 
 
-def _call(text: str) -> Call:
+def _call(text: str, complete: bool) -> Call:
     if not text.startswith("{"):
         raise Malformed
     members = _members(text)
     if "name" not in members and "function" in members:
         inner, raw = members["function"]
         if isinstance(inner, dict):
-            return _call(raw)
+            return _call(raw, complete)
         members["name"] = (inner, raw)
     name, _ = members.get("name", (None, ""))
-    arguments, raw = next((members[key] for key in _ARGUMENTS if key in members), ({}, "{}"))
+    given = next((members[key] for key in _ARGUMENTS if key in members), None)
+    if given is None and complete:
+        raise Malformed
+    arguments, raw = given or ({}, "{}")
     if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's messages
         arguments, raw = _DECODER.decode(arguments), arguments
     if arguments is None:
         arguments, raw = {}, "{}"
+    return _with_text(name, arguments, raw)
+
+
+def _with_text(name: object, arguments: object, text: str) -> Call:
     try:
-        json.loads(raw)
+        json.loads(text)
     except ValueError:  # raw line breaks
         return Call.of(name, arguments)
-    return Call.of(name, arguments, raw)
+    return Call.of(name, arguments, text)
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]]:

@@ -11,16 +11,19 @@ from typing import Any
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
 from rekindle._src.text.replies.call import known_tools
 from rekindle._src.text.replies.call_ids import call_ids
-from rekindle._src.text.replies.families import HERMES, LLAMA3_JSON
+from rekindle._src.text.replies.families import SYNTAXES
 from rekindle._src.text.replies.scanner import ReplyScanner, Tags
 from rekindle._src.text.replies.source import SPACE
 from rekindle._src.text.replies.syntax import CallSyntax
 
-SYNTAXES = {syntax.name: syntax for syntax in (HERMES, LLAMA3_JSON)}
-THINK: Tags = ("<think>", "</think>")
+TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # What a template that describes or repeats calls has in it, the most particular first.
 _SIGNS = (
-    (re.compile(r"<tool_call>"), "hermes"),
+    (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
+    (re.compile(r"<tool_call>|<function="), "hermes"),
+    (re.compile(r"<\|tool_call\|>|<\|tool\|>|functools\["), "phi4mini"),
+    (re.compile(r"<function_calls>"), "olmo"),
+    (re.compile(r"<\|python_start\|>|\[func_name1?\("), "pythonic"),
     (re.compile(r"<\|python_tag\|>|\"parameters\": dictionary"), "llama3_json"),
 )
 _TAKES_TOOLS = re.compile(r"\b(?:xml_|python_)?tools\b")
@@ -40,8 +43,8 @@ class ReplyFormat:
         name = next((name for sign, name in _SIGNS if sign.search(template)), None)
         if name is None and _TAKES_TOOLS.search(template):
             name = "hermes"
-        thinks = any(tag in template for tag in THINK)
-        return cls(None if name is None else SYNTAXES[name], THINK if thinks else None)
+        tags = next((tags for tags in TAGS if any(tag in template for tag in tags)), None)
+        return cls(None if name is None else SYNTAXES[name], tags)
 
     def markers(self, *, tools: bool) -> frozenset[str]:
         """The texts that a scanner has to see even where they are special tokens."""

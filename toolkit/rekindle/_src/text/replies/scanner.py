@@ -34,6 +34,7 @@ class ReplyScanner:
         self._new_id = new_id
         self._events: list[ReplyEvent] = []
         self._calls = 0
+        self._held: list[Call] | None = None  # calls inside of reasoning, until it is clear whether they are meant
         self._gap = ""  # whitespace that is content only if more content follows
         self._said = False  # some content is out
         self._beside = False  # what came last is no content, but a tag or a call
@@ -52,13 +53,15 @@ class ReplyScanner:
 
     def found(self, *calls: Call) -> None:
         """Emit complete calls; readers of a family's syntax call this."""
+        if self._held is not None:
+            self._held += calls
+            return
         for call in calls:
             self._events.append(ToolCallStarted(self._calls, self._new_id(self._calls), call.name))
             self._events.append(ToolCallArguments(self._calls, call.text))
             self._calls += 1
-        if calls:
-            self._beside = True
-            self.source.mark()
+        self._beside = True
+        self.source.mark()
 
     def _go_on(self) -> list[ReplyEvent]:
         if self._reading is not None and next(self._reading, self) is self:
@@ -69,6 +72,7 @@ class ReplyScanner:
     def _read(self) -> Reading[None]:
         if self._tags is not None:
             yield from self._read_reasoning(*self._tags)
+            self._gap = ""
         while (yield from peek(self.source)):
             opener = self._next_opener()
             if opener is None:
@@ -89,45 +93,81 @@ class ReplyScanner:
             self._emit(ContentDelta, self._gap)
 
     def _read_reasoning(self, opening: str, closing: str) -> Reading[None]:
-        repeated = yield from take(self.source, opening)  # it may stand in the prompt and again in the reply
+        source = self.source
+        repeated = yield from take(source, opening)  # it may stand in the prompt and again in the reply
         if not (repeated or self._open):
-            if (yield from take(self.source, closing)):
-                self._beside = True
+            self._beside = yield from take(source, closing)
             return
-        yield from skip_space(self.source)
-        gap = ""
-        while True:
-            self.source.mark()
-            found = self.source.text.find(closing, self.source.at)
-            end = found if found >= 0 else len(self.source.text) - self._undecided((closing,))
-            text = gap + self.source.text[self.source.at : end]
-            self.source.at = end
-            said = text.rstrip(SPACE)
-            gap = text[len(said) :]
-            self._emit(ReasoningDelta, said)
-            if found >= 0:
-                self.source.at += len(closing)
-                self._beside = True
+        self._beside = True
+        yield from skip_space(source)
+        openers = {opener.text: opener for opener in self._openers if not opener.bare}
+        while (yield from peek(source)):
+            source.mark()
+            found = self._first((closing, *openers))
+            end = len(source.text) - self._undecided((closing, *openers)) if found is None else found[0]
+            self._think(source.text[source.at : end])
+            source.at = end
+            if found is None:
+                if not source.ended:
+                    yield
+                continue
+            source.mark()
+            source.at += len(found[1])
+            if found[1] == closing:
                 return
-            if self.source.ended:
-                self._emit(ReasoningDelta, gap)
-                self._beside = True
+            if (yield from self._ends_with_calls(openers[found[1]])):
                 return
-            yield
+            self._think(source.since_mark())
+        self._emit(ReasoningDelta, self._gap)
+        self._gap = ""
+
+    def _ends_with_calls(self, opener: Opener) -> Reading[bool]:
+        """Whether calls inside of reasoning are meant as such: only if the reply ends with them.
+
+        A model may think about a call, and may also forget to close its reasoning before one.
+        """
+        held: list[Call] = []
+        self._held = held
+        try:
+            yield from opener.read(self)
+            while (yield from take(self.source, opener.text)):
+                yield from opener.read(self)
+            yield from skip_space(self.source)
+            ended = (yield from peek(self.source)) == ""
+        except Malformed:
+            ended = False
+        self._held = None
+        if ended:
+            self._gap = ""
+            self.found(*held)
+        return ended
+
+    def _think(self, text: str) -> None:
+        """Reasoning; whitespace at its end waits for more."""
+        text = self._gap + text
+        said = text.rstrip(SPACE)
+        self._gap = text[len(said) :]
+        self._emit(ReasoningDelta, said)
 
     def _next_opener(self) -> Opener | None:
         """Say everything before the next opener, which is then what comes next; None if there is none yet."""
         source = self.source
         source.mark()
-        starts = [(source.text.find(o.text, source.at), o) for o in self._openers if not o.bare]
-        first = min(((at, o) for at, o in starts if at >= 0), key=lambda pair: pair[0], default=None)
-        end = first[0] if first is not None else len(source.text) - self._undecided([o.text for o in self._openers])
+        openers = {opener.text: opener for opener in self._openers if not opener.bare}
+        found = self._first(tuple(openers))
+        first = None if found is None else openers[found[1]]
+        end = len(source.text) - self._undecided(tuple(openers)) if found is None else found[0]
         for opener in self._openers:
             if opener.bare and (at := self._at_line_start(opener.text, end)) >= 0:
-                first, end = (at, opener), at
+                first, end = opener, at
         self._say(source.text[source.at : end])
         source.at = end
-        return None if first is None else first[1]
+        return first
+
+    def _first(self, literals: Sequence[str]) -> tuple[int, str] | None:
+        """The literal that comes first in the unread text, and where."""
+        starts = ((self.source.text.find(literal, self.source.at), literal) for literal in literals)
+        return min((found for found in starts if found[0] >= 0), default=None)
 
     def _at_line_start(self, text: str, end: int) -> int:
         """Where `text` begins a line before `end`, or -1."""
