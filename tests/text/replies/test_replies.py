@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.replies import CONTENT, EXAMPLES, THINK, TOOLS, Example, said
 from rekindle._src.text.replies import (
     ContentDelta,
     ReasoningDelta,
@@ -20,7 +22,6 @@ from rekindle._src.text.replies import (
     fold,
 )
 from rekindle._src.text.replies.families import SYNTAXES
-from text.replies.examples import CONTENT, EXAMPLES, THINK, TOOLS, Example, said
 
 FORMATS = {name: ReplyFormat(syntax, THINK) for name, syntax in SYNTAXES.items()}
 WHOLE = [*EXAMPLES, *(Example(family, text, text) for family, text in CONTENT)]
@@ -66,7 +67,7 @@ def test_every_split_in_two_and_every_character_alone_give_the_same(example: Exa
 def test_whatever_comes_in_whatever_pieces(family: str, parts: list[str], cuts: list[int], opened: bool) -> None:
     text, format = "".join(parts), FORMATS[family]
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
     scanner = format.scanner(tools=TOOLS, reasoning_open=opened, seed=b"seed")
     events: list[ReplyEvent] = []
     for piece in pieces:

@@ -99,7 +99,7 @@ EXAMPLES = [
         "Would you like more?",
         [PARIS],
     ),
-    Example("llama3_json", 'Here is a user:\n{"name": "Alice", "age": 3}', 'Here is a user:\n{"name": "Alice", "age": 3}'),
+    Example("llama3_json", 'A user:\n{"name": "Alice", "age": 3}', 'A user:\n{"name": "Alice", "age": 3}'),
     Example("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {_P}}}]', "", [PARIS]),
     Example(
         "mistral",
