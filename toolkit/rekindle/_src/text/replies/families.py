@@ -11,7 +11,7 @@ import re
 from rekindle._src.text.replies.call import MAX_NAME, json_calls, named_call
 from rekindle._src.text.replies.json_reader import read_json
 from rekindle._src.text.replies.python_reader import read_call
-from rekindle._src.text.replies.source import Malformed, Reading, ahead, peek, skip_space, take
+from rekindle._src.text.replies.source import Malformed, Reading, ahead, close, peek, skip_space, take
 from rekindle._src.text.replies.syntax import Calls, CallSyntax, Opener
 from rekindle._src.text.replies.xml_reader import read_function
 
@@ -24,13 +24,13 @@ def _tagged(calls: Calls) -> Reading[None]:
         calls.found((yield from read_function(calls.source, calls.known, only_known=False)))
     else:
         calls.found(*json_calls((yield from read_json(calls.source))))
-    yield from take(calls.source, "</tool_call>")
+    yield from close(calls.source, "</tool_call>")
 
 
 def _untagged(calls: Calls) -> Reading[None]:
     """`<function=…>` whose `<tool_call>` the model forgot: only a tool's name counts."""
     calls.found((yield from read_function(calls.source, calls.known, only_known=True)))
-    yield from take(calls.source, "</tool_call>")
+    yield from close(calls.source, "</tool_call>")
 
 
 def _bare_json(calls: Calls) -> Reading[None]:
@@ -96,7 +96,7 @@ def _phi(calls: Calls) -> Reading[None]:
     if not (yield from ahead(calls.source, "[")) and not (yield from ahead(calls.source, "{")):
         raise Malformed
     calls.found(*json_calls((yield from read_json(calls.source))))
-    yield from take(calls.source, "<|/tool_call|>")
+    yield from close(calls.source, "<|/tool_call|>")
 
 
 def _bare_list(calls: Calls) -> Reading[None]:
@@ -122,7 +122,7 @@ def _python_block(calls: Calls) -> Reading[None]:
         yield from _marked_json(calls)
     else:
         calls.found((yield from read_call(calls.source, calls.known, only_known=False)))
-    yield from take(calls.source, "<|python_end|>")
+    yield from close(calls.source, "<|python_end|>")
 
 
 def _function_calls(calls: Calls) -> Reading[None]:
@@ -130,7 +130,7 @@ def _function_calls(calls: Calls) -> Reading[None]:
     while True:
         calls.found((yield from read_call(calls.source, calls.known, only_known=False)))
         yield from take(calls.source, ",")
-        if (yield from take(calls.source, "</function_calls>")):
+        if (yield from close(calls.source, "</function_calls>")):
             return
         yield from skip_space(calls.source)
         if (yield from peek(calls.source)) == "":
