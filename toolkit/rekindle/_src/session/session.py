@@ -22,6 +22,7 @@ from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
+from rekindle._src.session.chats import Chats
 from rekindle._src.session.client import Client
 from rekindle._src.session.conversation import Conversation, opened
 from rekindle._src.session.handle import Handle
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
 
 
-class Session(Requests):
+class Session(Requests, Chats):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -66,7 +67,7 @@ class Session(Requests):
             scheduler,
             runner,
             tokenizer,
-            detokenizer if detokenizer is not None else real_detokenizer(tokenizer),
+            real_detokenizer(tokenizer) if detokenizer is None else lambda sampling, visible: detokenizer(sampling),
             config,
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
