@@ -45,9 +45,7 @@ async def test_the_text_is_that_of_the_session_with_sixteen_tokens_by_default(ap
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 24}
 
 
-@pytest.mark.parametrize(
-    "prompt", ["ab", ["ab", "cd"], [97, 98], [[97, 98], [99, 100]], ["ab", [99, 100]]], ids=str
-)
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "cd"], [97, 98], [[97, 98], [99, 100]], ["ab", [99, 100]]], ids=str)
 async def test_every_form_of_prompts(app: Any, prompt: Any) -> None:
     done = await complete(app, prompt=prompt, max_tokens=4)
     wanted = [text("ab", 4), text("cd", 4)][: len(done["choices"])]
@@ -148,9 +146,7 @@ async def test_prompt_logprobs_as_vllm_has_them(app: Any) -> None:
 
 async def test_seeds_may_be_negative_and_are_taken_modulo(app: Any) -> None:
     body: Any = {"prompt": "x", "temperature": 1, "max_tokens": 12}
-    texts = [
-        (await complete(app, **body, seed=seed))["choices"][0]["text"] for seed in (-1, 2**63 - 1, 7, 2**63 + 7)
-    ]
+    texts = [(await complete(app, **body, seed=seed))["choices"][0]["text"] for seed in (-1, 2**63 - 1, 7, 2**63 + 7)]
     assert texts[0] == texts[1] != texts[2] == texts[3]
 
 

@@ -294,29 +294,6 @@ class Session(Requests, Chats):
         given = {name: value for name, value in more.items() if value is not None}
         return opened(self, system=system, restore=restore, sampling=options, **given)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt that `chat` would make of these messages, special tokens included."""
-        if self._engine.chat is None:
-            raise InvalidRequest(
-                "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
-            )
-        prepared = self._engine.chat.prepare(
-            messages,
-            tools=tools,
-            template=template,
-            continue_final_message=continue_final_message,
-            **(template_options or {}),
-        )
-        return prepared()
-
     def serve(
         self,
         *,
