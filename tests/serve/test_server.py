@@ -22,10 +22,14 @@ pytestmark = pytest.mark.anyio
 BODY: Any = {"prompt": "Hello", "max_tokens": 12, "temperature": 0}
 
 
-def send(server: Server, path: str = "/v1/completions", **body: Any) -> http.client.HTTPResponse:
+@contextlib.contextmanager
+def sent(server: Server, **body: Any) -> Iterator[http.client.HTTPConnection]:
+    """A connection over which a request was sent."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
-    connection.request("POST", path, json.dumps({**BODY, **body}), {"content-type": "application/json"})
-    return connection.getresponse()
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps({**BODY, **body}), headers)
+    with contextlib.closing(connection):
+        yield connection
 
 
 async def test_it_serves_beside_the_callers_own_requests_and_ends(session: Session) -> None:
@@ -34,7 +38,8 @@ async def test_it_serves_beside_the_callers_own_requests_and_ends(session: Sessi
         assert server.url == f"http://127.0.0.1:{server.port}" and "fake" in repr(server)
         assert "curl" in server._repr_html_() and "OpenAI(" in server._repr_html_()
         own = await session.generate("Hello", max_tokens=12)
-        text = json.load(send(server))["choices"][0]["text"]
+        with sent(server) as connection, connection.getresponse() as response:
+            text = json.load(response)["choices"][0]["text"]
         assert text == own.text
     assert server.closed
     await server.aclose()
@@ -69,17 +74,12 @@ async def test_a_cut_connection_aborts(slow: Session) -> None:
         server = slow._servers[-1]
         for streamed in (False, True):
             aborted = slow.stats().aborted
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
-            body = json.dumps({**BODY, "max_tokens": 400, "stream": streamed})
-            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-            if streamed:
-                connection.getresponse().read(100)
-            else:
-                eventually(lambda: slow.stats().running > 0)
-            assert connection.sock is not None or streamed
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
-            connection.close()
+            with sent(server, max_tokens=400, stream=streamed) as connection:
+                if streamed:
+                    with connection.getresponse() as response:
+                        response.read(100)
+                else:
+                    eventually(lambda: slow.stats().running > 0)
             eventually(lambda aborted=aborted: slow.stats().aborted > aborted and not slow.stats().live)  # type: ignore[misc]
 
 
@@ -87,8 +87,8 @@ async def test_a_cut_connection_aborts(slow: Session) -> None:
 def stream(slow: Session) -> Iterator[Any]:
     """A server, and a stream from it that has begun."""
     server = slow.serve().result_sync()
-    response = send(server, max_tokens=100, stream=True)
-    yield server, response
+    with sent(server, max_tokens=100, stream=True) as connection, connection.getresponse() as response:
+        yield server, response
     server.close()
 
 

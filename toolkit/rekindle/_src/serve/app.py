@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import anyio
 
@@ -17,6 +17,7 @@ from rekindle._src.serve.errors import Refused
 from rekindle._src.serve.exchange import Exchange, Handler, JsonEndpoint, OpenAI
 from rekindle._src.serve.fields import Endpoint
 from rekindle._src.serve.life import Life
+from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
 from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
 from rekindle._src.serve.service import Service
@@ -40,6 +41,7 @@ GETS: tuple[tuple[str, Handler], ...] = (
     ("/health", info.health),
     ("/ping", info.health),
     ("/version", info.version),
+    ("/metrics", info.metrics),
 )
 
 
@@ -53,6 +55,7 @@ def app(
     max_queued_tokens: int = 1 << 20,
     cors_origins: Sequence[str] = (),
     trust_request_chat_template: bool = False,
+    metrics_names: Names = "rekindle",
     failed: Callable[[BaseException], object] | None = None,
 ) -> Starlette:
     """An ASGI app that serves a session, or several by name, as OpenAI's API; it closes none of them.
@@ -66,6 +69,7 @@ def app(
         max_queued_tokens: prompt tokens that may wait; beyond, requests get 429.
         cors_origins: origins whose web pages may use the server.
         trust_request_chat_template: let requests bring a chat template, which is code.
+        metrics_names: "rekindle", "vllm" for the names that published dashboards read, or "both".
     """
     try:
         from starlette.applications import Starlette
@@ -78,12 +82,15 @@ def app(
     for option, value in (("body_limit", body_limit), ("max_queued_tokens", max_queued_tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(option, value, "is not a whole number above 0", "Leave it out for the default")
+    if metrics_names not in get_args(Names):
+        raise ConfigError("metrics_names", metrics_names, "is not known", "Use 'rekindle', 'vllm' or 'both'")
     service = Service(
         Models(session, name),
         Life(max_queued_tokens=max_queued_tokens),
         strict=strict,
         body_limit=body_limit,
         trust_templates=trust_request_chat_template,
+        metrics_names=metrics_names,
     )
 
     @contextlib.asynccontextmanager

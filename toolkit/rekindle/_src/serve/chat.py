@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCall, ToolCallArguments, ToolCallStarted
 from rekindle._src.serve.contract import HandleLike, SessionLike
+from rekindle._src.serve.ends import finish_of
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import (
     Chunks,
     counted,
-    finish_of,
     finished,
     follow,
     make,

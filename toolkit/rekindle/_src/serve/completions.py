@@ -12,13 +12,13 @@ import anyio.to_thread
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
 from rekindle._src.serve.contract import HandleLike, SessionLike
+from rekindle._src.serve.ends import finish_of
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import (
     IN_A_THREAD,
     Chunks,
     counted,
-    finish_of,
     finished,
     follow,
     make,

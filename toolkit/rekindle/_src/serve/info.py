@@ -8,7 +8,7 @@ from typing import Any
 import anyio.to_thread
 
 from rekindle._src.core.version import VERSION
-from rekindle._src.serve.bodies import Receive
+from rekindle._src.serve.bodies import Receive, header
 from rekindle._src.serve.chat import asked, template_options
 from rekindle._src.serve.errors import Refused, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, refusing
@@ -129,6 +129,13 @@ async def one_model(exchange: Exchange, given: dict[str, Any]) -> None:
 
 async def version(exchange: Exchange, given: dict[str, Any]) -> None:
     await exchange.reply({"version": VERSION})
+
+
+async def metrics(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Prometheus' exposition. The sessions are asked in a thread, since that waits for the turn of their loops."""
+    accept = header(exchange.scope, b"accept") or ""
+    data, kind = await anyio.to_thread.run_sync(exchange.service.metrics.text, accept)
+    await exchange.reply_bytes(data, kind.encode())
 
 
 def not_found(path: str) -> Refused:

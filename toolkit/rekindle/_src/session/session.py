@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
@@ -306,6 +306,7 @@ class Session(Requests, Chats):
         body_limit: int = 32 << 20,
         max_queued_tokens: int = 1 << 20,
         trust_request_chat_template: bool = False,
+        metrics_names: Literal["rekindle", "vllm", "both"] = "rekindle",
     ) -> Call[Server]:
         """Await it to serve this session over HTTP as OpenAI's API, beside the cells that use it.
 
@@ -324,6 +325,7 @@ class Session(Requests, Chats):
                 "body_limit": body_limit,
                 "max_queued_tokens": max_queued_tokens,
                 "trust_request_chat_template": trust_request_chat_template,
+                "metrics_names": metrics_names,
             },
             name="serve",
         )
