@@ -117,7 +117,7 @@ class _Writer:
     def __init__(
         self, exchange: Exchange, given: Mapping[str, Any], model: str, session: SessionLike, handle: HandleLike
     ) -> None:
-        self._exchange, self._given, self._handle = exchange, given, handle
+        self._exchange, self._given, self._handle, self._session = exchange, given, handle, session
         names = exchange.service.token_names(model, session)
         self._shapes = Shapes(names, as_ids=given.get("return_tokens_as_token_ids", False))
         self._common: dict[str, Any] = {
@@ -146,7 +146,12 @@ class _Writer:
             if self._ids:
                 choice["token_ids"] = done.token_ids
             choices.append(choice)
-        answer = {**self._common, "choices": choices, "usage": usage(found), "system_fingerprint": FINGERPRINT}
+        answer = {
+            **self._common,
+            "choices": choices,
+            "usage": usage(found, self._session),
+            "system_fingerprint": FINGERPRINT,
+        }
         if "prompt_logprobs" in self._given:
             answer["prompt_logprobs"] = self._shapes.prompt(several[0].prompt_logprobs or ())
         if self._ids:
@@ -199,7 +204,7 @@ class _Writer:
                 await self._exchange.emit("".join(parts).encode())
 
         found = await follow(self._exchange, active, [self._handle], write)
-        await self._exchange.emit(chunks.last(usage(found)).encode())
+        await self._exchange.emit(chunks.last(usage(found, self._session)).encode())
 
     def _contents(self, delta: TextDelta) -> list[str]:
         """The members of the `delta` of each chunk that a delta becomes."""

@@ -95,11 +95,20 @@ async def follow(
     return found
 
 
-def usage(found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+def usage(found: Sequence[Sequence[Completion]], session: SessionLike) -> dict[str, Any]:
     """OpenAI's usage object; a prompt counts once, however many choices it has."""
     prompt = sum(several[0].usage.prompt_tokens for several in found)
     made = sum(one.usage.completion_tokens for several in found for one in several)
-    return counted(prompt, made, sum(max(one.usage.cached_tokens for one in several) for several in found))
+    total = counted(prompt, made, sum(max(one.usage.cached_tokens for one in several) for several in found))
+    if any(one.reply is not None for several in found for one in several):
+        thought = sum(reasoning_tokens(one, session) for several in found for one in several)
+        total["completion_tokens_details"] = {"reasoning_tokens": thought}
+    return total
+
+
+def reasoning_tokens(done: Completion, session: SessionLike) -> int:
+    """How many tokens the model's thoughts have, without the tags around them."""
+    return len(session.tokenizer.encode(done.reasoning, add_special_tokens=False)) if done.reasoning else 0
 
 
 def counted(prompt: int, made: int, cached: int | None = None) -> dict[str, Any]:
