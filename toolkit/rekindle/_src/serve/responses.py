@@ -237,12 +237,12 @@ class _Answer:
             self._part("response.content_part.done", part=part)
         self._tell("response.output_item.done", item=item, output_index=len(self._items) - 1)
 
-    def _part(self, name: str, **data: Any) -> None:
-        self._tell(name, content_index=0, **self._place, **data)
+    def _part(self, kind: str, /, **data: Any) -> None:
+        self._tell(kind, content_index=0, **self._place, **data)
 
-    def _tell(self, name: str, **data: Any) -> None:
-        told = {"type": name, "sequence_number": self._sequence, **data}
-        self._out.append(f"event: {name}\ndata: {dumps(told)}\n\n")
+    def _tell(self, kind: str, /, **data: Any) -> None:
+        told = {"type": kind, "sequence_number": self._sequence, **data}
+        self._out.append(f"event: {kind}\ndata: {dumps(told)}\n\n")
         self._sequence += 1
 
 
