@@ -24,6 +24,7 @@ class Prompt:
     add_special_tokens: bool = True
     render: Callable[[], str] | None = None  # makes the text when the request is taken in
     error: BaseException | None = None  # why it is no prompt
+    covered: int = 0  # tokens at its end that belong to a structured text, which the request goes on with
 
 
 def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:

@@ -25,6 +25,7 @@ from rekindle._src.session.handle import Batch, Handle, SyncStream
 from rekindle._src.session.prompts import Prompt, PromptLike, parse, parse_one
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
+from rekindle._src.structured.spec import structure_of
 from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ class Requests:
         check_batch(len(given), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
-        handles: list[Handle[Any]] = [Handle(self._host, self, one, options_) for one in given]
+        structure = self._structure(options_)
+        handles: list[Handle[Any]] = [Handle(self._host, self, one, options_, structure=structure) for one in given]
         if not many:
             return handles[0]
         return Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
@@ -252,7 +254,8 @@ class Requests:
         self._host.check()
         # The template writes special tokens itself.
         prompt = Prompt(None, None, add_special_tokens=False, render=render)
-        return Handle(self._host, self, prompt, sampling_of(self._engine, sampling, options))
+        options_ = sampling_of(self._engine, sampling, options)
+        return Handle(self._host, self, prompt, options_, structure=self._structure(options_))
 
     @overload
     def fork(
@@ -304,14 +307,29 @@ class Requests:
             sampling = dataclasses.replace(
                 base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
             )
-        return self.submit([*prompt_ids, *made[:at], *edited], sampling, **options)
+        options_ = sampling_of(self._engine, sampling, options)
+        self._host.check()
+        prompt = parse_one([*prompt_ids, *made[:at], *edited])
+        if options_.structured and structure_of(options_) == structure_of(base):
+            prompt = dataclasses.replace(prompt, covered=source.covered + at + len(edited))
+        handle: Handle[Any] = Handle(self._host, self, prompt, options_, structure=self._structure(options_))
+        handle.submit()
+        return handle
 
     def _handle(
         self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
     ) -> Handle[Any]:
         options_ = sampling_of(self._engine, sampling, options)
         self._host.check()
-        return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped)
+        return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped, structure=self._structure(options_))
+
+    def _structure(self, sampling: Sampling) -> Any:
+        """What the options ask of the text's structure, checked as far as that is possible without the tokenizer."""
+        structure = structure_of(sampling)
+        if structure is not None and not self._engine.tokenizer.has_text:
+            kind = structure.spec.kind
+            raise InvalidRequest(kind, getattr(sampling, kind), "needs a tokenizer", "Open a model with tokenizer.json")
+        return structure
 
     @overload
     def generate_sync(
