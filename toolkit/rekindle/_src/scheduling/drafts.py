@@ -1,7 +1,7 @@
 """Speculative decoding: draft rows compute proposed tokens of a request beside its next one.
 
-Proposals come from prompt lookup, and from grammars: a fifth of a text in JSON is forced. What a grammar forces is text,
-and the model may spell it with other tokens than those proposed; then its own spelling counts, as with any draft.
+Proposals come from prompt lookup, and from grammars: a fifth of a text in JSON is forced. What a grammar forces is
+text, and the model may spell it with other tokens than those proposed; then its own spelling counts, as with any draft.
 
 A draft is a decode row like any other, one position further on, with the proposed token as its input. All rows write
 their keys and values before attention reads, and a draw depends on seed and position alone, so a draft row samples what

@@ -24,9 +24,9 @@ class Sequence:
 
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
-        "epoch", "forced", "fresh", "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup", "node", "num_pages",
-        "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "sampled",
-        "scored", "slot", "status", "target", "waits_for",
+        "epoch", "forced", "fresh", "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup",
+        "node", "num_pages", "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason",
+        "request", "sampled", "scored", "slot", "status", "target", "waits_for",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason, page_size: int) -> None:
