@@ -33,8 +33,10 @@ from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.tools.choice import ToolChoice, chosen
 from rekindle._src.session.tools.tool import ToolLike, tools_of
 from rekindle._src.session.views import Views, dashboard
+from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import told
+from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -74,6 +76,9 @@ class Session(Requests, ChatRequests):
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
             model,
+            grammars=Grammars(tokenizer, vocab_size or tokenizer.vocab_size)
+            if isinstance(tokenizer, Tokenizer)
+            else None,
         )
         host = Host(lambda: engine)
         host.start()
