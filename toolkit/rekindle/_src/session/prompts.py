@@ -26,6 +26,7 @@ class Prompt:
     render: Callable[[], str] | None = None  # makes the text when the request is taken in
     error: BaseException | None = None  # why it is no prompt
     reply: ReplyPlan | None = None  # how a chat's reply is read
+    covered: int = 0  # tokens at its end that belong to a structured text, which the request goes on with
 
 
 def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:

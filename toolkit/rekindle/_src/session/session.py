@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
@@ -33,8 +33,10 @@ from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.tools.choice import ToolChoice, chosen
 from rekindle._src.session.tools.tool import ToolLike, tools_of
 from rekindle._src.session.views import Views, dashboard
+from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import told
+from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from rekindle._src.core.options import SamplingOptions
     from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.serve.server import Server
 
 
 class Session(Requests, ChatRequests):
@@ -73,6 +76,9 @@ class Session(Requests, ChatRequests):
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
             model,
+            grammars=Grammars(tokenizer, vocab_size or tokenizer.vocab_size)
+            if isinstance(tokenizer, Tokenizer)
+            else None,
         )
         host = Host(lambda: engine)
         host.start()
@@ -88,6 +94,7 @@ class Session(Requests, ChatRequests):
     def _attach(self, host: Host, engine: Engine) -> None:
         self._client = Client(host, engine)
         self._host, self._engine, self._cache_writer = host, engine, self._client.writer
+        self._servers: list[Server] = []
         # The host knows nothing of the client, so that dropping the last reference to the session, its views and its
         # handles closes it.
         weakref.finalize(self._client, host.close).atexit = False
@@ -241,6 +248,8 @@ class Session(Requests, ChatRequests):
         """
         if self._host.forked:
             return  # its threads are the parent's
+        for server in self._servers:
+            await server.aclose(drain=drain)
         if self.config.restore is not None and not self.closed:
             await self._cache_writer.finish()
         self._cache_writer.stop()
@@ -307,6 +316,50 @@ class Session(Requests, ChatRequests):
         chosen(tool_choice, tools_of(tools))  # what is wrong is refused now, not at the first turn
         given = {name: value for name, value in more.items() if value is not None}
         return opened(self, system=system, restore=restore, sampling=options, **given)
+
+    def serve(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        name: str | None = None,
+        api_key: str | Sequence[str] | None = None,
+        strict: bool = False,
+        cors_origins: Sequence[str] = (),
+        body_limit: int = 32 << 20,
+        max_queued_tokens: int = 1 << 20,
+        trust_request_chat_template: bool = False,
+        metrics_names: Literal["rekindle", "vllm", "both"] = "rekindle",
+    ) -> Call[Server]:
+        """Await it to serve this session over HTTP as OpenAI's API, beside the cells that use it.
+
+        `port` 0 takes a free one; the result's `url` says which. `name` is what the model is called, `api_key` what
+        requests have to bring. `rekindle.serve.app` explains the other options. Needs the extra `serve`.
+        """
+        return Once(
+            self._serve,
+            {
+                "host": host,
+                "port": port,
+                "name": name,
+                "api_key": api_key,
+                "strict": strict,
+                "cors_origins": cors_origins,
+                "body_limit": body_limit,
+                "max_queued_tokens": max_queued_tokens,
+                "trust_request_chat_template": trust_request_chat_template,
+                "metrics_names": metrics_names,
+            },
+            name="serve",
+        )
+
+    async def _serve(self, options: Mapping[str, Any]) -> Server:
+        from rekindle._src.serve.server import Server
+
+        self._host.check()
+        server = await Server(self, **options).start()
+        self._servers.append(server)
+        return server
 
     def __repr__(self) -> str:
         sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"

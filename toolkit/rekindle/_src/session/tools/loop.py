@@ -100,7 +100,7 @@ class ToolLoop(Call[ToolRun]):
                 "run_tools", True, f"needs functions, and has none for {without}" if without else "needs tools",
                 "Pass tools=[function, …], or run the calls of reply.tool_calls yourself",
             )  # fmt: skip
-        self._ask: Callable[[Sequence[Mapping[str, Any]]], Handle[Completion]] = ask
+        self._ask: Callable[..., Handle[Completion]] = ask
         self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
         self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
         self._given = len(self._messages)
@@ -157,7 +157,7 @@ class ToolLoop(Call[ToolRun]):
         if self._error is not None:
             raise fresh(self._error)
         if self._handle is None:
-            self._handle = self._ask(self._messages)
+            self._handle = self._ask(self._messages, free=bool(self._rounds))  # a call is forced once
             self._ran = False
         return self._handle
 
