@@ -9,7 +9,7 @@ import pytest
 
 import rekindle
 from helpers.chatting import HERMES, saying
-from rekindle import Session
+from rekindle import FinishReason, Session
 from rekindle.errors import InvalidRequest
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
@@ -50,7 +50,8 @@ def test_a_model_that_has_to_call_calls(session: Session, family: str) -> None:
     options: dict[str, Any] = {"tools": [paint, stop], "template": template, "max_tokens": 200, "temperature": 1.0}
     for seed in range(2):
         reply = session.chat(USER, tool_choice="required", seed=seed, **options).result_sync()
-        assert reply.tool_calls and reply.content == "", reply.text
+        assert reply.tool_calls, reply.text
+        assert reply.content == "" or reply.finish_reason == FinishReason.LENGTH, "it may be cut amid a further call"
     for choice in ("paint", paint, {"type": "function", "function": {"name": "paint"}}):
         reply = session.chat(USER, tool_choice=choice, seed=1, **options).result_sync()
         (call,) = reply.tool_calls

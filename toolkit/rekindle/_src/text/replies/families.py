@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from rekindle._src.text.replies.call import MAX_NAME, json_calls, named_call
+from rekindle._src.text.replies.call import MAX_NAME, json_call, named_call
 from rekindle._src.text.replies.json_reader import read_json
 from rekindle._src.text.replies.python_reader import read_call
 from rekindle._src.text.replies.source import Malformed, Reading, ahead, close, peek, skip_space, take
@@ -18,12 +18,25 @@ from rekindle._src.text.replies.xml_reader import read_function
 _MISTRAL_NAME = re.compile(r"[\w./-]")
 
 
+def _objects(calls: Calls) -> Reading[None]:
+    """One JSON object, or an array of them, whose end may be missing: each is a call as soon as it is whole."""
+    source = calls.source
+    if not (yield from take(source, "[")):
+        calls.found(json_call((yield from read_json(source))))
+        return
+    while True:
+        calls.found(json_call((yield from read_json(source))))
+        more = yield from take(source, ",")
+        if (yield from take(source, "]")) or not more:
+            return
+
+
 def _tagged(calls: Calls) -> Reading[None]:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, or an array of such objects; its end may be missing."""
     if (yield from take(calls.source, "<function=")):
         calls.found((yield from read_function(calls.source, calls.known, only_known=False)))
     else:
-        calls.found(*json_calls((yield from read_json(calls.source))))
+        yield from _objects(calls)
     yield from close(calls.source, "</tool_call>")
 
 
@@ -39,10 +52,10 @@ def _bare_json(calls: Calls) -> Reading[None]:
     Without a marker, only an object that names one of the tools and has arguments is a call.
     """
     while True:
-        made = json_calls((yield from read_json(calls.source)), complete=True)
-        if any(call.name not in calls.known for call in made):
+        call = json_call((yield from read_json(calls.source)), complete=True)
+        if call.name not in calls.known:
             raise Malformed
-        calls.found(*made)
+        calls.found(call)
         if not (yield from _another(calls)):
             return
 
@@ -50,7 +63,7 @@ def _bare_json(calls: Calls) -> Reading[None]:
 def _marked_json(calls: Calls) -> Reading[None]:
     """The same behind `<|python_tag|>`, where any name counts."""
     while True:
-        calls.found(*json_calls((yield from read_json(calls.source))))
+        calls.found(json_call((yield from read_json(calls.source))))
         if not (yield from _another(calls)):
             return
 
@@ -71,7 +84,7 @@ def _mistral(calls: Calls) -> Reading[None]:
     yield from skip_space(source)
     char = yield from peek(source)
     if char in ("[", "{"):
-        calls.found(*json_calls((yield from read_json(source))))
+        yield from _objects(calls)
         return
     name = yield from _mistral_name(calls)
     if (yield from take(source, "[CALL_ID]")):
@@ -93,9 +106,7 @@ def _mistral_name(calls: Calls) -> Reading[str]:
 
 def _phi(calls: Calls) -> Reading[None]:
     """`functools[{"name": …, "arguments": {…}}]`, or such an array between `<|tool_call|>` and `<|/tool_call|>`."""
-    if not (yield from ahead(calls.source, "[")) and not (yield from ahead(calls.source, "{")):
-        raise Malformed
-    calls.found(*json_calls((yield from read_json(calls.source))))
+    yield from _objects(calls)
     yield from close(calls.source, "<|/tool_call|>")
 
 
