@@ -173,7 +173,7 @@ class Conversation:
         if turn is not None and turn.over:
             self._turn = None
             if answer := turn.kept():
-                self._messages += [*turn.asked, *answer]
+                self._messages += [*map(dict, turn.asked), *answer]
 
     def _check_idle(self) -> None:
         self._take_in()
