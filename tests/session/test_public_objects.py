@@ -59,6 +59,8 @@ SESSION: dict[str, Recipe] = {
     "chat": lambda session, path: awaited(session.chat([{"role": "user", "content": EVIL}], max_tokens=3)),
     "sampling": lambda session, path: session.sampling,
     "conversation": lambda session, path: [chat := session.conversation(system=EVIL), *awaited(chat.say(EVIL)), chat],
+    "embed": lambda session, path: awaited(session.embed([EVIL, "two"])),
+    "embed_sync": lambda session, path: session.embed_sync(EVIL),
     "fork": lambda session, path: awaited(session.fork(session.generate_sync(EVIL, max_tokens=4), at=2)),
     "generate_sync": lambda session, path: session.generate_sync(EVIL, max_tokens=2, n=2),
     "stream_sync": lambda session, path: list(session.stream_sync(EVIL, max_tokens=3, logprobs=1)),

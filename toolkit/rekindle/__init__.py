@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.cache_writer import SaveReport
     from rekindle._src.session.call import Call
     from rekindle._src.session.conversation import Conversation, Turn
+    from rekindle._src.session.embedding import Embeddings
     from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
@@ -62,6 +63,7 @@ _LAZY = {
     "Call": "rekindle._src.session.call",
     "Completion": "rekindle._src.core.records",
     "Conversation": "rekindle._src.session.conversation",
+    "Embeddings": "rekindle._src.session.embedding",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
     "Handle": "rekindle._src.session.handle",
@@ -105,6 +107,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Conversation",
+    "Embeddings",
     "EngineConfig",
     "Explanation",
     "FinishReason",

@@ -11,6 +11,7 @@ from rekindle._src.core.contracts import DetokenizerLike
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import (
     Completion,
+    Embedded,
     FinishReason,
     Request,
     TextDelta,
@@ -18,6 +19,7 @@ from rekindle._src.core.records import (
     TokenEvent,
     TokenLogprobs,
     Usage,
+    Vector,
 )
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
@@ -31,7 +33,7 @@ class OutputState:
 
     __slots__ = (
         "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs",
-        "_program_wait", "_prompt_logprobs", "_text", "_tokens", "mailbox", "prompt", "request", "started",
+        "_pooled", "_program_wait", "_prompt_logprobs", "_text", "_tokens", "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +57,7 @@ class OutputState:
         self._text: list[str] = []
         self._delivered = 0  # tokens delivered in deltas
         self._cached = 0
+        self._pooled: Vector | None = None
         self._first = 0.0
         self._program_wait = program_wait
         self._compiling = self._compiling_first = self._waited(request.arrival)  # of the session, when it was taken in
@@ -69,6 +72,7 @@ class OutputState:
             self._first = now
             self._compiling_first = self._waited(now)
         self._cached = event.cached_tokens
+        self._pooled = event.pooled
         self._prompt_logprobs += event.prompt_logprobs
         start = len(self._tokens)
         self._tokens += event.token_ids
@@ -106,9 +110,20 @@ class OutputState:
             )
         )
 
-    def completion(self, reason: FinishReason, now: float) -> Completion:
-        """The completion of a sequence that ended for `reason` at `now`."""
+    def completion(self, reason: FinishReason, now: float) -> Completion | Embedded:
+        """The completion of a sequence that ended for `reason` at `now`, or its embedding."""
         request, sampling, waited = self.request, self.request.sampling, self._waited(now)
+        usage = Usage(request.prompt_length, self._cached, len(self._tokens))
+        timings = Timings(
+            queued=self.started - request.arrival,
+            first_token=self._first - request.arrival,
+            total=now - request.arrival,
+            compiling=waited - self._compiling,
+            compiling_later=waited - self._compiling_first if self._tokens else 0.0,
+        )
+        if request.pooling is not None:
+            assert self._pooled is not None, f"{request.id} ended without its vector"
+            return Embedded(self._pooled, usage, timings)
         return Completion(
             id=request.id,
             text="".join(self._text),
@@ -116,14 +131,8 @@ class OutputState:
             finish_reason=reason,
             prompt=self.prompt,
             prompt_token_ids=tuple(request.token_ids.tolist()),
-            usage=Usage(request.prompt_length, self._cached, len(self._tokens)),
-            timings=Timings(
-                queued=self.started - request.arrival,
-                first_token=self._first - request.arrival,
-                total=now - request.arrival,
-                compiling=waited - self._compiling,
-                compiling_later=waited - self._compiling_first if self._tokens else 0.0,
-            ),
+            usage=usage,
+            timings=timings,
             sampling=sampling,
             logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,

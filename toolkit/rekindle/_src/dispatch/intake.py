@@ -156,6 +156,7 @@ def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: 
             arrival=submission.arrival,
             group=submission.id,
             index=index,
+            pooling=submission.pooling,
         )
         for index in range(sampling.n)
     ]

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from rekindle._src.core.records import Completion, IntArray, TextDelta
+from rekindle._src.core.records import Completion, Embedded, IntArray, TextDelta
 from rekindle._src.dispatch.wakeups import Wakeup, new_wakeup
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Mailbox:
 
     def __init__(self, count: int) -> None:
         self.deltas: list[TextDelta] = []
-        self.results: list[Completion | BaseException | None] = [None] * count
+        self.results: list[Completion | Embedded | BaseException | None] = [None] * count
         self.request_ids: list[str] = []  # sequences that intake handed on
         self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
@@ -100,7 +100,7 @@ class Mailbox:
         if self._stream_wakeups:
             wake(self._stream_wakeups)
 
-    def complete(self, index: int, result: Completion | BaseException) -> None:
+    def complete(self, index: int, result: Completion | Embedded | BaseException) -> None:
         """How one sequence ended; only the first time counts."""
         if self.results[index] is not None:
             return

@@ -151,6 +151,7 @@ class Handle(Produced, Call[T]):
                 mailbox=self._mailbox,
                 arrival=time.perf_counter(),
                 render=given.render,
+                pooling=given.pooling,
             )
         )
 

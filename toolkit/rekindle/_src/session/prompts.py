@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.core.bounds import check_batch, check_prompt
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.records import IntArray, Pooling
 from rekindle.errors import InvalidRequest
 
 PromptLike = str | Sequence[int] | np.ndarray
@@ -24,6 +24,7 @@ class Prompt:
     add_special_tokens: bool = True
     render: Callable[[], str] | None = None  # makes the text when the request is taken in
     error: BaseException | None = None  # why it is no prompt
+    pooling: Pooling | None = None  # it is embedded
 
 
 def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:

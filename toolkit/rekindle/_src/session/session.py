@@ -24,6 +24,7 @@ from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
 from rekindle._src.session.conversation import Conversation, opened
+from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from rekindle._src.scheduling.explain import Explanation
 
 
-class Session(Requests):
+class Session(Requests, Embedding):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
