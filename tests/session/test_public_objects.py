@@ -61,6 +61,8 @@ SESSION: dict[str, Recipe] = {
     "conversation": lambda session, path: [chat := session.conversation(system=EVIL), *awaited(chat.say(EVIL)), chat],
     "embed": lambda session, path: awaited(session.embed([EVIL, "two"])),
     "embed_sync": lambda session, path: session.embed_sync(EVIL),
+    "map": lambda session, path: awaited(session.map([{"text": EVIL}, {}], "{text}", max_tokens=2)),
+    "map_sync": lambda session, path: session.map_sync([{"text": EVIL}], "{text}", max_tokens=2),
     "fork": lambda session, path: awaited(session.fork(session.generate_sync(EVIL, max_tokens=4), at=2)),
     "generate_sync": lambda session, path: session.generate_sync(EVIL, max_tokens=2, n=2),
     "stream_sync": lambda session, path: list(session.stream_sync(EVIL, max_tokens=3, logprobs=1)),

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
+    from rekindle._src.session.row_answers import RowAnswer, RowAnswers
+    from rekindle._src.session.row_mapping import RowMap
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
 
@@ -75,6 +77,9 @@ _LAZY = {
     "PrefixExplanation": "rekindle._src.session.cache_report",
     "ProgramReport": "rekindle._src.session.stats",
     "PromptLike": "rekindle._src.session.prompts",
+    "RowAnswer": "rekindle._src.session.row_answers",
+    "RowAnswers": "rekindle._src.session.row_answers",
+    "RowMap": "rekindle._src.session.row_mapping",
     "RowReport": "rekindle._src.session.stats",
     "SamplingOptions": "rekindle._src.core.options",
     "SaveReport": "rekindle._src.session.cache_writer",
@@ -129,6 +134,9 @@ __all__ = [
     "RekindleError",
     "RequestAborted",
     "RequestFailed",
+    "RowAnswer",
+    "RowAnswers",
+    "RowMap",
     "RowReport",
     "Sampling",
     "SamplingOptions",

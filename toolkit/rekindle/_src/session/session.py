@@ -28,7 +28,7 @@ from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
-from rekindle._src.session.requests import Requests
+from rekindle._src.session.row_mapping import RowMapping
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rekindle._src.scheduling.explain import Explanation
 
 
-class Session(Requests, Embedding):
+class Session(RowMapping, Embedding):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
