@@ -145,7 +145,7 @@ async def test_failed_rows_are_tried_again(tmp_path: Path) -> None:
 def test_a_file_of_somebody_else_is_left_alone(session: Session, tmp_path: Path, content: bytes) -> None:
     out = tmp_path / "mine"
     out.write_bytes(content)
-    with pytest.raises(InvalidRequest, match="line 1 is not one that session.map wrote"):
+    with pytest.raises(InvalidRequest, match=r"line 1 is not one that session\.map wrote"):
         session.map_sync(ROWS, "{text}", out=out)
     assert out.read_bytes() == content
 

@@ -1,4 +1,4 @@
-"""Prompts made of rows: the rows of a table or of any iterable of mappings, and the template that is filled with them."""
+"""Prompts made of the rows of a table, or of any iterable of mappings, and of a template that they fill."""
 
 from __future__ import annotations
 
