@@ -3,8 +3,8 @@
     session = await rekindle.open("tiny")
     done = await session.generate("Once upon a time", max_tokens=64)
 
-What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.tiny` and the package
-`rekindle_kernels`. Names load their modules at first use, so that importing rekindle costs little beside jax.
+What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.serve`, `rekindle.tiny` and the
+package `rekindle_kernels`. Names load their modules at first use, so that importing rekindle costs little beside jax.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from rekindle.errors import (
 )
 
 if TYPE_CHECKING:
-    from rekindle import errors, models, tiny
+    from rekindle import errors, models, serve, tiny
     from rekindle._src.core.options import OpenOptions, SamplingOptions
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
     from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.serve.server import Server
     from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
     from rekindle._src.session.cache_view import CacheView
     from rekindle._src.session.cache_writer import SaveReport
@@ -83,6 +84,7 @@ _LAZY = {
     "RowReport": "rekindle._src.session.stats",
     "SamplingOptions": "rekindle._src.core.options",
     "SaveReport": "rekindle._src.session.cache_writer",
+    "Server": "rekindle._src.serve.server",
     "Session": "rekindle._src.session.session",
     "SessionStats": "rekindle._src.session.stats",
     "SnapshotInfo": "rekindle._src.kvcache.persist.snapshot",
@@ -98,7 +100,7 @@ _LAZY = {
     "open": "rekindle._src.session.opening",
     "open_sync": "rekindle._src.session.opening",
 }
-_MODULES = ("errors", "models", "tiny")
+_MODULES = ("errors", "models", "serve", "tiny")
 
 __version__ = VERSION
 __all__ = [
@@ -141,6 +143,7 @@ __all__ = [
     "Sampling",
     "SamplingOptions",
     "SaveReport",
+    "Server",
     "Session",
     "SessionClosed",
     "SessionForked",
@@ -164,6 +167,7 @@ __all__ = [
     "models",
     "open",
     "open_sync",
+    "serve",
     "tiny",
 ]
 

@@ -212,6 +212,8 @@ class TextDelta(html.Record):
     logprobs: tuple[TokenLogprobs, ...] = ()
     index: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with a sequence's first delta, if they were asked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,6 +263,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
+    stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
     # Texts of tokens are made when they are asked for. Copies and pickles don't have it.
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,6 +27,8 @@ from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessa
 from rekindle.errors import RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
+# A request for no tokens ends by its length, whatever the token that was sampled for it.
+_SCORED = dict.fromkeys((FinishReason.EOS, FinishReason.STOP, FinishReason.CONTEXT), FinishReason.LENGTH)
 
 
 class OutputState:
@@ -33,7 +36,8 @@ class OutputState:
 
     __slots__ = (
         "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs",
-        "_pooled", "_program_wait", "_prompt_logprobs", "_text", "_tokens", "mailbox", "prompt", "request", "started",
+        "_pooled", "_program_wait", "_prompt_logprobs", "_scores", "_stop_reason", "_text", "_tokens",
+        "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +58,8 @@ class OutputState:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._scores = 0  # of them, those delivered
+        self._stop_reason: str | int | None = None
         self._text: list[str] = []
         self._delivered = 0  # tokens delivered in deltas
         self._cached = 0
@@ -71,6 +77,8 @@ class OutputState:
         if event.token_ids and not self._tokens:
             self._first = now
             self._compiling_first = self._waited(now)
+        if self.request.sampling.max_tokens == 0:
+            event, reason = _scored(event), reason and _SCORED.get(reason, reason)
         self._cached = event.cached_tokens
         self._pooled = event.pooled
         self._prompt_logprobs += event.prompt_logprobs
@@ -79,6 +87,9 @@ class OutputState:
         self._logprobs += event.logprobs
         # An eos or stop token that ended it has no text. A stop string ends it without such a token.
         ends = reason in _TOKEN_ENDS and len(event.token_ids) > 0
+        if ends and reason is FinishReason.STOP:
+            self._stop_reason = event.token_ids[-1]
+            ends = not self.request.sampling.include_stop
         text, stopped = self._detokenizer.push(event.token_ids[:-1] if ends else event.token_ids)
         if stopped is not None:  # drop the tokens after the stop string
             del self._tokens[self._detokenizer.tokens :], self._logprobs[self._detokenizer.tokens :]
@@ -86,7 +97,7 @@ class OutputState:
             text += self._detokenizer.flush()
             stopped = self._detokenizer.stopped
         if stopped is not None and reason not in (FinishReason.ABORTED, FinishReason.FAILED):
-            reason = FinishReason.STOP
+            reason, self._stop_reason = FinishReason.STOP, stopped
         if reason is not None:
             released = len(self._tokens)
         else:
@@ -107,8 +118,11 @@ class OutputState:
                 logprobs=tuple(self._logprobs[start:released]),
                 index=self.request.index,
                 finish_reason=reason,
+                stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
+                prompt_logprobs=tuple(self._prompt_logprobs[self._scores :]),
             )
         )
+        self._scores = len(self._prompt_logprobs)
 
     def completion(self, reason: FinishReason, now: float) -> Completion | Embedded:
         """The completion of a sequence that ended for `reason` at `now`, or its embedding."""
@@ -137,6 +151,7 @@ class OutputState:
             logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,
             index=request.index,
+            stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
             decode=self._decode,
         )
 
@@ -150,6 +165,11 @@ class OutputState:
         elif reason is FinishReason.FAILED:
             error = error or RequestFailed(f"request {self.request.id} failed after {len(self._tokens)} tokens")
         self.mailbox.complete(self.request.index, error if error is not None else self.completion(reason, now))
+
+
+def _scored(event: TokenEvent) -> TokenEvent:
+    """The event of a request for no tokens: without the one that was sampled."""
+    return dataclasses.replace(event, token_ids=(), logprobs=())
 
 
 async def run(

@@ -103,6 +103,8 @@ class ChatTemplate:
         name, text = self._pick(template, tools is not None)
         try:
             chat = _messages(messages)
+            if "developer" not in text:  # OpenAI's newer name of the system message
+                chat = [{**one, "role": "system"} if one["role"] == "developer" else one for one in chat]
             given = {key: _plain(value) for key, value in variables.items()}
             schemas, sources = _schemas("tools", tools), _schemas("documents", documents)
         except RecursionError:

@@ -155,7 +155,7 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
-_BYTES = _byte_of_character()
+BYTES = _byte_of_character()
 
 
 class _ByteLevelStream:
@@ -178,7 +178,7 @@ class _ByteLevelStream:
         if token is None:
             return ""
         try:
-            data = bytes([_BYTES[character] for character in token])
+            data = bytes([BYTES[character] for character in token])
         except KeyError:  # an added token outside the alphabet is text already
             data = token.encode()
         return self._decoder.decode(data)
@@ -230,4 +230,6 @@ class _WindowStream:
 
 def real_detokenizer(tokenizer: Any) -> Callable[[Sampling], Detokenizer]:
     """The factory of detokenizers for a session: one per request, from its sampling options."""
-    return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+    return lambda sampling: Detokenizer(
+        tokenizer, sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens
+    )
