@@ -13,6 +13,7 @@ from rekindle._src.serve import info
 from rekindle._src.serve.auth import Guard, Keys
 from rekindle._src.serve.chat import chat
 from rekindle._src.serve.completions import completions
+from rekindle._src.serve.embeddings import EMBEDDINGS, embeddings
 from rekindle._src.serve.errors import Refused
 from rekindle._src.serve.exchange import Exchange, Handler, JsonEndpoint, OpenAI
 from rekindle._src.serve.fields import Endpoint
@@ -30,6 +31,7 @@ log = logging.getLogger("rekindle.serve")
 POSTS: tuple[tuple[Endpoint, Handler], ...] = (
     (CHAT, chat),
     (COMPLETIONS, completions),
+    (EMBEDDINGS, embeddings),
     (info.TOKENIZE, info.tokenize),
     (info.DETOKENIZE, info.detokenize),
     (info.ABORT, info.abort),
