@@ -214,6 +214,7 @@ async def test_files_that_cannot_be_used_are_left_alone(session: Session, tmp_pa
         await BatchRun(session, source, tmp_path / "in" / "out").run()
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_after_a_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
     lines = [

@@ -70,6 +70,7 @@ class RowPrompts:
                 raise InvalidRequest(
                     field, dict(row), f"has no {missing[0]!r}, which the template names", f"Its fields are {names}"
                 )
+        made: Any
         try:
             made = self._template.format_map(row) if isinstance(self._template, str) else self._template(row)
         except Exception as error:
