@@ -22,9 +22,9 @@ import psutil
 import pytest
 
 import rekindle
+from helpers.loopback import Case, Load
 from helpers.sessions import wait_until_idle
 from rekindle import Session
-from serve.loopback import Case, Load
 
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
 
@@ -136,7 +136,7 @@ def test_a_signal_amid_a_load_loses_nothing_that_was_promised(cases: list[Case],
                     await asyncio.sleep(0.2)
                 running = asyncio.ensure_future(load.run())
                 while load.counts.finished < 100 and not running.done():
-                    await asyncio.sleep(0.02)
+                    await asyncio.wait([running], timeout=0.02)
                 load.ending = True
                 process.send_signal(signal.SIGTERM)
                 await asyncio.wait([running], timeout=0.5)

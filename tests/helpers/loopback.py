@@ -65,7 +65,7 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
                 raise Wrong(f"status {status}: {answer[:300]!r}")
             return False
         text, reason, events, done = "", None, 0, False
-        while line := await reader.readline():
+        while line := await _promised(reader):
             if not line.startswith(b"data: "):
                 continue
             events += 1
@@ -92,6 +92,13 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
+
+
+async def _promised(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.readline()
+    except (ConnectionResetError, asyncio.IncompleteReadError) as error:
+        raise Wrong(f"a stream that had begun was cut: {error!r}") from error
 
 
 class Load:
