@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, Reply, ReplyEvent, ToolCall, fold
 from rekindle._src.core.sampling import Sampling
 
 IntArray = NDArray[np.int32]
@@ -214,6 +215,25 @@ class TextDelta(html.Record):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with a sequence's first delta, if they were asked for
+    # Of a chat whose reply is read for reasoning or calls; `text` is then everything that the model wrote.
+    events: tuple[ReplyEvent, ...] | None = None
+
+    @property
+    def content(self) -> str:
+        """Its part of the answer itself, without reasoning and calls of tools."""
+        if self.events is None:
+            return self.text
+        return "".join(event.text for event in self.events if isinstance(event, ContentDelta))
+
+    @property
+    def reasoning(self) -> str:
+        """Its part of the reasoning before the answer."""
+        return "".join(event.text for event in self.events or () if isinstance(event, ReasoningDelta))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools that are complete with it."""
+        return fold(self.events or ()).tool_calls
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -264,6 +284,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
     stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
+    reply: Reply | None = None  # of a chat whose reply is read for reasoning or calls: its parts
     # Texts of tokens are made when they are asked for. Copies and pickles don't have it.
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -271,6 +292,31 @@ class Completion:
     def seed(self) -> int:
         assert self.sampling.seed is not None, "a finished request has its seed drawn"
         return self.sampling.seed
+
+    @property
+    def content(self) -> str:
+        """The answer itself: the text without reasoning and calls of tools."""
+        return self.text if self.reply is None else self.reply.content
+
+    @property
+    def reasoning(self) -> str:
+        """What a reasoning model wrote before its answer; empty if there is none."""
+        return "" if self.reply is None else self.reply.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that the model wants to be called, if `chat` was given `tools`."""
+        return () if self.reply is None else self.reply.tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message, for the next turn of a chat."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [call.message() for call in self.tool_calls]
+        return found
 
     @property
     def token_texts(self) -> tuple[str, ...]:

@@ -22,8 +22,10 @@ from rekindle._src.core.records import (
     Usage,
     Vector,
 )
+from rekindle._src.core.reply import ReplyEvent, fold
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
+from rekindle._src.text.replies import ReplyScanner
 from rekindle.errors import RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
@@ -35,8 +37,9 @@ class OutputState:
     """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it."""
 
     __slots__ = (
-        "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs",
-        "_pooled", "_program_wait", "_prompt_logprobs", "_scores", "_stop_reason", "_text", "_tokens",
+        "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_events", "_first",
+        "_logprobs", "_pooled", "_program_wait", "_prompt_logprobs", "_scanner", "_scores", "_stop_reason", "_text",
+        "_tokens",
         "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
@@ -48,6 +51,8 @@ class OutputState:
         detokenizer: DetokenizerLike,
         decode: Callable[[Sequence[int]], str] | None = None,
         program_wait: ProgramWait | None = None,
+        *,
+        scanner: ReplyScanner | None = None,
     ) -> None:
         self.request = request
         self.mailbox = mailbox
@@ -61,6 +66,8 @@ class OutputState:
         self._scores = 0  # of them, those delivered
         self._stop_reason: str | int | None = None
         self._text: list[str] = []
+        self._scanner = scanner  # reads the reply of a chat
+        self._events: list[ReplyEvent] = []
         self._delivered = 0  # tokens delivered in deltas
         self._cached = 0
         self._pooled: Vector | None = None
@@ -110,6 +117,11 @@ class OutputState:
     def _deliver(self, text: str, released: int, reason: FinishReason | None) -> None:
         start, self._delivered = self._delivered, released
         self._text.append(text)
+        events = None
+        if self._scanner is not None:
+            events = self._scanner.feed(text)
+            events += self._scanner.finish() if reason is not None else ()
+            self._events += events
         self.mailbox.put(
             TextDelta(
                 request_id=self.request.id,
@@ -120,6 +132,7 @@ class OutputState:
                 finish_reason=reason,
                 stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
                 prompt_logprobs=tuple(self._prompt_logprobs[self._scores :]),
+                events=None if events is None else tuple(events),
             )
         )
         self._scores = len(self._prompt_logprobs)
@@ -152,6 +165,7 @@ class OutputState:
             prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,
             index=request.index,
             stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
+            reply=None if self._scanner is None else fold(self._events),
             decode=self._decode,
         )
 

@@ -14,6 +14,7 @@ from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import FinishReason, IntArray, Pooling, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
+from rekindle._src.text.replies import ReplyPlan
 
 M = TypeVar("M")
 
@@ -24,7 +25,7 @@ class Engine(NamedTuple):
     scheduler: SchedulerLike
     runner: RunnerLike
     tokenizer: TokenizerLike
-    detokenizer: Callable[[Sampling], DetokenizerLike]
+    detokenizer: Callable[[Sampling, frozenset[str]], DetokenizerLike]  # the second: special tokens with a text
     config: EngineConfig  # resolved
     vocab_size: int
     chat: ChatLike | None = None  # where the model brings a template
@@ -53,6 +54,7 @@ class Submission(NamedTuple):
     arrival: float
     render: Callable[[], str] | None = None  # makes the text, off every event loop; a chat template does it
     pooling: Pooling | None = None  # embed the prompt rather than go on with it
+    reply: ReplyPlan | None = None  # how a chat's reply is read for reasoning and calls of tools
 
 
 class Abort(NamedTuple):

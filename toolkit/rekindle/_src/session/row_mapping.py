@@ -15,6 +15,7 @@ from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import fresh, until
 from rekindle._src.session.call import Call
+from rekindle._src.session.chats import Chats
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.requests import Requests
 from rekindle._src.session.row_answers import RowAnswer, RowAnswers
@@ -48,7 +49,7 @@ class RowMap(Call[RowAnswers]):
     def __init__(
         self, session: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat_options: Any
     ) -> None:
-        self._session: Requests = session
+        self._session: RowMapping = session
         self._rows: Rows = rows
         self._prompts: RowPrompts = prompts
         self._sampling, self._options = sampling, options
@@ -186,7 +187,7 @@ class RowMap(Call[RowAnswers]):
         return f"<RowMap: {len(self._found):,}{total} rows answered>"
 
 
-class RowMapping(Requests):
+class RowMapping(Requests, Chats):
     """The part of a session that maps rows."""
 
     @takes_options(Sampling)

@@ -67,7 +67,7 @@ class Session(RowMapping, Embedding):
             scheduler,
             runner,
             tokenizer,
-            detokenizer if detokenizer is not None else real_detokenizer(tokenizer),
+            real_detokenizer(tokenizer) if detokenizer is None else lambda sampling, visible: detokenizer(sampling),
             config,
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
