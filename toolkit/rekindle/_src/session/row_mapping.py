@@ -91,6 +91,8 @@ class RowMap(Call[RowAnswers]):
                 await self._wait()
         except BaseException as error:
             for asked in self._live:
+                if not isinstance(error, Exception) and asked.handle.done and asked.handle.error is None:
+                    self._answered(asked, asked.handle.completion())  # it came just before the interrupt
                 asked.handle.cancel()
             self._live = []
             error.__traceback__ = None
@@ -142,12 +144,12 @@ class RowMap(Call[RowAnswers]):
 
     def _answered(self, asked: _Asked, done: Completion) -> None:
         usage = done.usage
-        answer = RowAnswer(asked.row, done.text, done.finish_reason, usage.prompt_tokens, usage.completion_tokens)
+        answer = RowAnswer(asked.row, done.content, done.finish_reason, usage.prompt_tokens, usage.completion_tokens)
         if self._out is not None:
             self._out.add(
                 asked.row,
                 asked.key,
-                text=done.text,
+                text=done.content,  # of a chat, without its reasoning
                 finish_reason=str(done.finish_reason),
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=usage.completion_tokens,
@@ -227,6 +229,22 @@ class RowMapping(Requests, Chats):
         told = json.dumps([self._engine.model, changed, extra], sort_keys=True, default=str)
         return RowMap(self, Rows(rows), RowPrompts(template, chat=chat, system=system), asked, told, out, extra)
 
-    def map_sync(self, rows: Iterable[Any], template: Template, *given: Any, **options: Any) -> RowAnswers:
+    @takes_options(Sampling)
+    def map_sync(
+        self,
+        rows: Iterable[Any],
+        template: Template,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> RowAnswers:
         """`map` for code without an event loop: blocks this thread until the answers are there."""
-        return self.map(rows, template, *given, **options).result_sync()
+        call = self.map(
+            rows, template, sampling, out=out, chat=chat, system=system, template_options=template_options, **options
+        )
+        return call.result_sync()
