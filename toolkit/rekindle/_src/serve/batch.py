@@ -49,14 +49,15 @@ class BatchRun:
 
     def __init__(
         self,
-        session: SessionLike,
+        session: Any,
         source: str | os.PathLike[str],
         out: str | os.PathLike[str],
         *,
         name: str | None = None,
         strict: bool = False,
     ) -> None:
-        self._session, self._source = session, Path(source)
+        self._session: SessionLike = session
+        self._source = Path(source)
         self._service = Service(Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict)
         self._name = next(iter(self._service.models.by_name))
         self._lines = JsonLines(out, start=_START, writer="rekindle run-batch", found=self._found, field="output")
