@@ -8,12 +8,15 @@ import os
 import re
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import rekindle
+from helpers.sessions import wait_until_idle
 from rekindle import Session
 
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
@@ -113,3 +116,25 @@ def test_lm_eval(url: str, session: Session, tmp_path: Path) -> None:
             assert done.prompt_logprobs is not None
             expected = sum(entry.logprob for entry in done.prompt_logprobs[before - 1 :])
             assert float(response[0]) == pytest.approx(expected, abs=1e-4)
+
+
+@needs("schemathesis")
+def test_schemathesis(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two thousand requests made of the OpenAPI document, and of what it forbids: none ends with a status of 5xx."""
+    options = {"dtype": "float32", "max_model_len": 64, "cache_dir": str(tmp_path_factory.mktemp("cache"))}
+    with rekindle.open_sync("tiny", max_requests=8, **options) as session:  # type: ignore[arg-type]
+        url = session.serve(name="tiny").result_sync().url
+        try:
+            urllib.request.urlopen(f"{url}/openapi.json").close()
+        except urllib.error.HTTPError as error:
+            pytest.skip(f"the server has no OpenAPI document yet: {error}")
+        said = run(
+            str(Path(sys.executable).parent / "schemathesis"), "run", f"{url}/openapi.json", "--phases", "fuzzing",
+            "--checks", "not_a_server_error", "--max-examples", "200", "--seed", "1", "--request-timeout", "60",
+            "--suppress-health-check", "all", "--no-color",
+            url=url,
+        )  # fmt: skip
+        print(said[-3_000:])
+        found = re.search(r"(\d[\d,]*) generated", said)
+        assert found is not None and int(found[1].replace(",", "")) >= 2_000, said[-3_000:]
+        wait_until_idle(session)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from rekindle._src.core.records import Completion, Embedded, IntArray, TextDelta
@@ -132,6 +132,11 @@ class Mailbox:
             await until(lambda: self.ended, self._wakeups)
         else:
             await until(lambda: self.ended or failure.filled, self._wakeups, failure.wakeups)
+
+    @staticmethod
+    async def one_ended(mailboxes: Sequence[Mailbox]) -> None:
+        """Wait until one of several is complete."""
+        await until(lambda: any(one.ended for one in mailboxes), *(one._wakeups for one in mailboxes))
 
     async def more(self, seen: int) -> None:
         """Wait until the log is longer than `seen`, or complete."""

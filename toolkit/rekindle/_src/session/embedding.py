@@ -50,8 +50,8 @@ class Embeddings(Call[T]):
     @property
     def usage(self) -> Usage:
         """The tokens of the texts that were embedded so far."""
-        ended = [result for handle in self._batch.handles for result in handle._mailbox.results]
-        return Usage(sum(one.usage.prompt_tokens for one in ended if isinstance(one, Embedded)), 0, 0)
+        ended = [handle for handle in self._batch.handles if handle.done and handle.error is None]
+        return Usage(sum(handle.completion().usage.prompt_tokens for handle in ended), 0, 0)
 
     def __repr__(self) -> str:
         handles = self._batch.handles

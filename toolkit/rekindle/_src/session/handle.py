@@ -314,6 +314,14 @@ class SyncStream(Iterator[TextDelta]):
             raise TypeError("stream_sync(…) is for plain `for`; with `async for` use session.stream(…)")
 
 
+async def one_ended(handles: Sequence[Handle[Any]]) -> None:
+    """Wait until one of the requests has ended."""
+    for handle in handles:
+        if not handle.done:
+            handle._host.check_waiting(f"request {handle.id}")
+    await Mailbox.one_ended([handle._mailbox for handle in handles])
+
+
 class Batch(Call[list[T]]):
     """The requests of several prompts: await it for the list of their results.
 

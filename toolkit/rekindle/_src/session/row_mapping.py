@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.mailbox import fresh, until
+from rekindle._src.dispatch.mailbox import fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.chats import Chats
-from rekindle._src.session.handle import Handle
+from rekindle._src.session.handle import Handle, one_ended
 from rekindle._src.session.requests import Requests
 from rekindle._src.session.row_answers import RowAnswer, RowAnswers
 from rekindle._src.session.row_prompts import RowPrompts, Rows, Template
@@ -47,14 +48,15 @@ class RowMap(Call[RowAnswers]):
 
     # Any: only map() makes one, and the signature of a public class names no private type.
     def __init__(
-        self, session: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat_options: Any
+        self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any
     ) -> None:
         self._session: RowMapping = session
+        self._config: EngineConfig = config
         self._rows: Rows = rows
         self._prompts: RowPrompts = prompts
         self._sampling, self._options = sampling, options
         self._out: RowsFile | None = None if out is None else RowsFile(out)
-        self._chat_options: Mapping[str, Any] = chat_options
+        self._chat_options: Mapping[str, Any] = chat
         self._found: dict[int, RowAnswer] = {}
         self._live: list[_Asked] = []
         self._made = 0  # tokens of answers that ended
@@ -68,7 +70,7 @@ class RowMap(Call[RowAnswers]):
     async def _result(self) -> RowAnswers:
         if not self._complete:
             with (
-                Activity(self._progress(), quiet=self._session._engine.config.quiet),
+                Activity(self._progress(), quiet=self._config.quiet),
                 self._out if self._out is not None else contextlib.nullcontext(),
             ):
                 await self._run()
@@ -76,15 +78,14 @@ class RowMap(Call[RowAnswers]):
         return self.answers
 
     async def _run(self) -> None:
-        config = self._session._engine.config
-        most = min(2 * config.max_requests, config.max_queue + config.max_requests)
+        most = min(2 * self._config.max_requests, self._config.max_queue + self._config.max_requests)
         try:
             for row, values in enumerate(self._rows):
                 asked = self._ask(row, values)
                 if asked is None:
                     continue
-                self._live.append(asked)
                 await asked.handle.admit()
+                self._live.append(asked)
                 if len(self._live) >= most:
                     await self._wait()
             while self._live:
@@ -126,11 +127,7 @@ class RowMap(Call[RowAnswers]):
     async def _wait(self) -> None:
         """Wait until a row is answered, and keep all that are."""
         live = self._live
-        for asked in live:
-            if not asked.handle.done:
-                asked.handle._host.check_waiting(f"request {asked.handle.id}")
-        mailboxes = [asked.handle._mailbox for asked in live]
-        await until(lambda: any(mailbox.ended for mailbox in mailboxes), *(mailbox._wakeups for mailbox in mailboxes))
+        await one_ended([asked.handle for asked in live])
         ended = [asked for asked in live if asked.handle.done]
         self._live = [asked for asked in live if not asked.handle.done]
         for asked in ended:
@@ -171,7 +168,7 @@ class RowMap(Call[RowAnswers]):
 
         def look() -> State:
             ended, total, seconds = len(self._found), self._rows.total, time.monotonic() - began
-            made = self._made + sum(asked.handle._tokens_so_far for asked in tuple(self._live))
+            made = self._made + sum(len(asked.handle.token_ids) for asked in tuple(self._live))
             line = f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows"
             line += f", {made / seconds:,.0f} tokens/s" if made and seconds > 0 else ""
             resumed = sum(answer.resumed for answer in tuple(self._found.values()))
@@ -227,7 +224,8 @@ class RowMapping(Requests, Chats):
         changed.pop("priority")
         extra = {} if template_options is None else {"template_options": dict(template_options)}
         told = json.dumps([self._engine.model, changed, extra], sort_keys=True, default=str)
-        return RowMap(self, Rows(rows), RowPrompts(template, chat=chat, system=system), asked, told, out, extra)
+        prompts = RowPrompts(template, chat=chat, system=system)
+        return RowMap(self, self._engine.config, Rows(rows), prompts, asked, told, out, extra)
 
     @takes_options(Sampling)
     def map_sync(
