@@ -28,6 +28,7 @@ FOLDERS = (
     "rekindle._src.execution",
     "rekindle._src.dispatch",
     "rekindle._src.notebook",
+    "rekindle._src.serve",
     "rekindle.tiny",
     "rekindle._src.session",
     "rekindle._src.bench",

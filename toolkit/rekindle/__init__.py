@@ -3,8 +3,8 @@
     session = await rekindle.open("tiny")
     done = await session.generate("Once upon a time", max_tokens=64)
 
-What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.tiny` and the package
-`rekindle_kernels`. Names load their modules at first use, so that importing rekindle costs little beside jax.
+What is public: the names of this module, `rekindle.errors`, `.models`, `.serve` and `.tiny` of rekindle, and the
+package `rekindle_kernels`. Names load their modules at first use, so that importing rekindle costs little beside jax.
 """
 
 from __future__ import annotations
@@ -37,20 +37,24 @@ from rekindle.errors import (
 )
 
 if TYPE_CHECKING:
-    from rekindle import errors, models, tiny
+    from rekindle import errors, models, serve, tiny
     from rekindle._src.core.options import OpenOptions, SamplingOptions
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
     from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.serve.server import Server
     from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
     from rekindle._src.session.cache_view import CacheView
     from rekindle._src.session.cache_writer import SaveReport
     from rekindle._src.session.call import Call
     from rekindle._src.session.conversation import Conversation, Turn
+    from rekindle._src.session.embedding import Embeddings
     from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
+    from rekindle._src.session.row_answers import RowAnswer, RowAnswers
+    from rekindle._src.session.row_mapping import RowMap
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
 
@@ -62,6 +66,7 @@ _LAZY = {
     "Call": "rekindle._src.session.call",
     "Completion": "rekindle._src.core.records",
     "Conversation": "rekindle._src.session.conversation",
+    "Embeddings": "rekindle._src.session.embedding",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
     "Handle": "rekindle._src.session.handle",
@@ -73,9 +78,13 @@ _LAZY = {
     "PrefixExplanation": "rekindle._src.session.cache_report",
     "ProgramReport": "rekindle._src.session.stats",
     "PromptLike": "rekindle._src.session.prompts",
+    "RowAnswer": "rekindle._src.session.row_answers",
+    "RowAnswers": "rekindle._src.session.row_answers",
+    "RowMap": "rekindle._src.session.row_mapping",
     "RowReport": "rekindle._src.session.stats",
     "SamplingOptions": "rekindle._src.core.options",
     "SaveReport": "rekindle._src.session.cache_writer",
+    "Server": "rekindle._src.serve.server",
     "Session": "rekindle._src.session.session",
     "SessionStats": "rekindle._src.session.stats",
     "SnapshotInfo": "rekindle._src.kvcache.persist.snapshot",
@@ -91,7 +100,7 @@ _LAZY = {
     "open": "rekindle._src.session.opening",
     "open_sync": "rekindle._src.session.opening",
 }
-_MODULES = ("errors", "models", "tiny")
+_MODULES = ("errors", "models", "serve", "tiny")
 
 __version__ = VERSION
 __all__ = [
@@ -105,6 +114,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Conversation",
+    "Embeddings",
     "EngineConfig",
     "Explanation",
     "FinishReason",
@@ -126,10 +136,14 @@ __all__ = [
     "RekindleError",
     "RequestAborted",
     "RequestFailed",
+    "RowAnswer",
+    "RowAnswers",
+    "RowMap",
     "RowReport",
     "Sampling",
     "SamplingOptions",
     "SaveReport",
+    "Server",
     "Session",
     "SessionClosed",
     "SessionForked",
@@ -153,6 +167,7 @@ __all__ = [
     "models",
     "open",
     "open_sync",
+    "serve",
     "tiny",
 ]
 

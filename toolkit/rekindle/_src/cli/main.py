@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
     """Run one subcommand and return the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
-        command = importlib.import_module(f"rekindle._src.cli.{arguments.command}")
+        command = importlib.import_module(f"rekindle._src.cli.{arguments.command.replace('-', '_')}")
         imported()
         return int(command.run(arguments))
     except KeyboardInterrupt:
@@ -95,7 +95,46 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--plots", type=Path, help="with --growth: a folder for pictures; needs matplotlib")
     bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    batch = commands.add_parser("run-batch", help="answer a file of requests in OpenAI's batch format")
+    batch.add_argument("input", type=Path, help="a JSON object with custom_id, method, url and body on each line")
+    batch.add_argument("output", type=Path, help="gets a line for each; called again after a kill, it goes on")
+    batch.add_argument("--name", help="what the model is called in the requests; by default as --model")
+    batch.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
+    _model_options(batch)
+    _serve(commands.add_parser("serve", help="answer requests over HTTP, as OpenAI's API"))
     return root
+
+
+def _serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("model", nargs="*", default=["tiny"], help="local folders, hub ids, or 'tiny' (the default)")
+    serve.add_argument("--name", action="append", default=[], help="what a model is called; in the models' order")
+    serve.add_argument("--host", default="127.0.0.1", help="the address to listen at (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    serve.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help="a key that requests may bring; several times for several; $REKINDLE_API_KEY is one, too",
+    )
+    serve.add_argument("--api-key-file", type=Path, help="a file with a key on each line")
+    serve.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
+    serve.add_argument("--body-limit", type=int, default=32, metavar="MIB", help="of a request (default 32)")
+    serve.add_argument(
+        "--max-queued-tokens",
+        type=int,
+        default=1 << 20,
+        metavar="N",
+        help="prompt tokens that may wait before requests get 429 (default 1048576)",
+    )
+    serve.add_argument("--drain", type=float, default=30.0, help="seconds that answers may go on after SIGTERM")
+    serve.add_argument("--cors-origin", action="append", default=[], help="an origin whose pages may use the server")
+    serve.add_argument(
+        "--trust-request-chat-template", action="store_true", help="let requests bring a chat template, which is code"
+    )
+    serve.add_argument("--access-log", action="store_true", help="log every request")
+    _engine_options(serve)
+    serve.add_argument("--max-queue", type=int, help="requests that may wait before others get 429 (default 1024)")
+    serve.add_argument("--restore", help="a snapshot to restore, or 'auto' for what the last session left")
 
 
 def _model_options(command: argparse.ArgumentParser) -> None:
@@ -131,7 +170,17 @@ def _sampling_options(command: argparse.ArgumentParser) -> None:
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of `open()` that were given on the command line."""
-    names = ("dtype", "quantize", "max_model_len", "max_requests", "policy", "prompt_lookup", "cache_dir")
+    names = (
+        "dtype",
+        "quantize",
+        "max_model_len",
+        "max_requests",
+        "policy",
+        "prompt_lookup",
+        "cache_dir",
+        "max_queue",
+        "restore",
+    )
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 
 

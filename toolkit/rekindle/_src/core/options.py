@@ -34,6 +34,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
+    include_stop: bool | None
     ignore_eos: bool | None
     logprobs: int | None
     prompt_logprobs: int | None

@@ -8,15 +8,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, Reply, ReplyEvent, ToolCall, fold
 from rekindle._src.core.sampling import Sampling
 
 IntArray = NDArray[np.int32]
+Vector = NDArray[np.float32]
+Pooling = Literal["mean", "last"]
 
 
 class FinishReason(enum.StrEnum):
@@ -55,6 +58,7 @@ class Request:
     arrival: float = 0.0  # time.perf_counter() at submit
     group: str = ""  # shared by the n sequences of one prompt
     index: int = 0  # which of the n
+    pooling: Pooling | None = None  # embed the prompt: its hidden states are pooled, and nothing is generated
 
     @property
     def prompt_length(self) -> int:
@@ -136,6 +140,7 @@ class RowResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
     error: Exception | None = None  # the row could not be prepared: the step ran without it, and its request fails
     finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
+    pooled: Vector | None = None  # of a request with `pooling`: the chunk's sum of hidden states, or its last one
 
 
 class LostPage(NamedTuple):
@@ -186,6 +191,7 @@ class TokenEvent:
     cached_tokens: int = 0  # of the prompt, found in the cache
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+    pooled: Vector | None = None  # of the whole prompt; at the end of a request with `pooling`
 
     def then(self, later: TokenEvent) -> TokenEvent:
         """This event and a later one of the same request as one event."""
@@ -207,6 +213,27 @@ class TextDelta(html.Record):
     logprobs: tuple[TokenLogprobs, ...] = ()
     index: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with a sequence's first delta, if they were asked for
+    # Of a chat whose reply is read for reasoning or calls; `text` is then everything that the model wrote.
+    events: tuple[ReplyEvent, ...] | None = None
+
+    @property
+    def content(self) -> str:
+        """Its part of the answer itself, without reasoning and calls of tools."""
+        if self.events is None:
+            return self.text
+        return "".join(event.text for event in self.events if isinstance(event, ContentDelta))
+
+    @property
+    def reasoning(self) -> str:
+        """Its part of the reasoning before the answer."""
+        return "".join(event.text for event in self.events or () if isinstance(event, ReasoningDelta))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools that are complete with it."""
+        return fold(self.events or ()).tool_calls
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,6 +283,8 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
+    stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
+    reply: Reply | None = None  # of a chat whose reply is read for reasoning or calls: its parts
     # Texts of tokens are made when they are asked for. Copies and pickles don't have it.
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -263,6 +292,31 @@ class Completion:
     def seed(self) -> int:
         assert self.sampling.seed is not None, "a finished request has its seed drawn"
         return self.sampling.seed
+
+    @property
+    def content(self) -> str:
+        """The answer itself: the text without reasoning and calls of tools."""
+        return self.text if self.reply is None else self.reply.content
+
+    @property
+    def reasoning(self) -> str:
+        """What a reasoning model wrote before its answer; empty if there is none."""
+        return "" if self.reply is None else self.reply.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that the model wants to be called, if `chat` was given `tools`."""
+        return () if self.reply is None else self.reply.tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message, for the next turn of a chat."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [call.message() for call in self.tool_calls]
+        return found
 
     @property
     def token_texts(self) -> tuple[str, ...]:
@@ -308,3 +362,12 @@ class Completion:
     def __getstate__(self) -> list[Any]:
         # Without the tokenizer: a pickled completion is text and numbers.
         return [None if field.name == "decode" else getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Embedded:
+    """A prompt whose hidden states were pooled."""
+
+    vector: Vector
+    usage: Usage
+    timings: Timings

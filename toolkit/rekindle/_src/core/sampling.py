@@ -36,7 +36,7 @@ class Sampling(html.Record):
     penalties, the `min_tokens` mask, `temperature`, `top_k`, `top_p`, `min_p`.
 
     Options:
-        max_tokens (256): new tokens at most.
+        max_tokens (256): new tokens at most; 0 only scores the prompt, see prompt_logprobs.
         min_tokens (0): new tokens before the end of sequence or a stop token may come.
         temperature (0.0): 0 is greedy; 1 draws from the model's own distribution.
         top_k (0): draw from the k most likely tokens only; 0 is off.
@@ -50,6 +50,7 @@ class Sampling(html.Record):
         n (1): completions of the same prompt. Above 1 the result is a list.
         stop (()): strings that end the text, which they are not part of; one, or several.
         stop_token_ids (()): token ids that end it; at most 16.
+        include_stop (False): leave the stop string, or the stop token's text, at the end of the text.
         ignore_eos (False): go on after the model's own end of sequence.
         logprobs (None): log-probabilities of the output, with the k most likely tokens; True means 1; at most 20.
         prompt_logprobs (None): the same of the prompt's tokens.
@@ -72,6 +73,7 @@ class Sampling(html.Record):
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -101,11 +103,12 @@ class Sampling(html.Record):
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._whole(name)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest("ignore_eos", self.ignore_eos, "is neither True nor False", "Pass one of them")
+        for name in ("include_stop", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(name, getattr(self, name), "is neither True nor False", "Pass one of them")
         for name in _FLOATS:
             self._number(name)
-        self._within("max_tokens", 1, None)
+        self._within("max_tokens", 0, None)
         self._within("min_tokens", 0, self.max_tokens)
         self._within("temperature", 0.0, None)
         self._within("top_k", 0, None)

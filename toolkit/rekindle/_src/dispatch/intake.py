@@ -57,12 +57,7 @@ async def _hand_on(
         mailbox.prompt_ids = token_ids
         requests = prepare(submission, token_ids, engine, seeds)
         decode = text_of_tokens(engine.tokenizer)
-        made = [
-            OutputState(
-                request, mailbox, submission.text, engine.detokenizer(request.sampling), decode, engine.program_wait
-            )
-            for request in requests
-        ]
+        made = [_output(request, submission, engine, decode) for request in requests]
     except RekindleError as error:
         mailbox.complete_all(error)
         return
@@ -79,6 +74,20 @@ async def _hand_on(
         outputs[output.request.id] = output
         mailbox.request_ids.append(output.request.id)
         outbox.send_nowait(output.request)
+
+
+def _output(
+    request: Request, submission: Submission, engine: Engine, decode: Callable[[Sequence[int]], str] | None
+) -> OutputState:
+    reply, sampling = submission.reply, request.sampling
+    visible = reply.visible if reply is not None else frozenset[str]()
+    scanner = None
+    if reply is not None:
+        scanner = reply.scanner(submission.text or "", request.token_ids.tobytes(), sampling.seed)
+    detokenizer = engine.detokenizer(sampling, visible)
+    return OutputState(
+        request, submission.mailbox, submission.text, detokenizer, decode, engine.program_wait, scanner=scanner
+    )
 
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
@@ -156,6 +165,7 @@ def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: 
             arrival=submission.arrival,
             group=submission.id,
             index=index,
+            pooling=submission.pooling,
         )
         for index in range(sampling.n)
     ]

@@ -22,7 +22,7 @@ from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.page_transfers import Leaving, PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
-from rekindle._src.execution.results import needs_prompt, row_results, with_refused, without
+from rekindle._src.execution.results import needs_pooled, needs_prompt, row_results, with_refused, without
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
@@ -135,6 +135,8 @@ class Runner:
         self._kv, self._state, output = program(self._leaves, self._kv, self._state, upload.ints, upload.floats)
         if self._copies:
             output.rows.copy_to_host_async()
+            if output.pooled is not None:
+                output.pooled.copy_to_host_async()
         now = time.perf_counter()
         idle = self._idle(now)
         begun = now if idle else dispatched
@@ -152,7 +154,8 @@ class Runner:
             packed = np.asarray(output.rows)  # the one place that waits for the device
             prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
             self._uploads[bucket].append(in_flight.upload)
-            rows = row_results(plan, packed, prompt, bucket.rows)
+            pooled = None if output.pooled is None else np.asarray(output.pooled)
+            rows = row_results(plan, packed, prompt, bucket.rows, pooled)
         ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
@@ -255,9 +258,10 @@ class Runner:
         processed = any(row.request.sampling.processors for row in plan.rows)
         size = {"rows": len(plan.decode), "tokens": plan.prefill_tokens, "prefills": len(plan.prefill)}
         most = self.config.max_requests
-        best = bucket_for(self.programs.lattice, most, **size, processed=processed)
+        lattice = self.programs.pooling if needs_pooled(plan) else self.programs.lattice
+        best = bucket_for(lattice, most, **size, processed=processed)
         if self.prefer_ready and not self.programs.ready(best):
-            ready = [bucket for bucket in self.programs.lattice if self.programs.ready(bucket)]
+            ready = [bucket for bucket in lattice if self.programs.ready(bucket)]
             try:
                 return bucket_for(ready, most, **size, processed=processed)
             except ConfigError:

@@ -27,10 +27,11 @@ class Bucket:
     rows: int  # decode rows, padding included
     tokens: int  # prefill tokens, padding included
     processed: bool = False  # the variant that contains the user's logits processors
+    pools: bool = False  # the variant that also pools the hidden states of its prefill sequences
 
     @property
     def name(self) -> str:
-        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "")
+        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "") + ("e" if self.pools else "")
 
     @property
     def cost(self) -> int:

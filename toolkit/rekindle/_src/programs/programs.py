@@ -88,6 +88,8 @@ class Programs:
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
         self.lattice = lattice(config, processed=bool(self.processors), single=single)
+        # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
+        self.pooling = tuple(dataclasses.replace(bucket, pools=True) for bucket in self.lattice if bucket.tokens)
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)
@@ -104,7 +106,7 @@ class Programs:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """All programs; `gather` and `scatter` only where there is a tier below the device."""
+        """The programs that `precompile` makes; `gather` and `scatter` only where there is a tier below the device."""
         moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
         return (*self.lattice, MEMORY, ADMIT, *moves)
 
@@ -116,8 +118,8 @@ class Programs:
         return key in self._ready
 
     def manifest(self) -> tuple[ProgramRecord, ...]:
-        """Every program that is ready, in the order of `keys`."""
-        return tuple(self._records[key] for key in self.keys if key in self._records)
+        """Every program that is ready, in the order of `keys`, those for embeddings last."""
+        return tuple(self._records[key] for key in (*self.keys, *self.pooling) if key in self._records)
 
     def record(self, key: Key) -> ProgramRecord:
         """The record of a program that is ready."""
@@ -186,7 +188,7 @@ class Programs:
         self._ready.clear()
 
     def _alone(self, key: Key) -> threading.Lock:
-        if key not in self.keys:
+        if key not in self.keys and key not in self.pooling:
             raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.keys)}")
         with self._lock:
             return self._building.setdefault(key, threading.Lock())
@@ -236,6 +238,7 @@ class Programs:
                 self.kv[0].page_size,
                 implementation=self.config.kernels,
                 processors=self.processors if key.processed else (),
+                pools=key.pools,
             )
             return step, (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats)), (1, 2)
         if key == MEMORY:

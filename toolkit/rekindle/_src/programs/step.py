@@ -23,6 +23,7 @@ from rekindle._src.programs.flags import PROCESSORS, SHAPES, Flag
 from rekindle._src.programs.logit_shaping import shape
 from rekindle._src.programs.logprobs import prompt_logprobs, row_logprobs
 from rekindle._src.programs.packing import Layout, StepInputs, unpack
+from rekindle._src.programs.pooling import pooled_states
 from rekindle._src.programs.processors import LogitsContext, LogitsProcessor, process
 from rekindle._src.programs.request_state import RequestState, record
 from rekindle._src.programs.sampling import choose
@@ -36,6 +37,7 @@ class StepOutput(NamedTuple):
 
     rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token or NOT_FINITE, packed log-probabilities (or zeros)
     prompt: Array  # int32 [T, logprobs.WIDTH]: read only when a row asked for prompt_logprobs
+    pooled: Array | None = None  # float32 [2, S, E] in a pooling program: sums and last states of each prefill chunk
 
 
 Step = Callable[[Leaves, paged.KV, RequestState, Array, Array], tuple[paged.KV, RequestState, StepOutput]]
@@ -48,6 +50,7 @@ def make_step(
     *,
     implementation: str | None = None,
     processors: Sequence[LogitsProcessor] = (),
+    pools: bool = False,
 ) -> Step:
     """The step of one layout as a pure function; the caller donates pages and state."""
 
@@ -76,6 +79,7 @@ def make_step(
         output = StepOutput(
             jnp.concatenate([told[:, None], logprobs], axis=1),
             prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits),
+            pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None,
         )
         return tuple(attend.kv), record(state, slots, tokens), output
 

@@ -26,7 +26,7 @@ class BatchProgress:
 
     def __init__(self, mailboxes: Sequence[Mailbox], sampling: Sampling, compiling: Callable[[], str] = str) -> None:
         self._mailboxes, self._compiling = mailboxes, compiling
-        self._most = sampling.max_tokens * sampling.n  # tokens of a prompt
+        self._most = max(1, sampling.max_tokens) * sampling.n  # tokens of a prompt
         self._read = [0] * len(mailboxes)  # deltas that were counted
         self._tokens = [0] * len(mailboxes)
         self._first: tuple[float, int] | None = None  # when tokens were seen first, and how many

@@ -151,6 +151,8 @@ class Handle(Produced, Call[T]):
                 mailbox=self._mailbox,
                 arrival=time.perf_counter(),
                 render=given.render,
+                pooling=given.pooling,
+                reply=given.reply,
             )
         )
 
@@ -284,8 +286,9 @@ class Stream(AsyncIterator[TextDelta]):
 class SyncStream(Iterator[TextDelta]):
     """A stream for code without an event loop: `for` over it blocks this thread."""
 
-    def __init__(self, handle: Handle[Any]) -> None:
-        self._stream = Stream(handle)
+    # Any: a `ToolLoop` has such a stream, too.
+    def __init__(self, handle: Any) -> None:
+        self._stream: Any = aiter(handle)
 
     def __repr__(self) -> str:
         return f"<Sync{repr(self._stream)[1:]}"
@@ -296,7 +299,8 @@ class SyncStream(Iterator[TextDelta]):
     def __next__(self) -> TextDelta:
         """The next delta; blocks this thread until it is there."""
         try:
-            return run_sync(self._stream.__anext__())
+            delta: TextDelta = run_sync(self._stream.__anext__())
+            return delta
         except StopAsyncIteration:
             raise StopIteration from None
 
@@ -308,6 +312,14 @@ class SyncStream(Iterator[TextDelta]):
 
         def __aiter__(self) -> NoReturn:
             raise TypeError("stream_sync(…) is for plain `for`; with `async for` use session.stream(…)")
+
+
+async def one_ended(handles: Sequence[Handle[Any]]) -> None:
+    """Wait until one of the requests has ended."""
+    for handle in handles:
+        if not handle.done:
+            handle._host.check_waiting(f"request {handle.id}")
+    await Mailbox.one_ended([handle._mailbox for handle in handles])
 
 
 class Batch(Call[list[T]]):

@@ -1,4 +1,4 @@
-"""The half of a session that makes requests: `generate`, `stream`, `submit`, `admit`, `chat` and `fork`.
+"""The half of a session that makes requests: `generate`, `stream`, `submit`, `admit` and `fork`.
 
 The overloads give each call its type: one prompt gives one completion, a list of prompts a list, and with the keyword
 `n` each completion is a list. `n` decides at run time whether there is one: with a value of 1 a completion is no list,
@@ -22,7 +22,7 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown
 from rekindle._src.session.handle import Batch, Handle, SyncStream
-from rekindle._src.session.prompts import Prompt, PromptLike, parse, parse_one
+from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest, RekindleError
@@ -190,69 +190,6 @@ class Requests:
         handle = self._handle(prompt, sampling, options)
         await handle.admit()
         return handle
-
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-        n: One = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Handle[Completion]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-        n: int,
-        **options: Unpack[SamplingOptions],
-    ) -> Handle[Completions]: ...
-    @takes_options(Sampling, returns="Handle[Completion]")
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Any:
-        """The model's answer to a conversation, through its chat template; await it or iterate over it.
-
-        A message is a dict such as {"role": "user", "content": "Hello"}. `template` replaces the model's own template,
-        `template_options` are variables of the template, and with `continue_final_message` the answer goes on where
-        the last message ends.
-        """
-        if self._engine.chat is None:
-            raise InvalidRequest(
-                "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
-            )
-        render = self._engine.chat.prepare(
-            messages,
-            tools=tools,
-            template=template,
-            continue_final_message=continue_final_message,
-            **(template_options or {}),
-        )
-        self._host.check()
-        # The template writes special tokens itself.
-        prompt = Prompt(None, None, add_special_tokens=False, render=render)
-        return Handle(self._host, self, prompt, sampling_of(self._engine, sampling, options))
 
     @overload
     def fork(

@@ -24,10 +24,11 @@ from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
 from rekindle._src.session.conversation import Conversation, opened
+from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
-from rekindle._src.session.requests import Requests
+from rekindle._src.session.row_mapping import RowMapping
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -39,9 +40,10 @@ if TYPE_CHECKING:
 
     from rekindle._src.core.options import SamplingOptions
     from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.serve.server import Server
 
 
-class Session(Requests):
+class Session(RowMapping, Embedding):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -65,7 +67,7 @@ class Session(Requests):
             scheduler,
             runner,
             tokenizer,
-            detokenizer if detokenizer is not None else real_detokenizer(tokenizer),
+            real_detokenizer(tokenizer) if detokenizer is None else lambda sampling, visible: detokenizer(sampling),
             config,
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
@@ -85,6 +87,7 @@ class Session(Requests):
     def _attach(self, host: Host, engine: Engine) -> None:
         self._client = Client(host, engine)
         self._host, self._engine, self._cache_writer = host, engine, self._client.writer
+        self._servers: list[Server] = []
         # The host knows nothing of the client, so that dropping the last reference to the session, its views and its
         # handles closes it.
         weakref.finalize(self._client, host.close).atexit = False
@@ -238,6 +241,8 @@ class Session(Requests):
         """
         if self._host.forked:
             return  # its threads are the parent's
+        for server in self._servers:
+            await server.aclose(drain=drain)
         if self.config.restore is not None and not self.closed:
             await self._cache_writer.finish()
         self._cache_writer.stop()
@@ -288,6 +293,71 @@ class Session(Requests):
         more = {"tools": tools, "template": template, "template_options": template_options}
         given = {name: value for name, value in more.items() if value is not None}
         return opened(self, system=system, restore=restore, sampling=options, **given)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that `chat` would make of these messages, special tokens included."""
+        if self._engine.chat is None:
+            raise InvalidRequest(
+                "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
+            )
+        prepared = self._engine.chat.prepare(
+            messages,
+            tools=tools,
+            template=template,
+            continue_final_message=continue_final_message,
+            **(template_options or {}),
+        )
+        return prepared()
+
+    def serve(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        name: str | None = None,
+        api_key: str | Sequence[str] | None = None,
+        strict: bool = False,
+        cors_origins: Sequence[str] = (),
+        body_limit: int = 32 << 20,
+        max_queued_tokens: int = 1 << 20,
+        trust_request_chat_template: bool = False,
+    ) -> Call[Server]:
+        """Await it to serve this session over HTTP as OpenAI's API, beside the cells that use it.
+
+        `port` 0 takes a free one; the result's `url` says which. `name` is what the model is called, `api_key` what
+        requests have to bring. `rekindle.serve.app` explains the other options. Needs the extra `serve`.
+        """
+        return Once(
+            self._serve,
+            {
+                "host": host,
+                "port": port,
+                "name": name,
+                "api_key": api_key,
+                "strict": strict,
+                "cors_origins": cors_origins,
+                "body_limit": body_limit,
+                "max_queued_tokens": max_queued_tokens,
+                "trust_request_chat_template": trust_request_chat_template,
+            },
+            name="serve",
+        )
+
+    async def _serve(self, options: Mapping[str, Any]) -> Server:
+        from rekindle._src.serve.server import Server
+
+        self._host.check()
+        server = await Server(self, **options).start()
+        self._servers.append(server)
+        return server
 
     def __repr__(self) -> str:
         sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"

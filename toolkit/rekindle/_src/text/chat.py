@@ -59,6 +59,10 @@ class ChatTemplate:
             found = {entry["name"]: entry["template"] for entry in found}
         return cls(found, special_tokens(folder), source=str(source)) if found else None
 
+    def text(self, template: str | None = None, *, tools: bool = False) -> str:
+        """The text of the template that `render` takes: `template` is as there, `tools` says whether there are some."""
+        return self._pick(template, tools)[1]
+
     def render(
         self,
         messages: Messages,
@@ -103,6 +107,8 @@ class ChatTemplate:
         name, text = self._pick(template, tools is not None)
         try:
             chat = _messages(messages)
+            if "developer" not in text:  # OpenAI's newer name of the system message
+                chat = [{**one, "role": "system"} if one["role"] == "developer" else one for one in chat]
             given = {key: _plain(value) for key, value in variables.items()}
             schemas, sources = _schemas("tools", tools), _schemas("documents", documents)
         except RecursionError:
@@ -264,8 +270,28 @@ def _messages(messages: Messages) -> list[dict[str, Any]]:
         reasoning = next((plain[key] for key in _REASONING if key in plain), None)
         if reasoning is not None:
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        if isinstance(plain.get("tool_calls"), list):
+            plain["tool_calls"] = [_read_arguments(call) for call in plain["tool_calls"]]
         chat.append(plain)
     return chat
+
+
+def _read_arguments(call: Any) -> Any:
+    """The call with its arguments as an object: OpenAI's clients send them as text, and templates write JSON of them.
+
+    Text that is no JSON object is left as it is.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    read = {**function, "arguments": arguments}
+    return {**call, "function": read} if "function" in call else read
 
 
 def _plain(value: Any) -> Any:

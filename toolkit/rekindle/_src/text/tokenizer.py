@@ -171,6 +171,11 @@ class Tokenizer:
         """The ids that `decode` leaves out by default."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
+    @functools.lru_cache(maxsize=16)  # noqa: B019 (a session has one tokenizer, which lives as long as it)
+    def hidden_ids(self, visible: frozenset[str]) -> frozenset[int]:
+        """The special ids but for those of the tokens in `visible`."""
+        return frozenset(i for i in self.special_ids if self.token(i) not in visible)
+
     @functools.cached_property
     def decoder(self) -> dict[str, Any]:
         """The decoder section of tokenizer.json, by which detokenizing chooses its stream."""

@@ -1,0 +1,139 @@
+"""The ASGI app: routes, keys, cross-origin rules, and models that are opened while it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from rekindle._src.serve import info
+from rekindle._src.serve.auth import Guard, Keys
+from rekindle._src.serve.chat import chat
+from rekindle._src.serve.completions import completions
+from rekindle._src.serve.embeddings import EMBEDDINGS, embeddings
+from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.exchange import Exchange, Handler, JsonEndpoint, OpenAI
+from rekindle._src.serve.fields import Endpoint
+from rekindle._src.serve.life import Life
+from rekindle._src.serve.models import Models
+from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
+from rekindle._src.serve.service import Service
+from rekindle.errors import ConfigError, MissingExtra
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+log = logging.getLogger("rekindle.serve")
+
+POSTS: tuple[tuple[Endpoint, Handler], ...] = (
+    (CHAT, chat),
+    (COMPLETIONS, completions),
+    (EMBEDDINGS, embeddings),
+    (info.TOKENIZE, info.tokenize),
+    (info.DETOKENIZE, info.detokenize),
+    (info.ABORT, info.abort),
+)
+GETS: tuple[tuple[str, Handler], ...] = (
+    ("/v1/models", info.list_models),
+    ("/v1/models/{name:path}", info.one_model),
+    ("/health", info.health),
+    ("/ping", info.health),
+    ("/version", info.version),
+)
+
+
+def app(
+    session: Any,
+    *,
+    name: str | None = None,
+    api_key: str | Sequence[str] | None = None,
+    strict: bool = False,
+    body_limit: int = 32 << 20,
+    max_queued_tokens: int = 1 << 20,
+    cors_origins: Sequence[str] = (),
+    trust_request_chat_template: bool = False,
+    failed: Callable[[BaseException], object] | None = None,
+) -> Starlette:
+    """An ASGI app that serves a session, or several by name, as OpenAI's API; it closes none of them.
+
+    `session` may still be opening: until then /health and requests get 503, and `failed` is called if that fails.
+    Options:
+        name: what the model is called; by default the last part of the name that it was opened with.
+        api_key: one key or several, of which a request has to bring one.
+        strict: refuse unknown fields with 400; by default they are ignored, with one line in the log.
+        body_limit: bytes of a request at most.
+        max_queued_tokens: prompt tokens that may wait; beyond, requests get 429.
+        cors_origins: origins whose web pages may use the server.
+        trust_request_chat_template: let requests bring a chat template, which is code.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
+        from starlette.middleware import Middleware
+        from starlette.middleware.cors import CORSMiddleware
+        from starlette.routing import Route
+    except ImportError as error:
+        raise MissingExtra("starlette", "serve") from error
+    for option, value in (("body_limit", body_limit), ("max_queued_tokens", max_queued_tokens)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(option, value, "is not a whole number above 0", "Leave it out for the default")
+    service = Service(
+        Models(session, name),
+        Life(max_queued_tokens=max_queued_tokens),
+        strict=strict,
+        body_limit=body_limit,
+        trust_templates=trust_request_chat_template,
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as group:
+            for served in service.models.by_name.values():
+                if served.session is None:
+                    group.start_soon(load, served)
+            yield
+            group.cancel_scope.cancel()
+
+    async def load(served: Any) -> None:
+        try:
+            await served.load()
+        except Exception as error:
+            log.error("the model %r could not be opened: %s", served.name, error)
+            if failed is not None:
+                failed(error)
+
+    async def http_error(scope: Any, receive: Any, send: Any, status: int) -> None:
+        exchange = Exchange(service, scope, send)
+        path = scope["path"]
+        refused = info.not_found(path)
+        if status != 404:
+            refused = Refused(status, f"{scope['method']} is not possible for {path[:200]!r}", code="not_allowed")
+        await exchange.fail(refused, OpenAI())
+        service.metrics.http("other", status)
+
+    async def on_http_error(request: Any, error: Exception) -> Any:
+        assert isinstance(error, HTTPException)
+
+        async def respond(scope: Any, receive: Any, send: Any) -> None:
+            await http_error(scope, receive, send, error.status_code)
+
+        return respond
+
+    routes = [
+        Route(endpoint.path, JsonEndpoint(service, endpoint, handler, OpenAI()), methods=["POST"])
+        for endpoint, handler in POSTS
+    ]
+    routes += [Route(path, info.Get(service, path, handler), methods=["GET"]) for path, handler in GETS]
+    keys = Keys(api_key)
+    middleware = [Middleware(Guard, keys=keys, service=service)]
+    if cors_origins:
+        allowed = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # type: ignore[arg-type]
+    made = Starlette(
+        routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: on_http_error}
+    )
+    made.state.rekindle = service
+    return made

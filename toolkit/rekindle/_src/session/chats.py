@@ -1,0 +1,149 @@
+"""The part of a session that chats: messages in, a reply out, with tools that the model may call."""
+
+# 1 is an int: this overlap is meant, and the overload that is taken stands first.
+# mypy: disable-error-code="overload-overlap"
+# pyright: reportOverlappingOverload=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from rekindle._src.core.records import Completion
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.session.chat_prompt import Messages, chat_prompt
+from rekindle._src.session.handle import Handle
+from rekindle._src.session.sampling_defaults import sampling_of
+from rekindle._src.session.signatures import takes_options
+from rekindle._src.session.tools.choice import ToolChoice, chosen
+from rekindle._src.session.tools.loop import MAX_ROUNDS, ToolLoop
+from rekindle._src.session.tools.tool import ToolLike, tools_of
+from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.options import SamplingOptions
+
+
+class Chats:
+    """Conversations with an open model."""
+
+    _host: Host
+    _engine: Engine
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: Literal[False] = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        n: Literal[1] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completion]: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: Literal[False] = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        n: int,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[list[Completion]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike],
+        tool_choice: ToolChoice | None = None,
+        run_tools: Literal[True],
+        max_rounds: int = MAX_ROUNDS,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> ToolLoop: ...
+    @takes_options(Sampling, returns="Handle[Completion] | ToolLoop")
+    def chat(
+        self,
+        messages: Messages,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: bool = False,
+        max_rounds: int = MAX_ROUNDS,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """The model's answer to a conversation, through its chat template; await it or iterate over it.
+
+        A message is a dict such as {"role": "user", "content": "Hello"}. The reply has `content`, the `reasoning`
+        before it, and `tool_calls`; `reply.message` is the next message of the conversation.
+
+        `tools` are what the model may call: functions, whose name, docstring and type hints it is shown, or JSON
+        schemas as dicts. `tool_choice` is "auto" or "none". With `run_tools` the functions are run (async ones where
+        they are awaited, others in a worker thread) and their results go back to the model, at most `max_rounds`
+        times; the result is a `ToolRun` with the answer and all `messages`.
+
+        `documents` are for templates that quote them, `template` replaces the model's own template,
+        `template_options` are variables of the template such as {"enable_thinking": False}, and `reasoning_effort` is
+        "none", "low", "medium" or "high" where the template knows it. With `continue_final_message` the answer goes on
+        where the last message ends.
+        """
+        given = tools_of(tools)
+        offered = chosen(tool_choice, given)
+        sampling_ = sampling_of(self._engine, sampling, options)
+
+        def ask(messages: Messages) -> Handle[Any]:
+            prompt = chat_prompt(
+                self._engine.chat,
+                messages,
+                tools=offered,
+                documents=documents,
+                template=template,
+                continue_final_message=continue_final_message,
+                reasoning_effort=reasoning_effort,
+                template_options=template_options,
+            )
+            self._host.check()
+            return Handle(self._host, self, prompt, sampling_)
+
+        if not run_tools:
+            return ask(messages)
+        if sampling_.n != 1 or continue_final_message:
+            field, value = ("n", sampling_.n) if sampling_.n != 1 else ("continue_final_message", True)
+            raise InvalidRequest(field, value, "can't be combined with run_tools", "Run the tool calls yourself")
+        self._host.check()
+        loop = ToolLoop(ask, messages, given, max_rounds)
+        loop._current()  # wrong messages are refused now
+        return loop

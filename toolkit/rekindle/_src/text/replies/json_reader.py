@@ -1,0 +1,109 @@
+"""Reads one JSON value while it arrives, and stops at the first character that can't be part of one."""
+
+from __future__ import annotations
+
+import re
+
+from rekindle._src.text.replies.source import SPACE, Malformed, Reading, Source, peek
+
+MAX_DEPTH = 64
+MAX_WORD = 400  # characters of a number; Python refuses to read whole numbers of more than 4,300 digits
+_PLAIN = re.compile(r'[^"\\]+')  # raw line breaks are taken too: models write them, and `json_calls` escapes them
+_WORD = re.compile(r"[-+.0-9A-Za-z]+")
+_VALUE = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_ESCAPES = '"\\/bfnrt'
+_HEX = "0123456789abcdefABCDEF"
+
+
+def read_json(source: Source) -> Reading[str]:
+    """The text of the object or array that comes next, after whitespace. Raises `Malformed` if there is none."""
+    char = yield from peek(source)
+    while char and char in SPACE:
+        source.at += 1
+        char = yield from peek(source)
+    if char not in ("{", "["):
+        raise Malformed
+    begun = len(source.since_mark())
+    closers: list[str] = []
+    wanted = "value"  # or: "key", "first key", "colon", "comma", "first value"
+    while True:
+        char = yield from peek(source)
+        if char == "":
+            raise Malformed
+        if char in SPACE:
+            source.at += 1
+        elif wanted in ("key", "first key") and char == '"':
+            yield from _read_string(source)
+            wanted = "colon"
+        elif wanted == "colon" and char == ":":
+            source.at += 1
+            wanted = "value"
+        elif char in "]}" and closers and closers[-1] == char and wanted in ("comma", "first key", "first value"):
+            source.at += 1
+            closers.pop()
+            if not closers:
+                return source.since_mark()[begun:]
+            wanted = "comma"
+        elif wanted == "comma" and char == ",":
+            source.at += 1
+            wanted = "key" if closers[-1] == "}" else "value"
+        elif wanted in ("value", "first value"):
+            if char in "{[":
+                source.at += 1
+                closers.append("}" if char == "{" else "]")
+                if len(closers) > MAX_DEPTH:
+                    raise Malformed
+                wanted = "first key" if char == "{" else "first value"
+            else:
+                yield from _read_string(source) if char == '"' else _read_word(source)
+                wanted = "comma"
+        else:
+            raise Malformed
+
+
+def _read_string(source: Source) -> Reading[None]:
+    source.at += 1
+    while True:
+        char = yield from peek(source)
+        if char == "":
+            raise Malformed
+        if char == '"':
+            source.at += 1
+            return
+        if char == "\\":
+            source.at += 1
+            yield from _read_escape(source)
+        else:
+            plain = _PLAIN.match(source.text, source.at)
+            assert plain is not None, "the character is neither a quote nor a backslash"
+            source.at = plain.end()
+
+
+def _read_escape(source: Source) -> Reading[None]:
+    char = yield from peek(source)
+    if char == "u":
+        source.at += 1
+        for _ in range(4):
+            char = yield from peek(source)
+            if char == "" or char not in _HEX:
+                raise Malformed
+            source.at += 1
+    elif char and char in _ESCAPES:
+        source.at += 1
+    else:
+        raise Malformed
+
+
+def _read_word(source: Source) -> Reading[None]:
+    word = ""
+    while True:
+        char = yield from peek(source)
+        found = _WORD.match(source.text, source.at) if char else None
+        if found is None:
+            break
+        word += found.group()
+        if len(word) > MAX_WORD:
+            raise Malformed
+        source.at = found.end()
+    if _VALUE.fullmatch(word) is None:
+        raise Malformed

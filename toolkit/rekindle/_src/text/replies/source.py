@@ -1,0 +1,90 @@
+"""The text that a scanner reads while it arrives.
+
+Readers are generators: they `yield` where they need more text, and go on once there is some or the text has ended. What
+they do therefore depends on the characters alone, never on the pieces in which these came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+SPACE = " \t\r\n"
+
+
+class Malformed(Exception):
+    """What follows a marker is no call."""
+
+
+class Source:
+    """Text with a position, and the beginning of what may have to be given back as it stands."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+        self._marked = 0  # where the mark is in `text`; what was read since and is no longer in `text` is in `_before`
+        self._before: list[str] = []
+
+    def push(self, text: str) -> None:
+        """Add text; what was read is forgotten, except since the mark."""
+        self._before.append(self.text[self._marked : self.at])
+        self.text = self.text[self.at :] + text
+        self.at = self._marked = 0
+
+    def mark(self) -> None:
+        """Begin to remember what is read."""
+        self._before.clear()
+        self._marked = self.at
+
+    def since_mark(self) -> str:
+        """What was read since the mark."""
+        return "".join(self._before) + self.text[self._marked : self.at]
+
+    @property
+    def rest(self) -> str:
+        """What is there and has not been read."""
+        return self.text[self.at :]
+
+
+def peek(source: Source) -> Reading[str]:
+    """The next character, which stays unread; "" at the end."""
+    while source.at == len(source.text):
+        if source.ended:
+            return ""
+        yield
+    return source.text[source.at]
+
+
+def skip_space(source: Source) -> Reading[None]:
+    """Read whitespace."""
+    while (char := (yield from peek(source))) and char in SPACE:
+        source.at += 1
+
+
+def ahead(source: Source, *literals: str) -> Reading[int]:
+    """How many characters these texts take if they come next in this order, with whitespace before each; else 0."""
+    while (found := _match(source.rest, literals)) is None and not source.ended:
+        yield
+    return found or 0
+
+
+def take(source: Source, *literals: str) -> Reading[bool]:
+    """Read these texts if they come next, as in `ahead`; else read nothing."""
+    length = yield from ahead(source, *literals)
+    source.at += length
+    return length > 0
+
+
+def _match(text: str, literals: tuple[str, ...]) -> int | None:
+    """How many characters the literals take at the beginning of `text`; 0 if they are not there, None if undecided."""
+    at = 0
+    for literal in literals:
+        while at < len(text) and text[at] in SPACE:
+            at += 1
+        if not text.startswith(literal, at):
+            return None if literal.startswith(text[at:]) else 0
+        at += len(literal)
+    return at
