@@ -3,8 +3,8 @@
     session = await rekindle.open("tiny")
     done = await session.generate("Once upon a time", max_tokens=64)
 
-What is public: the names of this module, `rekindle.errors`, `.models`, `.serve` and `.tiny` of rekindle, and the
-package `rekindle_kernels`. Names load their modules at first use, so that importing rekindle costs little beside jax.
+What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.serve`, `rekindle.tiny` and
+the package `rekindle_kernels`. Names load their modules at first use, so importing rekindle costs little beside jax.
 """
 
 from __future__ import annotations
