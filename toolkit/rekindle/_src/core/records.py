@@ -339,7 +339,12 @@ class Completion:
             # Nothing comes before a prompt's first token, so that it has no probability.
             first = html.Token(self.text_of(self.prompt_token_ids[0]))
             parts.append(html.tokens([first, *map(self._shown, self.prompt_logprobs)]))
-        parts.append(html.text(self.text) if self.logprobs is None else html.tokens(map(self._shown, self.logprobs)))
+        if self.logprobs is not None:
+            parts.append(html.tokens(map(self._shown, self.logprobs)))
+        elif self.reply is not None:
+            parts.append(self.reply._repr_html_())
+        else:
+            parts.append(html.text(self.text))
         return str(html.block(*parts))
 
     def _shown(self, entry: TokenLogprobs) -> html.Token:
@@ -347,7 +352,8 @@ class Completion:
         return html.Token(self.text_of(entry.token_id), entry.logprob, tuple(others))
 
     def _summary(self) -> str:
-        return f"{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
+        calls = f"{html.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
+        return f"{calls}{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
 
     def _speed(self) -> tuple[str, ...]:
         rate, usage, compiling = self.timings.decode_rate(len(self.token_ids)), self.usage, self.timings.compiling

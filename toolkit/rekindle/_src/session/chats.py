@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rekindle._src.core.options import SamplingOptions
 
 
-class Chats:
+class ChatRequests:
     """Conversations with an open model."""
 
     _host: Host

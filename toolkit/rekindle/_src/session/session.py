@@ -22,6 +22,7 @@ from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
+from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.client import Client
 from rekindle._src.session.conversation import Conversation, opened
 from rekindle._src.session.embedding import Embedding
@@ -30,6 +31,8 @@ from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
 from rekindle._src.session.row_mapping import RowMapping
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
+from rekindle._src.session.tools.choice import ToolChoice, chosen
+from rekindle._src.session.tools.tool import ToolLike, tools_of
 from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import told
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
 
 
-class Session(RowMapping, Embedding):
+class Session(ChatRequests, RowMapping, Embedding):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -280,17 +283,33 @@ class Session(RowMapping, Embedding):
         *,
         system: str | None = None,
         restore: str | os.PathLike[str] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: bool = False,
+        max_rounds: int | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
+        reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Conversation:
         """A chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
 
         `system` opens it with a system message; `restore` takes up one that `chat.save(path)` wrote. The other options
-        are those of `chat`, for every turn.
+        are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
+        calls and results are among `chat.messages`.
         """
-        more = {"tools": tools, "template": template, "template_options": template_options}
+        more = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "run_tools": run_tools or None,
+            "max_rounds": max_rounds,
+            "documents": documents,
+            "template": template,
+            "reasoning_effort": reasoning_effort,
+            "template_options": template_options,
+        }
+        chosen(tool_choice, tools_of(tools))  # what is wrong is refused now, not at the first turn
         given = {name: value for name, value in more.items() if value is not None}
         return opened(self, system=system, restore=restore, sampling=options, **given)
 
