@@ -25,7 +25,7 @@ from rekindle._src.serve.models import Models
 from rekindle._src.serve.service import Service
 from rekindle.errors import InvalidRequest
 
-URLS = {endpoint.path: (endpoint, handler) for endpoint, handler in POSTS if endpoint.path.startswith("/v1/")}
+URLS = {endpoint.path: (endpoint, handler) for endpoint, handler, _ in POSTS if endpoint.path.startswith("/v1/")}
 _START = '{"id": "batch_req_'
 _FULL = 429  # the queue is full: the line is tried again once another one has ended
 

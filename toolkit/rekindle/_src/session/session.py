@@ -22,7 +22,6 @@ from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
-from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.client import Client
 from rekindle._src.session.conversation import Conversation, opened
 from rekindle._src.session.embedding import Embedding
@@ -34,8 +33,10 @@ from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.tools.choice import ToolChoice, chosen
 from rekindle._src.session.tools.tool import ToolLike, tools_of
 from rekindle._src.session.views import Views, dashboard
+from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import told
+from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
 
 
-class Session(ChatRequests, RowMapping, Embedding):
+class Session(RowMapping, Embedding):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -75,6 +76,9 @@ class Session(ChatRequests, RowMapping, Embedding):
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
             model,
+            grammars=Grammars(tokenizer, vocab_size or tokenizer.vocab_size)
+            if isinstance(tokenizer, Tokenizer)
+            else None,
         )
         host = Host(lambda: engine)
         host.start()

@@ -107,7 +107,7 @@ def _keep_another_models(versions: Sequence[Path], name: str, identity: Identity
             continue
         if other.fingerprint != identity.fingerprint:
             raise SnapshotRefused(
-                f"snapshot {name!r} was not saved: that name is taken by a snapshot of {other.model or 'other weights'}. "
+                f"snapshot {name!r} was not saved: that is a snapshot of {other.model or 'other weights'}. "
                 f"Use another name, or session.cache.delete({name!r}) first"
             )
         return
