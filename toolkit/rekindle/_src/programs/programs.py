@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -22,10 +22,12 @@ from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import request_state
 from rekindle._src.programs.buckets import Bucket, lattice
 from rekindle._src.programs.packing import Layout
+from rekindle._src.programs.partitioning import PAGES, PAYLOAD, WEIGHTS, WHOLE, Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.step import make_step
 from rekindle.errors import CompileError, StoreError
@@ -80,7 +82,9 @@ class Programs:
         *,
         processors: Sequence[LogitsProcessor] = (),
         store: Store | None = None,
+        placement: Placement | None = None,
     ) -> None:
+        """`leaves` are those of the whole model as they lie on the devices of `placement`, None for one device."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
@@ -90,7 +94,10 @@ class Programs:
         self.lattice = lattice(config, processed=bool(self.processors), single=single)
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)
+        self.parts = Partitioning(placement)
+        self._graph = graph if placement is None else placement.local  # what one device computes
+        self._kv = paged.abstract(self._graph.config, config.device_pages, config.page_size, config.kv_dtype)
+        self.kv = self.parts.pages(self._kv)
         self.state = request_state.abstract_state(config.max_requests, model.vocab_size)
         self.traces = 0
         self.compilations = 0
@@ -153,16 +160,16 @@ class Programs:
 
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
-        function, arguments, donated = self._function(key)
+        recipe = self._recipe(key)
 
         def counted(*args: Any) -> Any:
             with self._lock:
                 self.traces += 1
-            return function(*args)
+            return recipe.function(*args)
 
-        whole = fuse(counted, implementation=self.graph.precision.implementation)
+        whole = self.parts.wrap(recipe, fuse(counted, implementation=self.graph.precision.implementation))
         with deprecated.known():
-            return jax.jit(whole, donate_argnums=donated).lower(*arguments)
+            return jax.jit(whole, donate_argnums=recipe.donated).lower(*self.parts.arguments(recipe))
 
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""
@@ -227,27 +234,30 @@ class Programs:
         kernel = kernel_being_compiled()
         return f"compiling {names}" + (f" (kernel {kernel})" if kernel else "") if names else ""
 
-    def _function(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+    def _recipe(self, key: Key) -> Recipe:
         if isinstance(key, Bucket):
             layout = self.layout(key)
             step = make_step(
-                self.graph,
+                self._graph,
                 layout,
                 self.kv[0].page_size,
                 implementation=self.config.kernels,
                 processors=self.processors if key.processed else (),
             )
-            return step, (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats)), (1, 2)
+            arguments = (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats))
+            return Recipe(step, arguments, (1, 2), (WEIGHTS, PAGES, WHOLE, WHOLE, WHOLE), (PAGES, WHOLE, WHOLE))
         if key == MEMORY:
-            return lambda: zeros((self.kv, self.state)), (), ()
+            return Recipe(lambda: zeros((self._kv, self.state)), (), (), (), (PAGES, WHOLE))
         if key == ADMIT:
             ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
-            return request_state.admit, (self.state, _ints(ints), _floats(floats)), (0,)
+            arguments = (self.state, _ints(ints), _floats(floats))
+            return Recipe(request_state.admit, arguments, (0,), (WHOLE, WHOLE, WHOLE), WHOLE)
         ids = _ints(MOVED_PAGES)
         if key == GATHER:
-            return paged.gather, (self.kv, ids), ()
+            return Recipe(paged.gather, (self.kv, ids), (), (PAGES, WHOLE), PAYLOAD)
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
-        return paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,)
+        pages = (page,) * MOVED_PAGES
+        return Recipe(paged.scatter, (self.kv, ids, pages), (0,), (PAGES, WHOLE, PAYLOAD), PAGES)
 
 
 def _ints(size: int) -> jax.ShapeDtypeStruct:
