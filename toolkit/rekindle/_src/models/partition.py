@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.nn.shards import Shards
+from rekindle._src.models.registry import manifest
+from rekindle._src.models.roles import Role
 from rekindle.errors import ConfigError
 
 LISTED = 64  # an error names the numbers of devices up to this one
@@ -78,9 +81,24 @@ class Partition:
         """How many devices have the same KV heads."""
         return max(1, self.size // config.num_kv_heads)
 
+    def graph(self, graph: Graph) -> Graph:
+        """The graph of one device's part, for use under `jax.shard_map` over the mesh."""
+        precision = dataclasses.replace(graph.precision, shards=self.shards(graph.config))
+        return Graph(self.local(graph.config), precision, graph.paths)
+
     def shards(self, config: ModelConfig) -> Shards:
         """What the layers of this model have to know."""
         return Shards(self.model, self.expert, config.vocab_size)
+
+
+def roles_of(graph: Graph) -> dict[str, Role]:
+    """The role of every leaf of a graph by its path, scales of int8 matrices included."""
+    sources = manifest(graph.config).sources
+    found = {}
+    for path in graph.paths:
+        matrix = path.removesuffix("scale") + "weight"
+        found[path] = sources[path].role if path in sources else sources[matrix].role.scale
+    return found
 
 
 def divides_heads(config: ModelConfig, count: int) -> bool:

@@ -20,8 +20,7 @@ from rekindle._src.core.mesh_shape import AXES, DeviceMesh, MeshShape
 from rekindle._src.models.base import Graph, LoadedModel, leaf_shapes
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
-from rekindle._src.models.partition import Partition
-from rekindle._src.models.registry import manifest
+from rekindle._src.models.partition import Partition, roles_of
 from rekindle._src.models.roles import REPLICATED, Role, count_of, cut, join, local_shape
 from rekindle.errors import ConfigError
 
@@ -38,14 +37,12 @@ class Placement:
     @functools.cached_property
     def roles(self) -> Mapping[str, Role]:
         """The role of every leaf by its path, scales included."""
-        sources = manifest(self.config).sources
-        return {path: _role(path, sources) for path in self.graph.paths}
+        return roles_of(self.graph)
 
     @functools.cached_property
     def local(self) -> Graph:
         """The graph of one device's part, for use under `jax.shard_map` over the mesh."""
-        precision = dataclasses.replace(self.graph.precision, shards=self.partition.shards(self.config))
-        return Graph(self.partition.local(self.config), precision, self.graph.paths)
+        return self.partition.graph(self.graph)
 
     def spec(self, path: str, ndim: int) -> PartitionSpec:
         """How a leaf lies over the mesh."""
@@ -155,7 +152,13 @@ class Held:
     partition: Partition
 
     @property
+    def on_host(self) -> bool:
+        """Whether the parts are views into host memory, which they keep."""
+        return all(isinstance(part, np.ndarray) for part in self.parts.values())
+
+    @property
     def nbytes(self) -> int:
+        """Bytes of the whole leaf."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
@@ -206,11 +209,3 @@ def _devices() -> list[Any]:
     if default is None:
         return jax.local_devices()
     return jax.local_devices(backend=default if isinstance(default, str) else default.platform)
-
-
-def _role(path: str, sources: Mapping[str, Any]) -> Role:
-    if path in sources:
-        role: Role = sources[path].role
-        return role
-    owner = path.removesuffix("scale") + "weight"  # an int8 matrix's
-    return sources[owner].role.scale

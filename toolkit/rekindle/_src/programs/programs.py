@@ -250,8 +250,8 @@ class Programs:
             return Recipe(lambda: zeros((self._kv, self.state)), (), (), (), (PAGES, WHOLE))
         if key == ADMIT:
             ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
-            arguments = (self.state, _ints(ints), _floats(floats))
-            return Recipe(request_state.admit, arguments, (0,), (WHOLE, WHOLE, WHOLE), WHOLE)
+            slot = (self.state, _ints(ints), _floats(floats))
+            return Recipe(request_state.admit, slot, (0,), (WHOLE, WHOLE, WHOLE), WHOLE)
         ids = _ints(MOVED_PAGES)
         if key == GATHER:
             return Recipe(paged.gather, (self.kv, ids), (), (PAGES, WHOLE), PAYLOAD)

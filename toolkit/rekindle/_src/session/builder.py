@@ -13,6 +13,7 @@ import jax
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.progress import in_notebook
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.device import Contexts
@@ -78,7 +79,7 @@ def _build(request: OpenRequest) -> Engine:
     configure(cache_folder=cache_folder())  # of kernels: the user's folder, since kernels are shared by all sessions
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
     model, graph, shapes, weight_bytes = _shapes(described)
-    placement = placed(request.config.mesh, graph)
+    placement = placed(checked_mesh(request.config.mesh), graph)
     if placement is not None:
         weight_bytes = placement.bytes_per_device(shapes)
         shapes = placement.shapes(shapes)
@@ -243,7 +244,8 @@ def stored_programs(
     if placement is not None:
         fields["mesh"] = placement.key()
     folder = cache_folder(config.cache_dir) / "programs"
-    store = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields))
+    devices = None if placement is None else tuple(placement.devices)
+    store = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields), devices)
     return Programs(model, graph, leaves, config, processors=processors, store=store, placement=placement)
 
 
