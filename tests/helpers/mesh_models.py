@@ -19,7 +19,10 @@ OPTIONS: dict[str, Any] = {
     "device_pages": 24, "precompile": "lazy", "disk_memory": 0, "seed": 0, "quiet": True,
 }  # fmt: skip
 PROMPT = [1, 5, 9, 33, 7, 8, 9, 10, 11, 12, 13]
-LEFT_OUT = {"llama-dynamic-rope-past-length", "phi3-longrope-past-length"}  # their few positions are less than a context
+LEFT_OUT = {
+    "llama-dynamic-rope-past-length",
+    "phi3-longrope-past-length",
+}  # their few positions are less than a context
 
 
 def raw(name: str, kv_heads: int = 4, experts: int = 8) -> dict[str, Any]:

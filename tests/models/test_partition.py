@@ -53,8 +53,7 @@ def test_the_parts_together_are_hardly_larger_than_the_model() -> None:
     graph, leaves = abstract_model(config)
     roles = roles_of(graph)
     size = sum(
-        local_shape(roles[path], leaf.shape, {"expert": 1, "model": 4})[0]
-        * (leaf.size // leaf.shape[0])
+        local_shape(roles[path], leaf.shape, {"expert": 1, "model": 4})[0] * (leaf.size // leaf.shape[0])
         for path, leaf in zip(graph.paths, leaves, strict=True)
         if path.endswith("qkv.weight")
     )

@@ -38,6 +38,8 @@ from rekindle.errors import (
 
 if TYPE_CHECKING:
     from rekindle import errors, models, tiny
+    from rekindle._src.core.mesh_report import MeshReport
+    from rekindle._src.core.mesh_shape import DeviceMesh
     from rekindle._src.core.options import OpenOptions, SamplingOptions
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
@@ -62,11 +64,13 @@ _LAZY = {
     "Call": "rekindle._src.session.call",
     "Completion": "rekindle._src.core.records",
     "Conversation": "rekindle._src.session.conversation",
+    "DeviceMesh": "rekindle._src.core.mesh_shape",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
     "Handle": "rekindle._src.session.handle",
     "LogitsContext": "rekindle._src.programs.processors",
     "LogitsProcessor": "rekindle._src.programs.processors",
+    "MeshReport": "rekindle._src.core.mesh_report",
     "NodeView": "rekindle._src.session.cache_report",
     "OpenOptions": "rekindle._src.core.options",
     "Opening": "rekindle._src.session.opening",
@@ -105,6 +109,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Conversation",
+    "DeviceMesh",
     "EngineConfig",
     "Explanation",
     "FinishReason",
@@ -112,6 +117,7 @@ __all__ = [
     "InvalidRequest",
     "LogitsContext",
     "LogitsProcessor",
+    "MeshReport",
     "MissingExtra",
     "NodeView",
     "OpenOptions",

@@ -79,6 +79,25 @@ def checked_mesh(value: Any) -> MeshShape | DeviceMesh | None:
     return MeshShape({"model": _count(value, value)})
 
 
+def parsed_mesh(text: str) -> MeshShape:
+    """A mesh as the command line gives it: `4`, or `model=4,expert=2`. Raises ConfigError for anything else."""
+    fix = "Use --mesh 4, or --mesh model=4,expert=2"
+    try:
+        if "=" not in text:
+            return MeshShape({"model": _count(text, int(text))})
+        pairs = [part.split("=") for part in text.split(",")]
+        sizes = {name.strip(): int(count) for name, count in pairs}
+        if len(sizes) != len(pairs):
+            raise ValueError
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError("--mesh", text, "is no mesh", fix) from None
+    found = checked_mesh(sizes)
+    assert isinstance(found, MeshShape), "a dict"
+    return found
+
+
 def is_device_mesh(value: Any) -> bool:
     """Whether it is a `jax.sharding.Mesh`, without importing JAX to find out."""
     kind = type(value)

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.mesh_shape import AXES, DeviceMesh, MeshShape
 from rekindle._src.models.base import Graph, LoadedModel, leaf_shapes
 from rekindle._src.models.config import ModelConfig
@@ -130,6 +132,23 @@ class Placement:
             "devices": [device.id for device in self.devices],
             "partition": self.partition.sizes,
         }
+
+    def report(self, page_bytes: int) -> MeshReport:
+        """What a session tells about its devices."""
+        config, local = self.config, self.local.config
+        norms = config.num_layers if config.model_type == "olmo2" else 0  # means of squares, over all heads
+        width = jnp.dtype(self.graph.precision.stream).itemsize
+        return MeshReport(
+            axes={name: count for name, count in self.partition.sizes.items() if count > 1} or {"model": 1},
+            devices=tuple(str(device) for device in self.devices),
+            heads=local.num_heads,
+            kv_heads=local.num_kv_heads,
+            kv_copies=self.partition.kv_copies(config),
+            weight_bytes=self.bytes_per_device(self.whole_shapes()),
+            page_bytes=page_bytes,
+            sums=1 + 2 * config.num_layers + norms,
+            bytes_per_token=(1 + 2 * config.num_layers) * config.hidden_size * width + 8 * norms,
+        )
 
     def __repr__(self) -> str:
         return f"<Placement {self.partition.size} devices: {self.partition.sizes}>"

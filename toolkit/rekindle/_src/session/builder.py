@@ -13,6 +13,7 @@ import jax
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.progress import in_notebook
 from rekindle._src.core.sampling import Sampling
@@ -164,6 +165,7 @@ def _engine(
         detokenizer=real_detokenizer(tokenizer),
         config=config,
         program_wait=runner.program_wait,
+        mesh=_mesh(programs, config),
         sampling=_sampling(folder, config, request.model),
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
@@ -175,6 +177,14 @@ def _engine(
         processors=tuple(processor.name for processor in request.processors),
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )
+
+
+def _mesh(programs: Programs, config: EngineConfig) -> MeshReport | None:
+    placement = programs.parts.placement
+    if placement is None:
+        return None
+    assert config.page_size is not None, "resolved"
+    return placement.report(paged.page_bytes(placement.local.config, config.page_size, config.kv_dtype))
 
 
 def _loaded(request: OpenRequest, described: LoadedModel | Described, placement: Placement | None) -> LoadedModel:
