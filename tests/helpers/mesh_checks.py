@@ -58,7 +58,7 @@ def some_families(folder: Path) -> None:
 
 @check
 def every_family(folder: Path) -> None:
-    """All cases on two devices, and experts in groups; those that differ in more than their config on four and eight."""
+    """All cases on two devices, experts in groups, and one case of each family on four and eight."""
     wide = {"llama", "gpt2", "olmo2", "gemma2", "qwen3", "phi3", "mixtral", "qwen3-moe", "smollm3"}
     for name in sorted(set(checkpoints.CASES) - mesh_models.LEFT_OUT):
         meshes: list[Any] = [2, 4, 8] if name in wide else [2]
@@ -135,7 +135,7 @@ def snapshots(folder: Path) -> None:
 
 @check
 def tiers_and_preemption(folder: Path) -> None:
-    """More requests than pages: sequences are preempted, pages leave for the host and come back, and texts are right."""
+    """More requests than pages: sequences are preempted, pages leave and come back, and the texts are right."""
     model, rng = case("llama", 2), np.random.default_rng(0)
     stem = rng.integers(3, 150, 17).tolist()
     prompts = [stem[: int(rng.integers(0, 18))] + rng.integers(3, 150, 9).tolist() for _ in range(24)]

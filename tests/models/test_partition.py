@@ -76,7 +76,7 @@ def test_kv_heads_that_are_neither_divided_nor_repeated_are_refused() -> None:
 
 
 def test_expert_groups_need_experts_that_they_can_share() -> None:
-    with pytest.raises(ConfigError, match="has no experts. Use mesh=2 instead"):
+    with pytest.raises(ConfigError, match=r"has no experts\. Use mesh=2 instead"):
         Partition(1, 2).check(config_from_hf(checkpoints.CASES["llama"]))
     six = config_from_hf(checkpoints.CASES["qwen3-moe"] | {"num_attention_heads": 8})
     with pytest.raises(ConfigError, match='Use one of 1, 2, 3, 6 for "expert"'):

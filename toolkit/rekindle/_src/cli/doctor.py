@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from rekindle._src.cli import doctor_mesh
 from rekindle._src.cli.checks import Check

@@ -214,6 +214,10 @@ def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph) -> Placement | Non
         made = jax.make_mesh(shape, AXES, (AxisType.Auto,) * 2, devices=present[: mesh.size])
         return Placement(made, partition, graph.config, graph)
     given = np.asarray(mesh.devices)
+    if any(device.process_index != jax.process_index() for device in given.flat):
+        raise ConfigError(
+            "mesh", mesh, "has devices of other processes", "Use jax.local_devices(): a session has one process"
+        )
     sizes = dict(zip(mesh.axis_names, given.shape, strict=True))
     partition = Partition(**sizes)
     partition.check(graph.config)

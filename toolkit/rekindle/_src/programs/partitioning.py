@@ -14,6 +14,7 @@ Without a placement nothing is wrapped, and programs are what they are for one d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable
@@ -71,6 +72,10 @@ class Partitioning:
             function, mesh=self.placement.mesh, in_specs=operands, out_specs=made, check_vma=False
         )
         return wrapped
+
+    def tracing(self) -> contextlib.AbstractContextManager[Any]:
+        """The mesh in which to trace; a `jax.set_mesh` of the user's would be in the way."""
+        return contextlib.nullcontext() if self.placement is None else jax.set_mesh(self.placement.mesh)
 
     def arguments(self, recipe: Recipe) -> tuple[Any, ...]:
         """The recipe's arguments with where they lie."""

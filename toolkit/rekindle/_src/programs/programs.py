@@ -168,7 +168,7 @@ class Programs:
             return recipe.function(*args)
 
         whole = self.parts.wrap(recipe, fuse(counted, implementation=self.graph.precision.implementation))
-        with deprecated.known():
+        with deprecated.known(), self.parts.tracing():
             return jax.jit(whole, donate_argnums=recipe.donated).lower(*self.parts.arguments(recipe))
 
     def compile(self, key: Key) -> Compiled:
