@@ -22,7 +22,12 @@ import numpy as np  # noqa: E402
 import rekindle  # noqa: E402
 from helpers import checkpoints, mesh_models  # noqa: E402
 from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # noqa: E402
+from rekindle._src.core.config import EngineConfig  # noqa: E402
+from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
 from rekindle._src.models.loading import prepared  # noqa: E402
+from rekindle._src.models.placement import placed  # noqa: E402
+from rekindle._src.programs.programs import Programs  # noqa: E402
+from rekindle._src.session.resolve import resolve  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
 
 CLOSE = 1e-5
@@ -54,6 +59,36 @@ def some_families(folder: Path) -> None:
     compare("gpt2", 2)
     compare("olmo2", 2)
     compare("qwen3-moe", EXPERTS)
+
+
+@check
+def sums_of_a_step(folder: Path) -> None:
+    """Two sums a layer and one of the embedding, one gathering of logits; pages stay in their place."""
+    for name, mesh, more in (
+        ("llama", 4, 0),
+        ("gpt2", 2, 0),
+        ("gemma2", 2, 0),
+        ("mixtral", EXPERTS, 0),
+        ("olmo2", 2, 1),
+    ):
+        model = case(name)
+        placement = placed(checked_mesh(mesh), model.graph)
+        assert placement is not None
+        config = resolve(EngineConfig(**OPTIONS), model.config, placement=placement)
+        programs = Programs(model.config, model.graph, placement.shapes(model.leaves), config, placement=placement)
+        decode = next(bucket for bucket in programs.lattice if not bucket.tokens)
+        lowered = programs.build(decode)
+        text = lowered.as_text()
+        layers = model.config.num_layers
+        assert text.count("stablehlo.all_reduce") == 1 + (2 + more) * layers, name
+        assert text.count("stablehlo.all_gather") == 1, name
+        assert placement.report(0).sums == 1 + (2 + more) * layers
+        compiled = lowered.compile()
+        assert not any(f" {kind}(" in compiled.as_text() for kind in ("all-to-all", "collective-permute")), name
+        pages = (
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.kv)) // placement.partition.size
+        )
+        assert compiled.memory_analysis().alias_size_in_bytes >= pages, "pages are copied"
 
 
 @check
@@ -187,6 +222,21 @@ def memory_is_given_back(folder: Path) -> None:
     before = len(jax.live_arrays())
     generated(model, 2)
     assert len(jax.live_arrays()) == before
+
+
+@check
+def beside_a_mesh_of_the_user(folder: Path) -> None:
+    """A mesh given as one of JAX's, inside a `jax.set_mesh`, and its devices in the order that it has them."""
+    model = case("llama")
+    expected = generated(model, None)
+    devices = np.array(jax.devices()[3:1:-1])
+    mesh = jax.sharding.Mesh(devices, ("model",))
+    with jax.set_mesh(mesh):
+        assert difference(expected, generated(model, mesh)) < CLOSE
+    with opened(model, mesh) as session:
+        told = session.stats().mesh
+        assert told is not None and told.devices == tuple(map(str, devices))
+        assert repr(session) == "<rekindle.Session llama on 2 devices>"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,6 @@ class MeshReport(html.Record):
         axes = " × ".join(f"{name} {count}" for name, count in self.axes.items())
         shared = f", {self.kv_copies} with the same ones" if self.kv_copies > 1 else ""
         return (
-            f"{self.size} devices ({axes}): each has {html.count(self.heads, 'head')}, "
+            f"{html.count(self.size, 'device')} ({axes}): each has {html.count(self.heads, 'head')}, "
             f"{html.count(self.kv_heads, 'kv head')}{shared}, {self.weight_bytes / 2**20:,.1f} MiB of weights"
         )
