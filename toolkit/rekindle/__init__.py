@@ -38,6 +38,8 @@ from rekindle.errors import (
 
 if TYPE_CHECKING:
     from rekindle import errors, models, serve, tiny
+    from rekindle._src.core.mesh_report import MeshReport
+    from rekindle._src.core.mesh_shape import DeviceMesh
     from rekindle._src.core.options import OpenOptions, SamplingOptions
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.core.reply import (
@@ -79,12 +81,14 @@ _LAZY = {
     "Completion": "rekindle._src.core.records",
     "ContentDelta": "rekindle._src.core.reply",
     "Conversation": "rekindle._src.session.conversation",
+    "DeviceMesh": "rekindle._src.core.mesh_shape",
     "Embeddings": "rekindle._src.session.embedding",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
     "Handle": "rekindle._src.session.handle",
     "LogitsContext": "rekindle._src.programs.processors",
     "LogitsProcessor": "rekindle._src.programs.processors",
+    "MeshReport": "rekindle._src.core.mesh_report",
     "NodeView": "rekindle._src.session.cache_report",
     "OpenOptions": "rekindle._src.core.options",
     "Opening": "rekindle._src.session.opening",
@@ -138,6 +142,7 @@ __all__ = [
     "ConfigError",
     "ContentDelta",
     "Conversation",
+    "DeviceMesh",
     "Embeddings",
     "EngineConfig",
     "Explanation",
@@ -146,6 +151,7 @@ __all__ = [
     "InvalidRequest",
     "LogitsContext",
     "LogitsProcessor",
+    "MeshReport",
     "MissingExtra",
     "NodeView",
     "OpenOptions",

@@ -10,6 +10,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
+from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import FinishReason, IntArray, Pooling, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.core.sampling import Sampling
@@ -43,6 +44,7 @@ class Engine(NamedTuple):
     program_wait: ProgramWait | None = None  # how long steps waited for programs
     grammars: Grammars | None = None  # compiles what requests ask of their text's structure
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
+    mesh: MeshReport | None = None  # the devices that share the model; None for one
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 

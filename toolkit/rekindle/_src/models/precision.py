@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from rekindle._src.models.nn.shards import Shards
+
 QUANTIZE = (None, "int8", "int8-weight")
 
 
@@ -24,6 +26,7 @@ class Precision:
     loop_experts: bool = False  # one expert at a time rather than `ragged_dot`
     implementation: str | None = None  # of norms, products, ropes and sampling; None: the first that fits each call
     deterministic: bool = False  # a token's numbers are the same to the last bit, whatever is computed beside it
+    shards: Shards | None = None  # the layers are those of one device, which shares the model with others
 
     @classmethod
     def of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -23,10 +23,12 @@ from rekindle._src.core.guides import mask_words
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import request_state
 from rekindle._src.programs.buckets import FORWARD, Bucket, guided_lattice, lattice, pooling_lattice
 from rekindle._src.programs.packing import Layout
+from rekindle._src.programs.partitioning import PAGES, PAYLOAD, WEIGHTS, WHOLE, Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.step import Scores, make_choice, make_forward, make_step
 from rekindle.errors import CompileError, StoreError
@@ -81,7 +83,9 @@ class Programs:
         *,
         processors: Sequence[LogitsProcessor] = (),
         store: Store | None = None,
+        placement: Placement | None = None,
     ) -> None:
+        """`leaves` are those of the whole model as they lie on the devices of `placement`, None for one device."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
@@ -96,7 +100,10 @@ class Programs:
         self.guided_pooling = pooling_lattice(self.guided_lattice)
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)
+        self.parts = Partitioning(placement)
+        self._graph = graph if placement is None else placement.local  # what one device computes
+        self._kv = paged.abstract(self._graph.config, config.device_pages, config.page_size, config.kv_dtype)
+        self.kv = self.parts.pages(self._kv)
         self.state = request_state.abstract_state(config.max_requests, model.vocab_size)
         self.traces = 0
         self.compilations = 0
@@ -169,16 +176,16 @@ class Programs:
 
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
-        function, arguments, donated = self._function(key)
+        recipe = self._recipe(key)
 
         def counted(*args: Any) -> Any:
             with self._lock:
                 self.traces += 1
-            return function(*args)
+            return recipe.function(*args)
 
-        whole = fuse(counted, implementation=self.graph.precision.implementation)
-        with deprecated.known():
-            return jax.jit(whole, donate_argnums=donated).lower(*arguments)
+        whole = self.parts.wrap(recipe, fuse(counted, implementation=self.graph.precision.implementation))
+        with deprecated.known(), self.parts.tracing():
+            return jax.jit(whole, donate_argnums=recipe.donated).lower(*self.parts.arguments(recipe))
 
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""
@@ -243,44 +250,51 @@ class Programs:
         kernel = kernel_being_compiled()
         return f"compiling {names}" + (f" (kernel {kernel})" if kernel else "") if names else ""
 
-    def _function(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+    def _recipe(self, key: Key) -> Recipe:
         if isinstance(key, Bucket) and key.part:
             return self._half(key)
         if isinstance(key, Bucket):
             layout = self.layout(key)
             step = make_step(
-                self.graph,
+                self._graph,
                 layout,
                 self.kv[0].page_size,
                 implementation=self.config.kernels,
                 processors=self.processors if key.processed else (),
                 pools=key.pools,
             )
-            return step, (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats)), (1, 2)
+            arguments = (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats))
+            return Recipe(step, arguments, (1, 2), (WEIGHTS, PAGES, WHOLE, WHOLE, WHOLE), (PAGES, WHOLE, WHOLE))
         if key == MEMORY:
-            return lambda: zeros((self.kv, self.state)), (), ()
+            return Recipe(lambda: zeros((self._kv, self.state)), (), (), (), (PAGES, WHOLE))
         if key == ADMIT:
             ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
-            return request_state.admit, (self.state, _ints(ints), _floats(floats)), (0,)
+            slot = (self.state, _ints(ints), _floats(floats))
+            return Recipe(request_state.admit, slot, (0,), (WHOLE, WHOLE, WHOLE), WHOLE)
         ids = _ints(MOVED_PAGES)
         if key == GATHER:
-            return paged.gather, (self.kv, ids), ()
+            return Recipe(paged.gather, (self.kv, ids), (), (PAGES, WHOLE), PAYLOAD)
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
-        return paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,)
+        pages = (page,) * MOVED_PAGES
+        return Recipe(paged.scatter, (self.kv, ids, pages), (0,), (PAGES, WHOLE, PAYLOAD), PAGES)
 
-    def _half(self, key: Bucket) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+    def _half(self, key: Bucket) -> Recipe:
         """One of the two programs of a guided step."""
         layout, page_size, processors = self.layout(key), self.kv[0].page_size, self.processors if key.processed else ()
         upload = _ints(layout.ints), _floats(layout.floats)
-        forward = make_forward(self.graph, layout, page_size, implementation=self.config.kernels, pools=key.pools)
-        arguments = (self.leaves, self.kv, self.state.last_token, *upload)
         if key.part == FORWARD:
-            return forward, arguments, (1,)
-        scores: Scores = jax.eval_shape(forward, *arguments)[1]
+            forward = make_forward(self._graph, layout, page_size, implementation=self.config.kernels, pools=key.pools)
+            arguments = (self.leaves, self.kv, self.state.last_token, *upload)
+            operands, results = (WEIGHTS, PAGES, WHOLE, WHOLE, WHOLE), (PAGES, WHOLE, WHOLE, WHOLE)
+            return Recipe(forward, arguments, (1,), operands, results)
+        implementation, stream = self.graph.precision.implementation, self.graph.precision.stream
+        scores = Scores(
+            jax.ShapeDtypeStruct((layout.sequences, self.model.vocab_size), jnp.float32),
+            jax.ShapeDtypeStruct((layout.sequences, self.model.hidden_size), stream),
+        )
         masks = jax.ShapeDtypeStruct((layout.sequences, mask_words(self.model.vocab_size)), jnp.int32)
-        implementation = self.graph.precision.implementation
         choice = make_choice(layout, page_size, implementation=implementation, processors=processors)
-        return choice, (self.state, scores, *upload, masks), (0,)
+        return Recipe(choice, (self.state, scores, *upload, masks), (0,), (WHOLE,) * 5, (WHOLE, WHOLE))
 
 
 def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:
