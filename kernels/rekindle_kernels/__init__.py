@@ -10,7 +10,7 @@ from rekindle_kernels.ops.attention import (
     paged_attention,
 )
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions, linear
-from rekindle_kernels.ops.memory import abstract_pages, give_up_zeros, init_pages, zeros
+from rekindle_kernels.ops.memory import abstract_pages, fill_pages, give_up_zeros, init_pages, zeros
 from rekindle_kernels.ops.norm import NormCall, rms_norm
 from rekindle_kernels.ops.programs import (
     Traits,
@@ -55,6 +55,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "draw",
     "ensure_kernels",
     "environment",
+    "fill_pages",
     "fuse",
     "gated",
     "gather_pages",

@@ -37,6 +37,8 @@ class Engine(NamedTuple):
     longest: int | None = None  # positions of the model
     sampling: Sampling | None = None  # of requests that bring none: what the checkpoint asks for
     program_wait: ProgramWait | None = None  # how long steps waited for programs
+    # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
+    prepare_restart: Callable[[], bool] | None = None
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 

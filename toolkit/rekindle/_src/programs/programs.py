@@ -31,7 +31,7 @@ from rekindle._src.programs.step import make_step
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import deprecated, fuse, give_up_zeros, kernel_being_compiled, traits, zeros
 
-MOVED_PAGES = 4  # pages of one gather or scatter; a scatter compiles one operation for each page and layer
+MOVED_PAGES = 4  # pages of one gather or scatter; where XLA fills pages, it compiles an operation for each and layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +101,11 @@ class Programs:
         self._records: dict[Key, ProgramRecord] = {}
         self._compiling: dict[Key, None] = {}  # in the order in which they began
         self._why: dict[Key, str] = {}  # why the store could not give it
+
+    @property
+    def keeps(self) -> bool:
+        """Whether programs outlive the process."""
+        return self._store is not None
 
     @property
     def keys(self) -> tuple[Key, ...]:

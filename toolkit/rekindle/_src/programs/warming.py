@@ -48,6 +48,21 @@ def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
     return [*([SCATTER] if restoring else []), *prefill[:1], decode, *prefill[1:]]
 
 
+def needed_after_restart(programs: Programs) -> list[Key]:
+    """The programs that a process needs first which restores the pages of this one, as far as it has a store.
+
+    It copies the pages to the device, then computes what no full page holds, at most a page of tokens; then it decodes.
+    This process may have needed none of them: its prompts were longer, and pages never came back.
+    """
+    if not programs.keeps or SCATTER not in programs.keys:
+        return []
+    first = first_needed(programs, restoring=True)
+    buckets = [key for key in first if isinstance(key, Bucket)]
+    page = programs.kv[0].page_size
+    enough = next((bucket.tokens for bucket in buckets if bucket.tokens >= page), programs.config.max_tokens_per_step)
+    return [key for key in first if not isinstance(key, Bucket) or key.tokens <= enough]
+
+
 def warm(
     programs: Programs,
     keys: Iterable[Key] | None = None,
@@ -59,6 +74,7 @@ def warm(
 ) -> None:
     """Make all programs ready, or those of `keys` in this order. Raises the first `CompileError`."""
     ordered = likely_first(programs.keys) if keys is None else [*keys]
+    workers = min(workers, len(ordered))
     waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
     for key in ordered:
         waiting.put(key)

@@ -35,7 +35,7 @@ from rekindle._src.programs.determinism import deterministic
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
-from rekindle._src.programs.warming import Warming
+from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.opening_progress import OpeningProgress
 from rekindle._src.session.resolve import resolve
@@ -150,6 +150,13 @@ def _engine(
         if tiers is not None:
             tiers.close()
 
+    for_restart = needed_after_restart(programs)
+
+    def prepare_restart() -> bool:
+        missing = [key for key in for_restart if not programs.ready(key)][:1]
+        warm(programs, missing, contexts=request.contexts, workers=1)
+        return bool(missing)
+
     return Engine(
         scheduler=scheduler,
         runner=runner,
@@ -164,6 +171,7 @@ def _engine(
         model=str(request.model) if owned else model.model_type,
         swap=weights.swap,
         recover=runner.recover,
+        prepare_restart=prepare_restart,
         release=release,
         processors=tuple(processor.name for processor in request.processors),
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
