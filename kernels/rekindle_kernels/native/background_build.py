@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rekindle_kernels.native import build
 
@@ -31,11 +31,24 @@ def missing(names: Iterable[str]) -> list[str]:
     compiled when a program that calls them is traced.
     """
     wanted = os.environ.get("REKINDLE_BACKGROUND_BUILD", "1") != "0"
-    if not wanted or build.unavailable_reason() is not None or not build.keeps():
+    if not wanted or build.unavailable_reason() is not None or not build.can_compile():
         return []
     absent = [name for name in dict.fromkeys(names) if not build.is_there(name)]
     rank = {kind: index for index, kind in enumerate(_COSTLY)}
     return sorted(absent, key=lambda name: rank.get(name.split("_")[0], len(rank)))
+
+
+def begun(names: Iterable[str]) -> BackgroundBuild | None:
+    """Processes that compile what is missing of these kernels; those of another session, if they do. None if all are
+    there."""
+    global _latest
+    with _lock:
+        absent = missing(names)
+        if not absent:
+            return None
+        if _latest is None or not _latest.running or not {*absent} <= {*_latest.names}:
+            _latest = BackgroundBuild(absent)
+        return _latest
 
 
 class BackgroundBuild:
@@ -43,32 +56,48 @@ class BackgroundBuild:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
+        self._told = False  # what failed
+        self._lock = threading.Lock()
         count = max(1, min(MOST, len(names), _usable_cpus()))
         self._processes = [_started(names[first::count]) for first in range(count)]
+        _all.append(self)
 
     @property
     def running(self) -> bool:
         """Whether a process is still at work."""
         return any(process.poll() is None for process, _ in self._processes)
 
-    def wait(self, stopped: threading.Event) -> bool:
-        """Wait until all are done, or `stopped` is set; whether they are. Failures are said, and remembered."""
+    def wait(self, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all are done, or `stopped()`; whether they are. A kernel that failed is refused from then on."""
         while self.running:
-            if stopped.is_set():
+            if stopped():
                 return False
             time.sleep(_POLL)
-        for process, names in self._processes:
-            assert process.stdout is not None, "a pipe"
-            with process.stdout as told:
-                lines = [line.rstrip("\n").split(" ", 1) for line in told]
-            answers = {name: reason for name, reason in lines if name in names}
-            for name in names:
-                reason = answers.get(name, f"the process that compiled it ended with status {process.returncode}")
-                if reason != "ok" and not build.is_there(name):
-                    build.refuse(name, RuntimeError(reason))
-                    if name not in answers:
-                        break  # those behind it were not tried: they are compiled when they are needed
+        with self._lock:
+            if not self._told:
+                self._told = True
+                for process, names in self._processes:
+                    _refuse_failed(process, names)
         return True
+
+
+_lock = threading.Lock()
+_latest: BackgroundBuild | None = None
+_all: list[BackgroundBuild] = []  # collected while its processes run, one would warn
+
+
+def _refuse_failed(process: subprocess.Popen[str], names: Sequence[str]) -> None:
+    """Refuse the kernels that a process that has ended could not compile."""
+    assert process.stdout is not None, "a pipe"
+    with process.stdout as told:
+        lines = [line.rstrip("\n").split(" ", 1) for line in told]
+    answers = {line[0]: line[-1] for line in lines}
+    for name in names:
+        reason = answers.get(name, f"the process that compiled it ended with status {process.returncode}")
+        if reason != "ok" and not build.is_there(name):
+            build.refuse(name, RuntimeError(reason))
+        if name not in answers:
+            return  # those behind it were not tried: they are compiled when they are needed
 
 
 def _started(names: Sequence[str]) -> tuple[subprocess.Popen[str], Sequence[str]]:

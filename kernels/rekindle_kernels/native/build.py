@@ -123,9 +123,9 @@ def is_there(name: str) -> bool:
     return known or library.address(name) is not None or _stored(name) is not None
 
 
-def keeps() -> bool:
-    """Whether what one process compiles is there for others."""
-    return _trusted()
+def can_compile() -> bool:
+    """Whether kernels can be compiled here, and are there for other processes then."""
+    return importlib.util.find_spec("numba") is not None and _trusted()
 
 
 def keep(name: str) -> None:
@@ -250,15 +250,22 @@ def digest(name: str) -> str:
 @cache
 def _common() -> bytes:
     """A digest of what all kernels depend on: the sources, the versions, the CPU."""
-    import llvmlite.binding as llvm
-
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
-    versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
+    versions = [_version(package) for package in ("numba", "llvmlite")]
     hasher = hashlib.blake2b()
-    for part in (*versions, *_target(llvm), *sources):
+    masked = cpu.mask()
+    for part in (*versions, cpu.identity(), masked.name if masked else "", *sources):
         part = part if isinstance(part, bytes) else part.encode()
         hasher.update(len(part).to_bytes(8, "little") + part)
     return hasher.digest()
+
+
+def _version(package: str) -> str:
+    """The installed version; empty if there is none, as beside a library."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _stored(name: str) -> bytes | None:

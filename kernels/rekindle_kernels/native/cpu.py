@@ -54,6 +54,10 @@ LEVELS = (  # of one machine the best first
     _x86("x86-64-v3", "x86-64-v3", V3),
     Level("armv8", "aarch64", "generic", ("neon",), frozenset({"neon"})),
 )
+IDENTIFYING = {
+    "vendor_id", "cpu family", "model", "stepping", "flags", "features", "cpu implementer", "cpu architecture",
+    "cpu variant", "cpu part", "cpu revision",
+}  # fmt: skip
 building_for: Level | None = None  # set in processes that compile for others
 
 
@@ -69,6 +73,22 @@ def machine() -> str:
     """The kind of this processor, by Linux's name."""
     name = platform.machine()
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+@cache
+def identity() -> str:
+    """What tells this processor from others, as far as LLVM looks at it."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        named = (line.partition(":") for line in first.splitlines())
+        kept = {name.strip(): value.strip() for name, _, value in named if name.strip().lower() in IDENTIFYING}
+        if kept.keys() & {"flags", "Features"}:
+            return repr(sorted(kept.items()))
+    except OSError:
+        pass
+    import llvmlite.binding as llvm
+
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
 def has_feature(name: str) -> bool:

@@ -72,7 +72,7 @@ def _find(place: Path, levels: tuple[cpu.Level, ...]) -> Library | None:
             log.debug("%s is for another system, processor or version", place)
             return None
         return Library(place / manifest["library"], manifest["digest"], usable)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         log.debug("no library of native kernels in %s: %r", place, error)
         return None
 

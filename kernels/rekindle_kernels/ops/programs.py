@@ -64,8 +64,7 @@ def plain_kernels() -> AbstractContextManager[None]:
 
 def build_kernels(names: Iterable[str]) -> BackgroundBuild | None:
     """Begin to compile those kernels that are not there yet, in other processes; None if there is nothing to do."""
-    missing = background_build.missing(names)
-    return BackgroundBuild(missing) if missing else None
+    return background_build.begun(names)
 
 
 def kernels_in(executable: bytes) -> list[str]:

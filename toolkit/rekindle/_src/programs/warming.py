@@ -156,7 +156,7 @@ class Warming:
                     warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts, workers=workers)
                     self._replace(programs, kernels, contexts)
                 elif kernels is not None:
-                    kernels.wait(self._stopped)
+                    kernels.wait(self._is_stopped)
                 now = first_needed(programs, restoring=restoring)
                 keys = [*now, *(key for key in likely_first(programs.keys) if key not in now)]
                 warm(programs, keys, progress=progress, stopped=self._stopped, contexts=contexts, workers=workers)
@@ -189,6 +189,10 @@ class Warming:
 
     def _replace(self, programs: Programs, kernels: BackgroundBuild, contexts: Callable[[], Any]) -> None:
         """Wait for the kernels, then put programs that use them in place of those that do without."""
-        if kernels.wait(self._stopped):
+        if kernels.wait(self._is_stopped):
             with contexts():
-                programs.end_plain(self._stopped.is_set)
+                programs.end_plain(self._is_stopped)
+
+    def _is_stopped(self) -> bool:
+        """Also at the interpreter's exit, which waits for this thread before it closes sessions."""
+        return self._stopped.is_set() or not threading.main_thread().is_alive()

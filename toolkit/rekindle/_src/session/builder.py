@@ -150,10 +150,8 @@ def _engine(
         if tiers is not None:
             tiers.close()
 
-    for_restart = needed_after_restart(programs)
-
     def prepare_restart() -> bool:
-        missing = [key for key in for_restart if not programs.ready(key)][:1]
+        missing = [key for key in needed_after_restart(programs) if not programs.ready(key)][:1]
         warm(programs, missing, contexts=request.contexts, workers=1)
         return bool(missing)
 
