@@ -10,16 +10,20 @@ from rekindle_kernels.ops.attention import (
     paged_attention,
 )
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions, linear
-from rekindle_kernels.ops.memory import abstract_pages, give_up_zeros, init_pages, zeros
+from rekindle_kernels.ops.memory import abstract_pages, fill_pages, give_up_zeros, init_pages, zeros
 from rekindle_kernels.ops.norm import NormCall, rms_norm
 from rekindle_kernels.ops.programs import (
+    BackgroundBuild,
     Traits,
+    build_kernels,
     configure,
     ensure_kernels,
     environment,
     fuse,
     kernel_being_compiled,
+    kernels_for,
     kernels_in,
+    plain_kernels,
     traits,
     unavailable_reason,
 )
@@ -34,6 +38,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AttentionCall",
     "AttentionInputs",
     "AttentionOptions",
+    "BackgroundBuild",
     "Choice",
     "Implementation",
     "LayerKV",
@@ -50,11 +55,13 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "WriteCall",
     "abstract_pages",
     "activate",
+    "build_kernels",
     "configure",
     "current_platform",
     "draw",
     "ensure_kernels",
     "environment",
+    "fill_pages",
     "fuse",
     "gated",
     "gather_pages",
@@ -63,10 +70,12 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "implementation_names",
     "init_pages",
     "kernel_being_compiled",
+    "kernels_for",
     "kernels_in",
     "linear",
     "narrow_dtype",
     "paged_attention",
+    "plain_kernels",
     "quantize_rows",
     "rms_norm",
     "rope",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rekindle_kernels.ops.attention import ATTENTION
 from rekindle_kernels.ops.linear import LINEAR
-from rekindle_kernels.ops.memory import ZEROS
+from rekindle_kernels.ops.memory import FILL_PAGES, ZEROS
 from rekindle_kernels.ops.norm import RMS_NORM
 from rekindle_kernels.ops.rope import ROPE
 from rekindle_kernels.ops.sampling import DRAW, GREEDY
@@ -53,4 +53,7 @@ DRAW.register("xla", XLA_SAMPLING, "DRAW", platforms=ANYWHERE)
 ZEROS.register("native", NATIVE, "ZEROS", platforms=CPU)
 ZEROS.register("xla", XLA_MEMORY, "ZEROS", platforms=ANYWHERE)
 
-OPERATIONS = (ATTENTION, WRITE_KV, LINEAR, RMS_NORM, ROPE, GREEDY, DRAW, ZEROS)
+FILL_PAGES.register("native", NATIVE, "FILL_PAGES", platforms=CPU)
+FILL_PAGES.register("xla", XLA_MEMORY, "FILL_PAGES", platforms=ANYWHERE)
+
+OPERATIONS = (ATTENTION, WRITE_KV, LINEAR, RMS_NORM, ROPE, GREEDY, DRAW, ZEROS, FILL_PAGES)

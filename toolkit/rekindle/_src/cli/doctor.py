@@ -150,16 +150,18 @@ def _native() -> Iterator[Check]:
     """Whether the native kernels, which replace slow operations of XLA:CPU, are available; CPU only."""
     import jax
 
-    from rekindle_kernels import unavailable_reason
+    from rekindle_kernels import environment, unavailable_reason
 
     if jax.default_backend() != "cpu":
         return
     reason = unavailable_reason()
     if reason is None:
-        yield Check("pass", "native kernels", "numba compiles them for this CPU at first use")
+        prebuilt = environment()["level"]
+        how = f"they came with the package, for {prebuilt}" if prebuilt else "numba compiles them for this CPU, once"
+        yield Check("pass", "native kernels", how)
     else:
         yield Check("warn", "native kernels", f"{reason.split(':')[0]}; tokens take about half as long again",
-                    "pip install 'rekindle[cpu]'")  # fmt: skip
+                    "pip install 'numba>=0.66'")  # fmt: skip
 
 
 def _memory() -> Iterator[Check]:

@@ -45,6 +45,8 @@ class Engine(NamedTuple):
     grammars: Grammars | None = None  # compiles what requests ask of their text's structure
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
     mesh: MeshReport | None = None  # the devices that share the model; None for one
+    # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
+    prepare_restart: Callable[[], bool] | None = None
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 

@@ -8,6 +8,7 @@ where prefill tokens dominate. Programs do not differ by context length, which t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from rekindle._src.core.config import EngineConfig
@@ -89,12 +90,12 @@ def lattice(config: EngineConfig, *, processed: bool = False, single: bool = Fal
     return tuple(decode + mixed)
 
 
-def guided_lattice(plain: Iterable[Bucket]) -> tuple[Bucket, ...]:
+@functools.cache
+def guided_lattice(plain: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
     """The sizes of steps with guided rows: all without prefill tokens, and beside those the largest numbers of rows.
 
     Each is two programs, and a guided row samples beside prefill tokens only where a prompt comes or ends.
     """
-    plain = tuple(plain)
     most = max(bucket.rows for bucket in plain)
     sizes = [bucket for bucket in plain if not bucket.tokens or bucket.rows == most]
     return tuple(dataclasses.replace(bucket, part=BOTH) for bucket in sizes)

@@ -38,7 +38,7 @@ from rekindle._src.programs.determinism import deterministic
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
-from rekindle._src.programs.warming import Warming
+from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.opening_progress import OpeningProgress
 from rekindle._src.session.resolve import resolve
@@ -159,6 +159,11 @@ def _engine(
         if tiers is not None:
             tiers.close()
 
+    def prepare_restart() -> bool:
+        missing = [key for key in needed_after_restart(programs) if not programs.ready(key)][:1]
+        warm(programs, missing, contexts=request.contexts, workers=1)
+        return bool(missing)
+
     return Engine(
         scheduler=scheduler,
         runner=runner,
@@ -175,6 +180,7 @@ def _engine(
         model=name,
         swap=weights.swap,
         recover=runner.recover,
+        prepare_restart=prepare_restart,
         release=release,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer.has_text else None,
         think_ids=tokenizer.pair("<think>", "</think>"),
