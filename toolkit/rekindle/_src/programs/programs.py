@@ -25,6 +25,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import request_state
 from rekindle._src.programs.buckets import Bucket, lattice
+from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.step import make_step
@@ -168,7 +169,7 @@ class Programs:
         """Build and compile one program."""
         try:
             with gc_paused():
-                compiled = self.build(key).compile()
+                compiled = self.build(key).compile(compiler_options=compiler_options())
         except Exception as error:
             raise CompileError(
                 f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
