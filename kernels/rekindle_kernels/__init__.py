@@ -29,7 +29,7 @@ from rekindle_kernels.ops.programs import (
 )
 from rekindle_kernels.ops.registry import Implementation, Registry, current_platform
 from rekindle_kernels.ops.rope import RopeCall, rope
-from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, SamplingCall, Wanted, draw, greedy
+from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, SamplingCall, Wanted, draw, greedy, top_k
 from rekindle_kernels.ops.write_kv import WriteCall, write_kv
 from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
 from rekindle_kernels.xla.linear import narrow_dtype, quantize_rows
@@ -81,6 +81,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "rope",
     "scatter_pages",
     "storage_dtype",
+    "top_k",
     "traits",
     "unavailable_reason",
     "write_kv",

@@ -29,6 +29,7 @@ from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import request_state
 from rekindle._src.programs.buckets import FORWARD, SMALLEST_ROWS, Bucket, guided_lattice, lattice, pooling_lattice
+from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import PAGES, PAYLOAD, WEIGHTS, WHOLE, Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
@@ -256,7 +257,7 @@ class Programs:
         """Build and compile one program."""
         try:
             with gc_paused():
-                compiled = self.build(key).compile()
+                compiled = self.build(key).compile(compiler_options=compiler_options())
         except Exception as error:
             raise CompileError(
                 f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
