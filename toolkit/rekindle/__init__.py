@@ -38,6 +38,8 @@ from rekindle.errors import (
 
 if TYPE_CHECKING:
     from rekindle import errors, models, serve, tiny
+    from rekindle._src.core.mesh_report import MeshReport
+    from rekindle._src.core.mesh_shape import DeviceMesh
     from rekindle._src.core.options import OpenOptions, SamplingOptions
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.core.reply import (
@@ -58,9 +60,12 @@ if TYPE_CHECKING:
     from rekindle._src.session.cache_writer import SaveReport
     from rekindle._src.session.call import Call
     from rekindle._src.session.conversation import Conversation, Turn
+    from rekindle._src.session.embedding import Embeddings
     from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
+    from rekindle._src.session.row_answers import RowAnswer, RowAnswers
+    from rekindle._src.session.row_mapping import RowMap
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
     from rekindle._src.session.tools.choice import ToolChoice
@@ -76,11 +81,14 @@ _LAZY = {
     "Completion": "rekindle._src.core.records",
     "ContentDelta": "rekindle._src.core.reply",
     "Conversation": "rekindle._src.session.conversation",
+    "DeviceMesh": "rekindle._src.core.mesh_shape",
+    "Embeddings": "rekindle._src.session.embedding",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
     "Handle": "rekindle._src.session.handle",
     "LogitsContext": "rekindle._src.programs.processors",
     "LogitsProcessor": "rekindle._src.programs.processors",
+    "MeshReport": "rekindle._src.core.mesh_report",
     "NodeView": "rekindle._src.session.cache_report",
     "OpenOptions": "rekindle._src.core.options",
     "Opening": "rekindle._src.session.opening",
@@ -90,6 +98,9 @@ _LAZY = {
     "ReasoningDelta": "rekindle._src.core.reply",
     "Reply": "rekindle._src.core.reply",
     "ReplyEvent": "rekindle._src.core.reply",
+    "RowAnswer": "rekindle._src.session.row_answers",
+    "RowAnswers": "rekindle._src.session.row_answers",
+    "RowMap": "rekindle._src.session.row_mapping",
     "RowReport": "rekindle._src.session.stats",
     "SamplingOptions": "rekindle._src.core.options",
     "SaveReport": "rekindle._src.session.cache_writer",
@@ -131,6 +142,8 @@ __all__ = [
     "ConfigError",
     "ContentDelta",
     "Conversation",
+    "DeviceMesh",
+    "Embeddings",
     "EngineConfig",
     "Explanation",
     "FinishReason",
@@ -138,6 +151,7 @@ __all__ = [
     "InvalidRequest",
     "LogitsContext",
     "LogitsProcessor",
+    "MeshReport",
     "MissingExtra",
     "NodeView",
     "OpenOptions",
@@ -155,6 +169,9 @@ __all__ = [
     "ReplyEvent",
     "RequestAborted",
     "RequestFailed",
+    "RowAnswer",
+    "RowAnswers",
+    "RowMap",
     "RowReport",
     "Sampling",
     "SamplingOptions",

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rekindle._src.core.config import DTYPES, POLICIES, QUANTIZE
+from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle._src.core.version import VERSION
-from rekindle.errors import RekindleError
+from rekindle.errors import ConfigError, RekindleError
 
 
 def program() -> int:
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
     """Run one subcommand and return the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
-        command = importlib.import_module(f"rekindle._src.cli.{arguments.command}")
+        command = importlib.import_module(f"rekindle._src.cli.{arguments.command.replace('-', '_')}")
         imported()
         return int(command.run(arguments))
     except KeyboardInterrupt:
@@ -63,6 +64,15 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this installation, and show a fix for each problem")
     doctor.add_argument("--cache-dir", help="the cache directory to check")
     doctor.add_argument("--model", help="a checkpoint, whose weights and layers are checked for NaN and infinity")
+    doctor.add_argument(
+        "--mesh", type=_mesh, metavar="N", help="check that so many devices can share a model: 4, model=4,expert=2"
+    )
+    doctor.add_argument(
+        "--plan", metavar="SHAPE", help="only tell what a folder or a shape such as 70b needs on each device of --mesh"
+    )
+    doctor.add_argument("--device", default="H100", help="with --plan: the kind of device (default H100)")
+    doctor.add_argument("--quantize", choices=[name for name in QUANTIZE if name], help="with --plan")
+    doctor.add_argument("--context", type=int, default=8192, help="with --plan: tokens of a request (default 8192)")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
@@ -95,6 +105,12 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--plots", type=Path, help="with --growth: a folder for pictures; needs matplotlib")
     bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    batch = commands.add_parser("run-batch", help="answer a file of requests in OpenAI's batch format")
+    batch.add_argument("input", type=Path, help="a JSON object with custom_id, method, url and body on each line")
+    batch.add_argument("output", type=Path, help="gets a line for each; called again after a kill, it goes on")
+    batch.add_argument("--name", help="what the model is called in the requests; by default as --model")
+    batch.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
+    _model_options(batch)
     _serve(commands.add_parser("serve", help="answer requests over HTTP, as OpenAI's API"))
     return root
 
@@ -134,6 +150,13 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--restore", help="a snapshot to restore, or 'auto' for what the last session left")
 
 
+def _mesh(text: str) -> MeshShape:
+    try:
+        return parsed_mesh(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", default="tiny", help="a local folder, a hub id, or 'tiny' (the default)")
     _engine_options(command)
@@ -145,6 +168,7 @@ def _engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-model-len", type=int)
     command.add_argument("--max-requests", type=int)
     command.add_argument("--policy", choices=POLICIES)
+    command.add_argument("--mesh", type=_mesh, metavar="N", help="devices that share the model: 4, or model=4,expert=2")
     command.add_argument(
         "--prompt-lookup",
         type=int,
@@ -174,6 +198,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_requests",
         "policy",
         "prompt_lookup",
+        "mesh",
         "cache_dir",
         "max_queue",
         "restore",

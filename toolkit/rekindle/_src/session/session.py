@@ -22,13 +22,13 @@ from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
-from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.client import Client
 from rekindle._src.session.conversation import Conversation, opened
+from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
-from rekindle._src.session.requests import Requests
+from rekindle._src.session.row_mapping import RowMapping
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.tools.choice import ToolChoice, chosen
 from rekindle._src.session.tools.tool import ToolLike, tools_of
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
 
 
-class Session(Requests, ChatRequests):
+class Session(RowMapping, Embedding):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -136,6 +136,7 @@ class Session(Requests, ChatRequests):
                 paused=self._client.pauses > 0,
                 scheduler=scheduler,
                 runner=runner,
+                mesh=engine.mesh,
                 **dispatch.watchdog.figures()._asdict(),
             )
 
@@ -363,7 +364,9 @@ class Session(Requests, ChatRequests):
 
     def __repr__(self) -> str:
         sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"
-        return f"<rekindle.Session {self.model or 'over given parts'}{sampling}{', closed' if self.closed else ''}>"
+        devices = "" if self._engine.mesh is None else f" on {html.count(self._engine.mesh.size, 'device')}"
+        named = f"{self.model or 'over given parts'}{devices}"
+        return f"<rekindle.Session {named}{sampling}{', closed' if self.closed else ''}>"
 
     def _repr_html_(self) -> str:
         config = self.config
@@ -375,6 +378,7 @@ class Session(Requests, ChatRequests):
                     f"up to {config.max_requests} requests at once",
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
+                    "" if self._engine.mesh is None else str(self._engine.mesh),
                     ""
                     if self._engine.sampling is None
                     else f"samples with {told(self._engine.sampling)}, by the checkpoint",
