@@ -35,7 +35,7 @@ UNSEEN = {"SamplingOptions", "OpenOptions", "LogitsContext"}
 LIVE = {"watch", "view"}  # widgets, which tests/notebook looks at
 
 
-TOOLS = "<tool_call><think>{{ tools }}{{ messages[0].content }}"
+TOOLS = "{% if tools %}<tool_call><think>{% endif %}{{ messages[0].content }}"
 
 
 def abs_of(x: int) -> int:

@@ -26,7 +26,7 @@ TEMPLATES = {
 BODY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-def paint(colour: Literal["red", "blue"], coats: int = 1) -> str:
+def paint(colour: Literal["red", "blue"], coats: Literal[1, 2] = 1) -> str:
     """Paint a ball."""
     return f"{colour} {coats}"
 
@@ -56,7 +56,7 @@ def test_a_model_that_has_to_call_calls(session: Session, family: str) -> None:
         reply = session.chat(USER, tool_choice=choice, seed=1, **options).result_sync()
         (call,) = reply.tool_calls
         assert call.name == "paint" and call.arguments["colour"] in ("red", "blue"), reply.text
-        assert type(call.arguments.get("coats", 1)) is int
+        assert call.arguments.get("coats", 1) in (1, 2)
 
 
 def test_a_call_is_forced_once(session: Session) -> None:

@@ -149,9 +149,7 @@ class ChatRequests:
             field, value = ("n", sampling_.n) if sampling_.n != 1 else ("continue_final_message", True)
             raise InvalidRequest(field, value, "can't be combined with run_tools", "Run the tool calls yourself")
         self._host.check()
-        loop = ToolLoop(ask, messages, given, max_rounds)
-        loop._current()  # wrong messages are refused now
-        return loop
+        return ToolLoop(ask, messages, given, max_rounds)
 
     def render(
         self,

@@ -110,6 +110,7 @@ class ToolLoop(Call[ToolRun]):
         self._handle: Handle[Completion] | None = None
         self._error: BaseException | None = None
         self._ran = False  # the reply of `_handle` is among the messages
+        self._current()  # wrong messages are refused now
 
     @property
     def done(self) -> bool:
