@@ -32,7 +32,8 @@ def checked(session: Session) -> Iterator[Session]:
     before = threads() - {thread for thread in threads() if thread.name == "rekindle session"}
     try:
         yield session
-        wait_until_idle(session)
+        if not session.closed:
+            wait_until_idle(session)
     finally:
         session.close()
     eventually(lambda: {one for one in threads() if one.name != "rekindle session"} <= before)

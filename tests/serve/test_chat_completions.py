@@ -92,7 +92,7 @@ async def test_messages_reach_the_template_as_it_wants_them(app: Any) -> None:
     assert done["choices"][0]["message"]["content"].startswith("I am")
     assert await prompt(app, chat_template_kwargs={"enable_thinking": True}) == RENDERED + "[thinking True]"
     assert await prompt(app, reasoning_effort="none") == RENDERED + "[thinking False]"
-    assert await prompt(app, reasoning_effort="high") == RENDERED
+    assert await prompt(app, reasoning_effort="high") == RENDERED + "[thinking True]"
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,9 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--trust-request-chat-template", action="store_true", help="let requests bring a chat template, which is code"
     )
+    serve.add_argument(
+        "--metrics-names", choices=("rekindle", "vllm", "both"), default="rekindle", help="vllm: for its dashboards"
+    )
     serve.add_argument("--access-log", action="store_true", help="log every request")
     _engine_options(serve)
     serve.add_argument("--max-queue", type=int, help="requests that may wait before others get 429 (default 1024)")

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_queued_tokens=arguments.max_queued_tokens,
         cors_origins=arguments.cors_origin,
         trust_request_chat_template=arguments.trust_request_chat_template,
+        metrics_names=arguments.metrics_names,
         failed=failed,
     )
     url = address(arguments.host, bound.getsockname()[1])

@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import anyio
 
 from rekindle._src.serve import info
+from rekindle._src.serve.anthropic import Anthropic, count_tokens, messages
+from rekindle._src.serve.anthropic_fields import COUNT_TOKENS, MESSAGES
 from rekindle._src.serve.auth import Guard, Keys
 from rekindle._src.serve.chat import chat
 from rekindle._src.serve.completions import completions
 from rekindle._src.serve.embeddings import EMBEDDINGS, embeddings
 from rekindle._src.serve.errors import Refused
-from rekindle._src.serve.exchange import Exchange, Handler, JsonEndpoint, OpenAI
+from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI
 from rekindle._src.serve.fields import Endpoint
 from rekindle._src.serve.life import Life
+from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
 from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
+from rekindle._src.serve.openapi import document
+from rekindle._src.serve.responses import Responses, responses
+from rekindle._src.serve.responses_fields import RESPONSES
 from rekindle._src.serve.service import Service
 from rekindle.errors import ConfigError, MissingExtra
 
@@ -28,20 +34,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rekindle.serve")
 
-POSTS: tuple[tuple[Endpoint, Handler], ...] = (
-    (CHAT, chat),
-    (COMPLETIONS, completions),
-    (EMBEDDINGS, embeddings),
-    (info.TOKENIZE, info.tokenize),
-    (info.DETOKENIZE, info.detokenize),
-    (info.ABORT, info.abort),
+POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
+    (CHAT, chat, OpenAI()),
+    (COMPLETIONS, completions, OpenAI()),
+    (EMBEDDINGS, embeddings, OpenAI()),
+    (RESPONSES, responses, Responses()),
+    (MESSAGES, messages, Anthropic()),
+    (COUNT_TOKENS, count_tokens, Anthropic()),
+    (info.TOKENIZE, info.tokenize, OpenAI()),
+    (info.DETOKENIZE, info.detokenize, OpenAI()),
+    (info.ABORT, info.abort, OpenAI()),
 )
-GETS: tuple[tuple[str, Handler], ...] = (
-    ("/v1/models", info.list_models),
-    ("/v1/models/{name:path}", info.one_model),
-    ("/health", info.health),
-    ("/ping", info.health),
-    ("/version", info.version),
+GETS: tuple[tuple[str, Handler, str], ...] = (
+    ("/v1/models", info.list_models, "The models that are served"),
+    ("/v1/models/{name}", info.one_model, "One model"),
+    ("/health", info.health, "200 if every model answers"),
+    ("/ping", info.health, "The same as /health"),
+    ("/version", info.version, "The version of rekindle"),
+    ("/metrics", info.metrics, "Figures for Prometheus"),
 )
 
 
@@ -55,6 +65,7 @@ def app(
     max_queued_tokens: int = 1 << 20,
     cors_origins: Sequence[str] = (),
     trust_request_chat_template: bool = False,
+    metrics_names: Names = "rekindle",
     failed: Callable[[BaseException], object] | None = None,
 ) -> Starlette:
     """An ASGI app that serves a session, or several by name, as OpenAI's API; it closes none of them.
@@ -68,6 +79,7 @@ def app(
         max_queued_tokens: prompt tokens that may wait; beyond, requests get 429.
         cors_origins: origins whose web pages may use the server.
         trust_request_chat_template: let requests bring a chat template, which is code.
+        metrics_names: "rekindle", "vllm" for the names that published dashboards read, or "both".
     """
     try:
         from starlette.applications import Starlette
@@ -80,12 +92,15 @@ def app(
     for option, value in (("body_limit", body_limit), ("max_queued_tokens", max_queued_tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(option, value, "is not a whole number above 0", "Leave it out for the default")
+    if metrics_names not in get_args(Names):
+        raise ConfigError("metrics_names", metrics_names, "is not known", "Use 'rekindle', 'vllm' or 'both'")
     service = Service(
         Models(session, name),
         Life(max_queued_tokens=max_queued_tokens),
         strict=strict,
         body_limit=body_limit,
         trust_templates=trust_request_chat_template,
+        metrics_names=metrics_names,
     )
 
     @contextlib.asynccontextmanager
@@ -123,12 +138,24 @@ def app(
         return respond
 
     routes = [
-        Route(endpoint.path, JsonEndpoint(service, endpoint, handler, OpenAI()), methods=["POST"])
-        for endpoint, handler in POSTS
+        Route(endpoint.path, JsonEndpoint(service, endpoint, handler, dialect), methods=["POST"])
+        for endpoint, handler, dialect in POSTS
     ]
-    routes += [Route(path, info.Get(service, path, handler), methods=["GET"]) for path, handler in GETS]
     keys = Keys(api_key)
-    middleware = [Middleware(Guard, keys=keys, service=service)]
+    described = document(
+        [endpoint for endpoint, _, _ in POSTS], [(path, told) for path, _, told in GETS], keys=bool(keys)
+    )
+
+    async def openapi(exchange: Exchange, given: dict[str, Any]) -> None:
+        await exchange.reply(described)
+
+    routes += [
+        # A model's name may have slashes.
+        Route(path.replace("{name}", "{name:path}"), info.Get(service, path, handler), methods=["GET"])
+        for path, handler, _ in (*GETS, ("/openapi.json", openapi, ""))
+    ]
+    dialects = {endpoint.path: dialect for endpoint, _, dialect in POSTS}
+    middleware = [Middleware(Guard, keys=keys, service=service, dialects=dialects)]
     if cors_origins:
         allowed = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # type: ignore[arg-type]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rekindle._src.serve.bodies import header
 from rekindle._src.serve.errors import Refused
-from rekindle._src.serve.exchange import Exchange, OpenAI, Receive, Scope, Send
+from rekindle._src.serve.exchange import Dialect, Exchange, OpenAI, Receive, Scope, Send
 from rekindle._src.serve.service import Service
 from rekindle.errors import ConfigError
 
@@ -50,20 +50,17 @@ class Keys:
 class Guard:
     """ASGI middleware that lets requests with a right key pass."""
 
-    def __init__(self, app: object, keys: Keys, service: Service) -> None:
-        self._app, self._keys, self._service = app, keys, service
+    def __init__(self, app: object, keys: Keys, service: Service, dialects: Mapping[str, Dialect]) -> None:
+        self._app, self._keys, self._service, self._dialects = app, keys, service, dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
             try:
                 scope["rekindle.key"] = self._keys.owner(scope)
             except Refused as refused:
-                await Exchange(self._service, scope, send).fail(refused, OpenAI())
-                self._service.metrics.http(known_path(scope["path"]), refused.status)
+                dialect = self._dialects.get(scope["path"], OpenAI())
+                await Exchange(self._service, scope, send).fail(refused, dialect)
+                path = scope["path"] if scope["path"] in self._dialects else "other"  # clients can make up any number
+                self._service.metrics.http(path, refused.status)
                 return
         await self._app(scope, receive, send)  # type: ignore[operator]
-
-
-def known_path(path: str) -> str:
-    """The path as a metric's label: paths that clients make up must not become labels without number."""
-    return path if path.startswith("/v1/") and len(path) < 40 and path.count("/") < 4 else "other"

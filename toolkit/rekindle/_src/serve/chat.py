@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from rekindle._src.core.records import Completion, TextDelta
+from rekindle._src.core.records import Completion, FinishReason, TextDelta
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCall, ToolCallArguments, ToolCallStarted
 from rekindle._src.serve.contract import HandleLike, SessionLike
+from rekindle._src.serve.ends import finish_of
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import (
     Chunks,
     counted,
-    finish_of,
     finished,
     follow,
     make,
@@ -27,10 +28,15 @@ from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.messages_in import plain_messages
 from rekindle._src.serve.sampling import rest_of_context, sampling_options
 from rekindle._src.serve.service import FINGERPRINT
+from rekindle.errors import InvalidRequest
+
+T = TypeVar("T")
 
 _OWN_FIELDS = frozenset(
     ("messages", "tools", "template", "documents", "add_generation_prompt", "continue_final_message")
 )
+
+_OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options of `session.chat` by the same names
 
 
 async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
@@ -42,7 +48,7 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     streaming = stream_options(given)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
-        handle = await make(exchange, lambda: session.chat(messages, **options))
+        handle = await make(exchange, lambda: asked(session.chat, messages, options))
         submit(active, [handle])
         writer = _Writer(exchange, given, served.name, session, handle)
         if given.get("stream"):
@@ -50,6 +56,16 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
             return
         found = await finished(exchange, active, [handle])
         await exchange.reply(writer.whole(found))
+
+
+def asked(ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> T:
+    """Call `session.chat` or `session.render`. To think not at all is what a model does that can't think."""
+    try:
+        return ask(messages, **options)
+    except InvalidRequest as error:
+        if error.field != "reasoning_effort" or error.value != "none":
+            raise
+    return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
 
 
 def _limit_field(given: Mapping[str, Any]) -> str:
@@ -73,10 +89,9 @@ def template_options(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, 
     variables: dict[str, Any] = dict(given.get("chat_template_kwargs") or {})
     for name in _OWN_FIELDS & variables.keys():
         raise wrong(f"chat_template_kwargs.{name}", variables[name], "is a field of its own", f"Pass {name} beside it")
-    if "reasoning_effort" in given:
-        variables.setdefault("reasoning_effort", given["reasoning_effort"])
-        if given["reasoning_effort"] == "none":
-            variables.setdefault("enable_thinking", False)
+    options |= {
+        name: given[name] for name in ("reasoning_effort", "documents", "tools", "tool_choice") if name in given
+    }
     if given.get("continue_final_message"):
         if given.get("add_generation_prompt"):
             fix = "Set one of the two"
@@ -84,8 +99,6 @@ def template_options(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, 
         options["continue_final_message"] = True
     elif "add_generation_prompt" in given:
         variables["add_generation_prompt"] = given["add_generation_prompt"]
-    if "documents" in given:
-        variables["documents"] = given["documents"]
     if "chat_template" in given:
         if not exchange.service.trust_templates:
             fix = "Remove it, or start the server with --trust-request-chat-template"
@@ -104,7 +117,7 @@ class _Writer:
     def __init__(
         self, exchange: Exchange, given: Mapping[str, Any], model: str, session: SessionLike, handle: HandleLike
     ) -> None:
-        self._exchange, self._given, self._handle = exchange, given, handle
+        self._exchange, self._given, self._handle, self._session = exchange, given, handle, session
         names = exchange.service.token_names(model, session)
         self._shapes = Shapes(names, as_ids=given.get("return_tokens_as_token_ids", False))
         self._common: dict[str, Any] = {
@@ -115,6 +128,8 @@ class _Writer:
         }
         self._ids = bool(given.get("return_token_ids"))
         self._before = _echoed(given)
+        self._parallel = given.get("parallel_tool_calls", True)
+        self._reasons = given.get("include_reasoning", True)
 
     def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -123,25 +138,42 @@ class _Writer:
         for done in several:
             choice: dict[str, Any] = {
                 "index": done.index,
-                "message": {"role": "assistant", "content": self._before + done.text, "refusal": None},
+                "message": self._message(done),
                 "logprobs": self._shapes.chat(done.logprobs or ()) if self._given.get("logprobs") else None,
-                "finish_reason": finish_of(done.finish_reason),
+                "finish_reason": _finish(done.finish_reason, called=bool(done.tool_calls)),
                 "stop_reason": done.stop_reason,
             }
             if self._ids:
                 choice["token_ids"] = done.token_ids
             choices.append(choice)
-        answer = {**self._common, "choices": choices, "usage": usage(found), "system_fingerprint": FINGERPRINT}
+        answer = {
+            **self._common,
+            "choices": choices,
+            "usage": usage(found, self._session),
+            "system_fingerprint": FINGERPRINT,
+        }
         if "prompt_logprobs" in self._given:
             answer["prompt_logprobs"] = self._shapes.prompt(several[0].prompt_logprobs or ())
         if self._ids:
             answer["prompt_token_ids"] = several[0].prompt_token_ids
         return answer
 
+    def _message(self, done: Completion) -> dict[str, Any]:
+        """The assistant's message. Clients read the reasoning under either of two names."""
+        message: dict[str, Any] = {"role": "assistant", "content": self._before + done.content, "refusal": None}
+        if done.reasoning and self._reasons:
+            message |= {"reasoning": done.reasoning, "reasoning_content": done.reasoning}
+        if done.tool_calls:
+            calls = done.tool_calls if self._parallel else done.tool_calls[:1]
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [_call(call) for call in calls]
+        return message
+
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
         """Write chunks while they come."""
         chunks = Chunks({**self._common, "object": "chat.completion.chunk"}, options=options)
         begun: set[int] = set()
+        called: set[int] = set()
         made = 0
 
         async def write(number: int, delta: TextDelta) -> None:
@@ -156,16 +188,42 @@ class _Writer:
                 begun.add(delta.index)
             logprobs = self._shapes.chat(delta.logprobs) if self._given.get("logprobs") else None
             ids = f',"token_ids":{dumps(delta.token_ids)}' if self._ids else ""
-            if delta.text or delta.logprobs or (ids and delta.token_ids):
-                content = f'"content":{dumps(delta.text)}'
+            contents = self._contents(delta)
+            if not contents and (logprobs is not None or ids) and delta.token_ids:
+                contents = ['"content":""']
+            for content in contents:
                 parts.append(chunks.chunk(_choice(delta.index, content, logprobs, more=ids), now))
+                logprobs, ids = None, ""  # they come once, with the first chunk of these tokens
+            if any(isinstance(event, ToolCallStarted) for event in delta.events or ()):
+                called.add(delta.index)
             if delta.finish_reason is not None:
+                ended = _finish(delta.finish_reason, called=delta.index in called)
                 reason = f',"stop_reason":{dumps(delta.stop_reason)}'
-                parts.append(chunks.chunk(_choice(delta.index, "", None, finish_of(delta.finish_reason), reason), now))
-            await self._exchange.emit("".join(parts).encode())
+                parts.append(chunks.chunk(_choice(delta.index, "", None, ended, reason), now))
+            if parts:
+                await self._exchange.emit("".join(parts).encode())
 
         found = await follow(self._exchange, active, [self._handle], write)
-        await self._exchange.emit(chunks.last(usage(found)).encode())
+        await self._exchange.emit(chunks.last(usage(found, self._session)).encode())
+
+    def _contents(self, delta: TextDelta) -> list[str]:
+        """The members of the `delta` of each chunk that a delta becomes."""
+        if delta.events is None:
+            return [f'"content":{dumps(delta.text)}'] if delta.text else []
+        found = []
+        for event in delta.events:
+            match event:
+                case ContentDelta(text):
+                    found.append(f'"content":{dumps(text)}')
+                case ReasoningDelta(text) if self._reasons:
+                    found.append(f'"reasoning":{dumps(text)},"reasoning_content":{dumps(text)}')
+                case ToolCallStarted(index, call_id, name) if self._parallel or not index:
+                    function = {"name": name, "arguments": ""}
+                    call = {"index": index, "id": call_id, "type": "function", "function": function}
+                    found.append(f'"tool_calls":{dumps([call])}')
+                case ToolCallArguments(index, text) if self._parallel or not index:
+                    found.append(f'"tool_calls":{dumps([{"index": index, "function": {"arguments": text}}])}')
+        return found
 
     def _extra(self, delta: TextDelta) -> str:
         """What the first chunk has beside its choice."""
@@ -182,6 +240,15 @@ def _choice(index: int, delta: str, logprobs: Any = None, reason: str | None = N
     scores = "null" if logprobs is None else dumps(logprobs)
     ended = "null" if reason is None else f'"{reason}"'
     return f'{{"index":{index},"delta":{{{delta}}},"logprobs":{scores},"finish_reason":{ended}{more}}}'
+
+
+def _finish(reason: FinishReason | None, *, called: bool) -> str | None:
+    ended = finish_of(reason)
+    return "tool_calls" if called and ended == "stop" else ended
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_text}}
 
 
 def _echoed(given: Mapping[str, Any]) -> str:

@@ -12,13 +12,13 @@ import anyio.to_thread
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
 from rekindle._src.serve.contract import HandleLike, SessionLike
+from rekindle._src.serve.ends import finish_of
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import (
     IN_A_THREAD,
     Chunks,
     counted,
-    finish_of,
     finished,
     follow,
     make,
@@ -119,7 +119,12 @@ class _Writer:
                 if self._ids:
                     choice |= {"token_ids": done.token_ids, "prompt_token_ids": done.prompt_token_ids}
                 choices.append(choice)
-        return {**self._common, "choices": choices, "usage": usage(found), "system_fingerprint": FINGERPRINT}
+        return {
+            **self._common,
+            "choices": choices,
+            "usage": usage(found, self._session),
+            "system_fingerprint": FINGERPRINT,
+        }
 
     def _prompt(self, number: int) -> str:
         """The text of a prompt; ids are decoded."""
@@ -175,4 +180,4 @@ class _Writer:
             await exchange.emit(chunks.chunk(choice + "}", now).encode())
 
         found = await follow(exchange, active, self._handles, write)
-        await exchange.emit(chunks.last(usage(found)).encode())
+        await exchange.emit(chunks.last(usage(found, self._session)).encode())

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import anyio
 
 from rekindle._src.serve.bodies import Disconnected, Receive, header, read_json
-from rekindle._src.serve.errors import Refused, refusal
+from rekindle._src.serve.errors import Refused, refusal, wrong
 from rekindle._src.serve.fields import Endpoint
 from rekindle._src.serve.service import Service
 from rekindle.errors import QueueFull
@@ -57,10 +57,17 @@ class Exchange:
         self.size = 0  # bytes of the body
         self.status = 0  # of the response, once it has begun
         self.streaming = False
+        self.model = ""  # the name of the one that it asks
         self.names: dict[str, str] = {}  # our options by the client's fields
         given = header(scope, b"x-request-id")
         self.request_id: str = given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
         self.key: bytes = scope.get("rekindle.key", b"")
+
+    def rename(self, request_id: str) -> None:
+        """Take the id that the request brings in its body."""
+        if _ID.fullmatch(request_id) is None:
+            raise wrong("request_id", request_id, "has characters other than printable ASCII", "Use others")
+        self.request_id = request_id
 
     async def reply(self, body: dict[str, Any], *, status: int = 200, headers: Any = ()) -> None:
         """Answer with one JSON object."""
@@ -127,9 +134,6 @@ class JsonEndpoint:
             given, exchange.size = await read_json(
                 scope, receive, check, limit=service.body_limit, seconds=service.body_seconds
             )
-            exchange.request_id = given.pop("request_id", exchange.request_id)
-            if _ID.fullmatch(exchange.request_id) is None:
-                raise Refused(400, "request_id has characters other than printable ASCII", param="request_id")
             group.start_soon(_watch, receive, group.cancel_scope)
             await self._handler(exchange, given)
             if exchange.streaming:

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from rekindle._src.core.records import Completion, FinishReason, TextDelta
+from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.serve.contract import HandleLike, SessionLike
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
@@ -16,20 +16,15 @@ from rekindle._src.serve.life import Active
 from rekindle._src.serve.models import Served
 from rekindle._src.serve.service import FINGERPRINT
 
-FINISHED = {
-    FinishReason.EOS: "stop",
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.CONTEXT: "length",
-    FinishReason.ABORTED: "abort",
-    FinishReason.FAILED: "error",
-}
 IN_A_THREAD = 256 << 10  # bytes of a request from which on its messages are copied in a thread
 
 
 def model_of(exchange: Exchange, given: Mapping[str, Any]) -> tuple[Served, SessionLike]:
-    """The model that a request names, and its session."""
+    """The model that a request names, and its session. The request gets the id that it brings."""
+    if "request_id" in given:
+        exchange.rename(given["request_id"])
     served = exchange.service.models.get(given.get("model"))
+    exchange.model = served.name
     return served, served.open()
 
 
@@ -55,7 +50,7 @@ async def finished(exchange: Exchange, active: Active, handles: Sequence[HandleL
         done = await handle
         found.append(done if isinstance(done, list) else [done])
     for completions in found:
-        exchange.service.metrics.ended(completions)
+        exchange.service.metrics.ended(exchange.model, completions, streamed=False)
     return found
 
 
@@ -69,7 +64,7 @@ async def follow(
     metrics = exchange.service.metrics
 
     async def one(number: int, handle: HandleLike) -> None:
-        clock = metrics.clock()  # each reader has its own
+        clock = metrics.clock(exchange.model)
         async for delta in handle:
             active.started()
             clock(delta)
@@ -96,25 +91,30 @@ async def follow(
     for handle in handles:
         done = handle.completion()
         found.append(done if isinstance(done, list) else [done])
-        metrics.ended(found[-1])
+        metrics.ended(exchange.model, found[-1], streamed=True)
     return found
 
 
-def usage(found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+def usage(found: Sequence[Sequence[Completion]], session: SessionLike) -> dict[str, Any]:
     """OpenAI's usage object; a prompt counts once, however many choices it has."""
     prompt = sum(several[0].usage.prompt_tokens for several in found)
     made = sum(one.usage.completion_tokens for several in found for one in several)
-    return counted(prompt, made, sum(max(one.usage.cached_tokens for one in several) for several in found))
+    total = counted(prompt, made, sum(max(one.usage.cached_tokens for one in several) for several in found))
+    if any(one.reply is not None for several in found for one in several):
+        thought = sum(reasoning_tokens(one, session) for several in found for one in several)
+        total["completion_tokens_details"] = {"reasoning_tokens": thought}
+    return total
+
+
+def reasoning_tokens(done: Completion, session: SessionLike) -> int:
+    """How many tokens the model's thoughts have, without the tags around them."""
+    return len(session.tokenizer.encode(done.reasoning, add_special_tokens=False)) if done.reasoning else 0
 
 
 def counted(prompt: int, made: int, cached: int | None = None) -> dict[str, Any]:
     """OpenAI's usage object from its numbers."""
     details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made, **details}
-
-
-def finish_of(reason: FinishReason | None) -> str | None:
-    return None if reason is None else FINISHED[reason]
 
 
 class Chunks:

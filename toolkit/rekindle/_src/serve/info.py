@@ -8,8 +8,8 @@ from typing import Any
 import anyio.to_thread
 
 from rekindle._src.core.version import VERSION
-from rekindle._src.serve.bodies import Receive
-from rekindle._src.serve.chat import template_options
+from rekindle._src.serve.bodies import Receive, header
+from rekindle._src.serve.chat import asked, template_options
 from rekindle._src.serve.errors import Refused, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, refusing
 from rekindle._src.serve.fields import Endpoint, Field, ignored
@@ -21,7 +21,7 @@ from rekindle._src.serve.service import Service
 
 _MODEL = Field("model", Text(most=512), "The name of a served model; may be left out.")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",
-                 "chat_template", "reasoning_effort")  # fmt: skip
+                 "chat_template", "reasoning_effort", "tools")  # fmt: skip
 
 TOKENIZE = Endpoint(
     "/tokenize",
@@ -60,7 +60,7 @@ async def tokenize(exchange: Exchange, given: dict[str, Any]) -> None:
         if "prompt" in given:
             return list(tokenizer.encode(given["prompt"], add_special_tokens=given.get("add_special_tokens", True)))
         options = template_options(exchange, {k: v for k, v in given.items() if k != "add_special_tokens"})
-        text = session.render(plain_messages(given["messages"]), **options)
+        text = asked(session.render, plain_messages(given["messages"]), options)
         return list(tokenizer.encode(text, add_special_tokens=given.get("add_special_tokens", False)))
 
     ids = await anyio.to_thread.run_sync(encoded)
@@ -129,6 +129,13 @@ async def one_model(exchange: Exchange, given: dict[str, Any]) -> None:
 
 async def version(exchange: Exchange, given: dict[str, Any]) -> None:
     await exchange.reply({"version": VERSION})
+
+
+async def metrics(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Prometheus' exposition. The sessions are asked in a thread, since that waits for the turn of their loops."""
+    accept = header(exchange.scope, b"accept") or ""
+    data, kind = await anyio.to_thread.run_sync(exchange.service.metrics.text, accept)
+    await exchange.reply_bytes(data, kind.encode())
 
 
 def not_found(path: str) -> Refused:

@@ -1,8 +1,7 @@
-"""The messages of a chat as templates read them: text content, tool arguments as objects."""
+"""The messages of a chat as templates read them: text content, and no fields that are null."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], field: str = "messages
         plain = {name: value for name, value in message.items() if value is not None}
         if isinstance(plain.get("content"), list):
             plain["content"] = text_of(plain["content"], f"{field}[{index}].content")
-        if plain.get("tool_calls"):
-            plain["tool_calls"] = [_parsed(call) for call in plain["tool_calls"]]
         found.append(plain)
     return found
 
@@ -35,15 +32,3 @@ def text_of(parts: Sequence[Mapping[str, Any]], path: str) -> str:
             raise wrong(f"{path}[{index}].{member}", part.get(member), "is not a string", "Pass one")
         lines.append(part[member])
     return "\n".join(lines)
-
-
-def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, which templates write out; the API has them as JSON text."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return dict(call)
-    return {**call, "function": {**function, "arguments": arguments}}

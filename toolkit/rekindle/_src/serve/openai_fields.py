@@ -10,6 +10,7 @@ from rekindle._src.serve.fields import Endpoint, Field, ignored, refused
 from rekindle._src.serve.kinds import (
     INT64,
     Anything,
+    Choice,
     Either,
     Flag,
     Items,
@@ -24,6 +25,7 @@ from rekindle._src.serve.kinds import (
 MOST_PROMPTS = 2_048  # of one request
 MOST_MESSAGES = 10_000
 MOST_N = 1_024
+MOST = 2**31 - 1
 REQUEST_ID = Text(most=128, least=1)
 
 
@@ -69,12 +71,23 @@ MESSAGE = Shape(
     ),
     ("role",),
 )
+TOOL = Shape(
+    (
+        ("type", Choice(("function",))),
+        (
+            "function",
+            Shape((("name", Text(most=256, least=1)), ("description", Text()), ("parameters", OBJECT)), ("name",)),
+        ),
+    ),
+    ("function",),
+)
+TOOL_CHOICE = Either("a word or a function", ((str, Choice(("none", "auto", "required"))), (dict, OBJECT)))
 STREAM_OPTIONS = Shape((("include_usage", Flag()), ("continuous_usage_stats", Flag())))
 
 SAMPLING = (
     Field("temperature", Number(0, 100), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
     Field("top_p", Number(0, 1), "Draw from the most likely tokens that have this probability together."),
-    Field("top_k", whole(-1), "Draw from the k most likely tokens; 0 and -1 are off."),
+    Field("top_k", whole(-1, MOST), "Draw from the k most likely tokens; 0 and -1 are off."),
     Field("min_p", Number(0, 1), "Draw from tokens at least this share as likely as the most likely one."),
     Field("repetition_penalty", Number(0), "Divides the logits of tokens in prompt and output; 1 is off."),
     Field("presence_penalty", Number(-2, 2), "Taken off the logits of tokens in the output."),
@@ -85,7 +98,7 @@ SAMPLING = (
     Field("stop", STOP, "Strings that end the text."),
     Field("stop_token_ids", Items(whole(0, 2**31 - 1), most=16), "Token ids that end the text."),
     Field("include_stop_str_in_output", Flag(), "Leave the stop string in the text.", option="include_stop"),
-    Field("min_tokens", whole(0), "New tokens before the end of sequence may come."),
+    Field("min_tokens", whole(0, MOST), "New tokens before the end of sequence may come."),
     Field("ignore_eos", Flag(), "Go on after the model's own end of sequence."),
     Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
     Field("cache_salt", Text(most=1_024, least=1), "Cached pages are shared with this salt only.", option="salt"),
@@ -146,7 +159,7 @@ COMPLETIONS = Endpoint(
     (
         Field("prompt", PROMPTS, "A string, token ids, or a list of strings or of lists of token ids.", needed=True),
         *SERVING,
-        Field("max_tokens", whole(0), "New tokens at most. Absent: 16. 0 scores a prompt, with echo and logprobs."),
+        Field("max_tokens", whole(0, MOST), "New tokens at most. Absent: 16. 0 scores a prompt, with echo."),
         Field("echo", Flag(), "Begin the text with the prompt; with logprobs, its tokens' ones too."),
         Field("logprobs", whole(0, 20), "Log-probabilities of the output, with the k most likely tokens."),
         Field("best_of", whole(1, MOST_N), "Only 1 or the same as n."),
@@ -164,8 +177,8 @@ CHAT = Endpoint(
     (
         Field("messages", Items(MESSAGE, least=1, most=MOST_MESSAGES), "The conversation so far.", needed=True),
         *SERVING,
-        Field("max_completion_tokens", whole(1), "New tokens at most. Absent: what the context has room for."),
-        Field("max_tokens", whole(1), "The older name of max_completion_tokens."),
+        Field("max_completion_tokens", whole(1, MOST), "New tokens at most. Absent: what the context has room for."),
+        Field("max_tokens", whole(1, MOST), "The older name of max_completion_tokens."),
         Field("logprobs", Flag(), "Log-probabilities of the output's tokens."),
         Field("top_logprobs", whole(0, 20), "With logprobs: of this many most likely tokens at each position, too."),
         *SAMPLING,
@@ -177,9 +190,10 @@ CHAT = Endpoint(
         Field("chat_template", Text(), "A template for this request, if the server allows it."),
         Field("echo", Flag(), "Begin the text with the last message, if that is continued."),
         *STRUCTURED,
-        refused("tools", "tool calls are not available yet", []),
-        refused("tool_choice", "tool calls are not available yet", "none", "auto"),
-        ignored("parallel_tool_calls", "Without tools it means nothing."),
+        Field("tools", Items(TOOL, most=512), "Functions that the model may call."),
+        Field("tool_choice", TOOL_CHOICE, "none, auto, required, or one function."),
+        Field("parallel_tool_calls", Flag(), "false: at most one call in an answer."),
+        Field("include_reasoning", Flag(), "false: leave out what the model thought before its answer."),
         refused("store", "nothing is stored", False),
         refused("functions", "its newer name is tools"),
         refused("function_call", "its newer name is tool_choice", "none", "auto"),

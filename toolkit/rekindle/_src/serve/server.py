@@ -32,8 +32,8 @@ class Server:
         if not isinstance(host, str):
             raise ConfigError("host", host, "is not a name or an address", "Use 127.0.0.1")
         made = app(session, **options)
-        warn_if_open(host, options.get("api_key"))
         bound = bind(host, port)
+        warn_if_open(host, options.get("api_key"))
         self.models: tuple[str, ...] = tuple(made.state.rekindle.models.by_name)
         self.host: str = host
         self.port: int = bound.getsockname()[1]

@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.fields import UnknownFields
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.logprobs import TokenNames
+from rekindle._src.serve.metrics import Metrics, Names
 from rekindle._src.serve.models import Models
 
 FINGERPRINT = f"rekindle-{VERSION}"
-
-
-class Recorder(Protocol):
-    """Takes what the metrics are made of."""
-
-    def http(self, path: str, status: int) -> None:
-        """A response was sent; 499 if the client went away first."""
-
-    def clock(self) -> Callable[[TextDelta], object]:
-        """To be called with each delta of one request when it is there."""
-        ...
-
-    def ended(self, completions: Sequence[Completion]) -> None:
-        """The sequences of one prompt have ended."""
-
-
-class NoMetrics:
-    """Records nothing."""
-
-    def http(self, path: str, status: int) -> None: ...
-
-    def clock(self) -> Callable[[TextDelta], object]:
-        return _nothing
-
-    def ended(self, completions: Sequence[Completion]) -> None: ...
-
-
-def _nothing(delta: TextDelta) -> None: ...
 
 
 class Service:
@@ -56,11 +25,11 @@ class Service:
         body_limit: int = 32 << 20,
         body_seconds: float = 60.0,
         trust_templates: bool = False,
-        metrics: Recorder | None = None,
+        metrics_names: Names = "rekindle",
     ) -> None:
         self.models, self.life, self.strict = models, life, strict
         self.body_limit, self.body_seconds, self.trust_templates = body_limit, body_seconds, trust_templates
-        self.metrics: Recorder = metrics or NoMetrics()
+        self.metrics: Metrics = Metrics(models, life, metrics_names)
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[SessionLike, TokenNames]] = {}
 

@@ -147,3 +147,28 @@ class Chats:
         loop = ToolLoop(ask, messages, given, max_rounds)
         loop._current()  # wrong messages are refused now
         return loop
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that `chat` makes of these messages, special tokens included."""
+        prompt = chat_prompt(
+            self._engine.chat,
+            messages,
+            tools=tools_of(tools),
+            documents=documents,
+            template=template,
+            continue_final_message=continue_final_message,
+            reasoning_effort=reasoning_effort,
+            template_options=template_options,
+        )
+        assert prompt.render is not None, "a chat's prompt is rendered"
+        return prompt.render()

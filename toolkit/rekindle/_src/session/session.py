@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
@@ -294,29 +294,6 @@ class Session(RowMapping, Embedding):
         given = {name: value for name, value in more.items() if value is not None}
         return opened(self, system=system, restore=restore, sampling=options, **given)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt that `chat` would make of these messages, special tokens included."""
-        if self._engine.chat is None:
-            raise InvalidRequest(
-                "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
-            )
-        prepared = self._engine.chat.prepare(
-            messages,
-            tools=tools,
-            template=template,
-            continue_final_message=continue_final_message,
-            **(template_options or {}),
-        )
-        return prepared()
-
     def serve(
         self,
         *,
@@ -329,6 +306,7 @@ class Session(RowMapping, Embedding):
         body_limit: int = 32 << 20,
         max_queued_tokens: int = 1 << 20,
         trust_request_chat_template: bool = False,
+        metrics_names: Literal["rekindle", "vllm", "both"] = "rekindle",
     ) -> Call[Server]:
         """Await it to serve this session over HTTP as OpenAI's API, beside the cells that use it.
 
@@ -347,6 +325,7 @@ class Session(RowMapping, Embedding):
                 "body_limit": body_limit,
                 "max_queued_tokens": max_queued_tokens,
                 "trust_request_chat_template": trust_request_chat_template,
+                "metrics_names": metrics_names,
             },
             name="serve",
         )
