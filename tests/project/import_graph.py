@@ -22,6 +22,7 @@ FOLDERS = (
     "rekindle._src.core",
     "rekindle._src.models",
     "rekindle._src.text",
+    "rekindle._src.structured",
     "rekindle._src.kvcache",
     "rekindle._src.programs",
     "rekindle._src.scheduling",

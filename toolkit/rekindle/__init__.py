@@ -40,6 +40,15 @@ if TYPE_CHECKING:
     from rekindle import errors, models, serve, tiny
     from rekindle._src.core.options import OpenOptions, SamplingOptions
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
+    from rekindle._src.core.reply import (
+        ContentDelta,
+        ReasoningDelta,
+        Reply,
+        ReplyEvent,
+        ToolCall,
+        ToolCallArguments,
+        ToolCallStarted,
+    )
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
     from rekindle._src.scheduling.explain import Explanation
@@ -57,6 +66,9 @@ if TYPE_CHECKING:
     from rekindle._src.session.row_mapping import RowMap
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
+    from rekindle._src.session.tools.choice import ToolChoice
+    from rekindle._src.session.tools.loop import ToolLoop, ToolRun
+    from rekindle._src.session.tools.tool import ToolLike
 
 _LAZY = {
     "Batch": "rekindle._src.session.handle",
@@ -65,6 +77,7 @@ _LAZY = {
     "CacheView": "rekindle._src.session.cache_view",
     "Call": "rekindle._src.session.call",
     "Completion": "rekindle._src.core.records",
+    "ContentDelta": "rekindle._src.core.reply",
     "Conversation": "rekindle._src.session.conversation",
     "Embeddings": "rekindle._src.session.embedding",
     "Explanation": "rekindle._src.scheduling.explain",
@@ -78,6 +91,9 @@ _LAZY = {
     "PrefixExplanation": "rekindle._src.session.cache_report",
     "ProgramReport": "rekindle._src.session.stats",
     "PromptLike": "rekindle._src.session.prompts",
+    "ReasoningDelta": "rekindle._src.core.reply",
+    "Reply": "rekindle._src.core.reply",
+    "ReplyEvent": "rekindle._src.core.reply",
     "RowAnswer": "rekindle._src.session.row_answers",
     "RowAnswers": "rekindle._src.session.row_answers",
     "RowMap": "rekindle._src.session.row_mapping",
@@ -95,6 +111,13 @@ _LAZY = {
     "TextDelta": "rekindle._src.core.records",
     "Timings": "rekindle._src.core.records",
     "TokenLogprobs": "rekindle._src.core.records",
+    "ToolCall": "rekindle._src.core.reply",
+    "ToolCallArguments": "rekindle._src.core.reply",
+    "ToolCallStarted": "rekindle._src.core.reply",
+    "ToolChoice": "rekindle._src.session.tools.choice",
+    "ToolLike": "rekindle._src.session.tools.tool",
+    "ToolLoop": "rekindle._src.session.tools.loop",
+    "ToolRun": "rekindle._src.session.tools.loop",
     "Turn": "rekindle._src.session.conversation",
     "Usage": "rekindle._src.core.records",
     "open": "rekindle._src.session.opening",
@@ -113,6 +136,7 @@ __all__ = [
     "CompileError",
     "Completion",
     "ConfigError",
+    "ContentDelta",
     "Conversation",
     "Embeddings",
     "EngineConfig",
@@ -133,7 +157,10 @@ __all__ = [
     "PromptLike",
     "PromptTooLong",
     "QueueFull",
+    "ReasoningDelta",
     "RekindleError",
+    "Reply",
+    "ReplyEvent",
     "RequestAborted",
     "RequestFailed",
     "RowAnswer",
@@ -159,6 +186,13 @@ __all__ = [
     "TextDelta",
     "Timings",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallArguments",
+    "ToolCallStarted",
+    "ToolChoice",
+    "ToolLike",
+    "ToolLoop",
+    "ToolRun",
     "Turn",
     "UnsupportedModel",
     "Usage",

@@ -65,6 +65,7 @@ class EngineConfig(html.Record):
         step_timeout (60.0): seconds after which a step is reported as slow.
         quiet (False): no progress bars.
         generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks; "greedy" does not.
+        structured (False): precompile also the programs of structured output; otherwise its first request does.
     """
 
     dtype: DType = "auto"
@@ -92,6 +93,7 @@ class EngineConfig(html.Record):
     step_timeout: float = 60.0
     quiet: bool = False
     generation_config: GenerationConfig = "auto"
+    structured: bool = False
 
     if TYPE_CHECKING:
 
@@ -119,7 +121,7 @@ class EngineConfig(html.Record):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)) or value not in known:
                 raise ConfigError(name, value, "is not known", f"Use one of {', '.join(map(repr, known))}")
-        for name in ("prefix_cache", "deterministic", "quiet"):
+        for name in ("prefix_cache", "deterministic", "quiet", "structured"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "is neither True nor False", "Pass one of them")
         for name in ("cache_dir", "restore", "kernels"):

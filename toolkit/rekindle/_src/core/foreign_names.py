@@ -18,7 +18,7 @@ class Hint(NamedTuple):
 _NEW_TOKENS = Hint("max_tokens", "Use max_tokens with the same value: it counts new tokens only")
 _STOP = Hint("stop", "Use stop with the same value: one string or a list of strings")
 _SEVERAL = Hint("n", "Use n with the same value")
-_UNGUIDED = Hint("", "Guided decoding is not implemented: leave it out")
+_SCHEMA = Hint("schema", "Use schema with the JSON schema as a dict, or with a type")
 SAMPLING: dict[str, Hint] = {
     "max_new_tokens": _NEW_TOKENS,
     "max_completion_tokens": _NEW_TOKENS,
@@ -50,10 +50,18 @@ SAMPLING: dict[str, Hint] = {
     "messages": Hint("", "Use session.chat(messages)"),
     "model": Hint("", "Leave it out: a session has one model, which open() takes first"),
     "timeout": Hint("", "Leave it out and use asyncio.timeout() or anyio.fail_after(): cancelling aborts the request"),
-    "response_format": _UNGUIDED,
-    "guided_json": _UNGUIDED,
-    "guided_regex": _UNGUIDED,
-    "grammar": _UNGUIDED,
+    "response_format": Hint("schema", "Use schema with a JSON schema or a type, or json=True for any JSON object"),
+    "structured_outputs": Hint("schema", "Use schema, regex, choice, grammar or json=True"),
+    "guided_json": _SCHEMA,
+    "json_schema": _SCHEMA,
+    "response_model": _SCHEMA,
+    "output_type": _SCHEMA,
+    "guided_regex": Hint("regex", "Use regex with the same value"),
+    "guided_choice": Hint("choice", "Use choice with the same value"),
+    "guided_grammar": Hint("grammar", "Use grammar with the same value: Lark's notation, or llama.cpp's"),
+    "ebnf": Hint("grammar", "Use grammar with the same value: Lark's notation, or llama.cpp's"),
+    "guided_whitespace_pattern": Hint("whitespace_flexible", "Use whitespace_flexible=True for any whitespace"),
+    "guided_decoding_backend": Hint("", "Leave it out: llguidance is the only one"),
 }  # fmt: skip
 
 _DTYPE = Hint("dtype", "Use dtype with its name as text, such as dtype='bfloat16'")

@@ -206,6 +206,11 @@ def changed(record: Any) -> dict[str, Any]:
     return found
 
 
+def code(value: str) -> Markup:
+    """A line of code."""
+    return Markup(f'<div style="margin:4px 0"><code style="white-space:pre-wrap">{escape(value)}</code></div>')
+
+
 def text(value: str) -> Markup:
     """Running text with its line breaks."""
     return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{escape(value)}</div>')

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
@@ -41,6 +41,13 @@ class SamplingOptions(TypedDict, total=False):
     priority: int | None
     processors: str | Sequence[str] | None
     salt: str | None
+    schema: Any
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    json: bool | None
+    lenient: bool | None
+    whitespace_flexible: bool | None
 
 
 class OpenOptions(TypedDict, total=False):
@@ -71,3 +78,4 @@ class OpenOptions(TypedDict, total=False):
     step_timeout: float | None
     quiet: bool | None
     generation_config: GenerationConfig | None
+    structured: bool | None

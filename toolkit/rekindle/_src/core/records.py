@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
+from rekindle._src.core.guides import Guided, GuideLike
+from rekindle._src.core.parsing import Parsing
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, Reply, ReplyEvent, ToolCall, fold
 from rekindle._src.core.sampling import Sampling
 
@@ -27,6 +29,7 @@ class FinishReason(enum.StrEnum):
 
     EOS = "eos"  # the model's own end-of-sequence token, which is not part of the text
     STOP = "stop"  # a stop string or a stop token id
+    GRAMMAR = "grammar"  # the text is complete: its schema, grammar, regex or choice lets nothing follow
     LENGTH = "length"  # max_tokens
     CONTEXT = "context"  # max_model_len
     ABORTED = "aborted"  # cancelled by its caller or by closing
@@ -59,6 +62,7 @@ class Request:
     group: str = ""  # shared by the n sequences of one prompt
     index: int = 0  # which of the n
     pooling: Pooling | None = None  # embed the prompt: its hidden states are pooled, and nothing is generated
+    guide: GuideLike | None = None  # says how its text may go on; the one part that changes, on the device's thread
 
     @property
     def prompt_length(self) -> int:
@@ -114,6 +118,11 @@ class StepPlan:
         return len(self.decode) + self.prefill_tokens
 
     @property
+    def guided(self) -> bool:
+        """Whether some of its rows choose among the tokens that a grammar allows."""
+        return any(row.request.guide is not None and row.samples for row in self.rows)
+
+    @property
     def drafted(self) -> bool:
         """Whether it has drafts; the next step can then only be planned once this one's result is known."""
         return any(row.draft for row in self.decode)
@@ -139,6 +148,7 @@ class RowResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
     error: Exception | None = None  # the row could not be prepared: the step ran without it, and its request fails
+    guided: Guided | None = None  # what the request's guide says to the token
     finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
     pooled: Vector | None = None  # of a request with `pooling`: the chunk's sum of hidden states, or its last one
 
@@ -192,6 +202,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     pooled: Vector | None = None  # of the whole prompt; at the end of a request with `pooling`
+    guided: tuple[Guided, ...] = ()  # what the request's guide said to each token
 
     def then(self, later: TokenEvent) -> TokenEvent:
         """This event and a later one of the same request as one event."""
@@ -200,6 +211,7 @@ class TokenEvent:
             token_ids=self.token_ids + later.token_ids,
             logprobs=self.logprobs + later.logprobs,
             prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+            guided=self.guided + later.guided,
         )
 
 
@@ -287,6 +299,22 @@ class Completion:
     reply: Reply | None = None  # of a chat whose reply is read for reasoning or calls: its parts
     # Texts of tokens are made when they are asked for. Copies and pickles don't have it.
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
+    forced: tuple[bool, ...] = ()  # of each token of a structured text: whether its grammar left no choice
+    covered: int = 0  # tokens at the prompt's end that belong to the structured text, in a fork
+    parsing: Parsing | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The object that the text describes, of the type that was passed as `schema`; None without a structure.
+
+        Also None if the text was cut or does not validate: `parse_error` says why.
+        """
+        return None if self.parsing is None else self.parsing.get().value
+
+    @property
+    def parse_error(self) -> str | None:
+        """Why `parsed` is None although a structure was asked for; None if it is the object."""
+        return None if self.parsing is None else self.parsing.get().problem
 
     @property
     def seed(self) -> int:
@@ -339,7 +367,12 @@ class Completion:
             # Nothing comes before a prompt's first token, so that it has no probability.
             first = html.Token(self.text_of(self.prompt_token_ids[0]))
             parts.append(html.tokens([first, *map(self._shown, self.prompt_logprobs)]))
-        parts.append(html.text(self.text) if self.logprobs is None else html.tokens(map(self._shown, self.logprobs)))
+        if self.logprobs is not None:
+            parts.append(html.tokens(map(self._shown, self.logprobs)))
+        elif self.reply is not None:
+            parts.append(self.reply._repr_html_())
+        else:
+            parts.append(html.text(self.text))
         return str(html.block(*parts))
 
     def _shown(self, entry: TokenLogprobs) -> html.Token:
@@ -347,7 +380,8 @@ class Completion:
         return html.Token(self.text_of(entry.token_id), entry.logprob, tuple(others))
 
     def _summary(self) -> str:
-        return f"{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
+        calls = f"{html.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
+        return f"{calls}{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
 
     def _speed(self) -> tuple[str, ...]:
         rate, usage, compiling = self.timings.decode_rate(len(self.token_ids)), self.usage, self.timings.compiling

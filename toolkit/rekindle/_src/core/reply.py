@@ -56,6 +56,9 @@ class ToolCall(html.Record):
     arguments: Mapping[str, Any]
     arguments_text: str = ""  # the same as the JSON text
 
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
     def answer(self, content: object) -> dict[str, Any]:
         """The message that tells the model what the tool returned: a str as it is, anything else as JSON."""
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": as_text(content)}
@@ -73,6 +76,13 @@ class Reply(html.Record):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """The answer with its calls as in Python; the reasoning is folded away."""
+        parts = [html.folded("reasoning", html.text(self.reasoning))] if self.reasoning else []
+        if self.content or not self.tool_calls:
+            parts.append(html.text(self.content))
+        return str(html.block(*parts, *(html.code(str(call)) for call in self.tool_calls)))
 
 
 def fold(events: Iterable[ReplyEvent]) -> Reply:

@@ -12,6 +12,7 @@ from rekindle._src.core import foreign_names, html
 from rekindle._src.core.bounds import bounded, bounded_stops, check_n, check_salt
 from rekindle._src.core.option_checks import advice, defaults_of
 from rekindle._src.core.options import OpenOptions
+from rekindle._src.core.structure_checks import check_structure
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
+MAX_CHOICES = 65_536
 MAX_PROCESSORS = 64  # names in one request; a session has at most 16 of them
 
 
@@ -33,7 +35,7 @@ class Sampling(html.Record):
     asks for sampling; `open(..., generation_config="greedy")` turns that off.
 
     The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
-    penalties, the `min_tokens` mask, `temperature`, `top_k`, `top_p`, `min_p`.
+    penalties, the `min_tokens` mask, the mask of a schema or grammar, `temperature`, `top_k`, `top_p`, `min_p`.
 
     Options:
         max_tokens (256): new tokens at most; 0 only scores the prompt, see prompt_logprobs.
@@ -57,6 +59,13 @@ class Sampling(html.Record):
         priority (0): larger runs first in a session with policy="priority".
         processors (()): names of `LogitsProcessor`s that were given to `open()`.
         salt (None): cached pages are shared only among requests with the same salt, such as those of one user.
+        schema (None): the text is JSON of this schema: a dict, or a type such as a pydantic model or a dataclass.
+        regex (None): the whole text matches this regular expression.
+        choice (()): the text is one of these strings.
+        grammar (None): the text is derived from this grammar, in Lark's or llama.cpp's (GBNF) notation.
+        json (False): the text is a JSON object.
+        lenient (False): leave out what a grammar can't check of a schema, rather than refuse the schema.
+        whitespace_flexible (False): with a schema or json, allow spaces and line breaks between the parts.
     """
 
     max_tokens: int = 256
@@ -80,6 +89,13 @@ class Sampling(html.Record):
     priority: int = 0
     processors: tuple[str, ...] = ()
     salt: str | None = None
+    schema: Any = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+    json: bool = False
+    lenient: bool = False
+    whitespace_flexible: bool = False
 
     if TYPE_CHECKING:
 
@@ -103,7 +119,7 @@ class Sampling(html.Record):
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._whole(name)
-        for name in ("include_stop", "ignore_eos"):
+        for name in ("include_stop", "ignore_eos", "json", "lenient", "whitespace_flexible"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(name, getattr(self, name), "is neither True nor False", "Pass one of them")
         for name in _FLOATS:
@@ -130,6 +146,7 @@ class Sampling(html.Record):
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest("stop", self.stop, "holds something other than non-empty strings", "Remove it")
+        check_structure(self)
         for text in self.processors:
             if not isinstance(text, str):
                 raise InvalidRequest(
@@ -160,7 +177,8 @@ class Sampling(html.Record):
         if isinstance(self.stop, Iterable):
             put(self, "stop", bounded_stops(self.stop))
         for name, most in (
-            ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS), ("processors", MAX_PROCESSORS)
+            ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS), ("processors", MAX_PROCESSORS),
+            ("choice", MAX_CHOICES),
         ):  # fmt: skip
             if isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), str):
                 put(self, name, bounded(name, getattr(self, name), most))
@@ -236,6 +254,11 @@ class Sampling(html.Record):
         return self.temperature == 0.0
 
     @property
+    def structured(self) -> bool:
+        """Whether the text has to follow a schema, an expression, a grammar or a list of choices."""
+        return self.schema is not None or bool(self.regex or self.choice or self.grammar or self.json)
+
+    @property
     def penalised(self) -> bool:
         """Whether any of the three penalties is on."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
@@ -247,7 +270,7 @@ def _check_token(field: str, token: object) -> None:
 
 
 _SAMPLING_DEFAULTS = defaults_of(Sampling)
-_LISTS = (("stop", "strings"), ("stop_token_ids", "token ids"), ("processors", "names"))
+_LISTS = (("stop", "strings"), ("stop_token_ids", "token ids"), ("processors", "names"), ("choice", "strings"))
 _FLOATS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip

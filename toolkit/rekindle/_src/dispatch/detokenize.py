@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.contracts import DetokenizerLike
+from rekindle._src.core.guides import Guided
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import (
     Completion,
@@ -25,12 +26,15 @@ from rekindle._src.core.records import (
 from rekindle._src.core.reply import ReplyEvent, fold
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
+from rekindle._src.dispatch.structured_output import Structured
 from rekindle._src.text.replies import ReplyScanner
 from rekindle.errors import RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 # A request for no tokens ends by its length, whatever the token that was sampled for it.
-_SCORED = dict.fromkeys((FinishReason.EOS, FinishReason.STOP, FinishReason.CONTEXT), FinishReason.LENGTH)
+_SCORED = dict.fromkeys(
+    (FinishReason.EOS, FinishReason.STOP, FinishReason.GRAMMAR, FinishReason.CONTEXT), FinishReason.LENGTH
+)
 
 
 class OutputState:
@@ -38,9 +42,8 @@ class OutputState:
 
     __slots__ = (
         "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_events", "_first",
-        "_logprobs", "_pooled", "_program_wait", "_prompt_logprobs", "_scanner", "_scores", "_stop_reason", "_text",
-        "_tokens",
-        "mailbox", "prompt", "request", "started",
+        "_guided", "_logprobs", "_pooled", "_program_wait", "_prompt_logprobs", "_scanner", "_scores", "_stop_reason",
+        "_structured", "_text", "_tokens", "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +56,7 @@ class OutputState:
         program_wait: ProgramWait | None = None,
         *,
         scanner: ReplyScanner | None = None,
+        structured: Structured | None = None,
     ) -> None:
         self.request = request
         self.mailbox = mailbox
@@ -61,6 +65,8 @@ class OutputState:
         self._detokenizer = detokenizer
         self._decode = decode  # for the texts of single tokens
         self._tokens: list[int] = []
+        self._structured = structured
+        self._guided: list[Guided] = []  # one for each token, if the text follows a structure
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._scores = 0  # of them, those delivered
@@ -92,6 +98,7 @@ class OutputState:
         start = len(self._tokens)
         self._tokens += event.token_ids
         self._logprobs += event.logprobs
+        self._guided += event.guided
         # An eos or stop token that ended it has no text. A stop string ends it without such a token.
         ends = reason in _TOKEN_ENDS and len(event.token_ids) > 0
         if ends and reason is FinishReason.STOP:
@@ -99,7 +106,8 @@ class OutputState:
             ends = not self.request.sampling.include_stop
         text, stopped = self._detokenizer.push(event.token_ids[:-1] if ends else event.token_ids)
         if stopped is not None:  # drop the tokens after the stop string
-            del self._tokens[self._detokenizer.tokens :], self._logprobs[self._detokenizer.tokens :]
+            for made in (self._tokens, self._logprobs, self._guided):
+                del made[self._detokenizer.tokens :]
         elif reason is not None:
             text += self._detokenizer.flush()
             stopped = self._detokenizer.stopped
@@ -151,9 +159,10 @@ class OutputState:
         if request.pooling is not None:
             assert self._pooled is not None, f"{request.id} ended without its vector"
             return Embedded(self._pooled, usage, timings)
+        text, structured = "".join(self._text), self._structured
         return Completion(
             id=request.id,
-            text="".join(self._text),
+            text=text,
             token_ids=tuple(self._tokens),
             finish_reason=reason,
             prompt=self.prompt,
@@ -167,6 +176,9 @@ class OutputState:
             stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
             reply=None if self._scanner is None else fold(self._events),
             decode=self._decode,
+            forced=tuple(told.forced for told in self._guided),
+            covered=0 if structured is None else len(structured.before),
+            parsing=None if structured is None else structured.parsing(text, self._tokens, self._guided, reason),
         )
 
     def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
@@ -183,7 +195,7 @@ class OutputState:
 
 def _scored(event: TokenEvent) -> TokenEvent:
     """The event of a request for no tokens: without the one that was sampled."""
-    return dataclasses.replace(event, token_ids=(), logprobs=())
+    return dataclasses.replace(event, token_ids=(), logprobs=(), guided=())
 
 
 async def run(

@@ -14,6 +14,8 @@ from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import FinishReason, IntArray, Pooling, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
+from rekindle._src.structured.grammar import Grammars
+from rekindle._src.structured.spec import Structure
 from rekindle._src.text.replies import ReplyPlan
 
 M = TypeVar("M")
@@ -39,6 +41,8 @@ class Engine(NamedTuple):
     hidden_size: int = 0  # numbers of an embedding
     sampling: Sampling | None = None  # of requests that bring none: what the checkpoint asks for
     program_wait: ProgramWait | None = None  # how long steps waited for programs
+    grammars: Grammars | None = None  # compiles what requests ask of their text's structure
+    think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 
@@ -55,6 +59,8 @@ class Submission(NamedTuple):
     render: Callable[[], str] | None = None  # makes the text, off every event loop; a chat template does it
     pooling: Pooling | None = None  # embed the prompt rather than go on with it
     reply: ReplyPlan | None = None  # how a chat's reply is read for reasoning and calls of tools
+    structure: Structure | None = None  # what `sampling` asks of the text's structure
+    covered: int = 0  # tokens at the prompt's end that belong to that structure already
 
 
 class Abort(NamedTuple):

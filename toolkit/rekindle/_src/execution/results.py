@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.records import Row, RowResult, StepPlan, TokenLogprobs
 from rekindle._src.core.sampling import MAX_LOGPROBS
+from rekindle._src.execution.guiding import dead_end
 from rekindle._src.programs.finite import NOT_FINITE
+from rekindle._src.programs.token_masks import NO_TOKEN
 
 Packed = NDArray[np.int32]
 
@@ -92,6 +94,8 @@ def _result(row: Row, packed: Packed, token: int, prompts: tuple[TokenLogprobs, 
         return RowResult(request.id, row.epoch, None, None, prompts)
     if token == NOT_FINITE:
         return RowResult(request.id, row.epoch, None, None, prompts, finite=False)
+    if token == NO_TOKEN:
+        return RowResult(request.id, row.epoch, None, None, prompts, error=dead_end(row))
     count = request.sampling.logprobs
     logprobs = None if count is None else unpack_logprobs(packed[1:], token, count)
     return RowResult(request.id, row.epoch, token, logprobs, prompts)

@@ -16,11 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.core.program_wait import ProgramWait
-from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
-from rekindle._src.execution.page_transfers import Leaving, PageTransfers, PayloadStore
+from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
+from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, waits
+from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
+from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
 from rekindle._src.execution.results import needs_pooled, needs_prompt, row_results, with_refused, without
 from rekindle._src.models.base import LoadedModel
@@ -39,40 +41,6 @@ MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
 
 
 _Admission = tuple[Row, tuple[np.ndarray, np.ndarray] | None]  # None: nothing of the request is read from its slot
-
-
-@dataclasses.dataclass(slots=True)
-class InFlight:
-    """A dispatched step."""
-
-    plan: StepPlan
-    bucket: Bucket | None  # None: the step ran no rows, it only moved pages
-    output: StepOutput | None
-    upload: Upload | None
-    leaving: Leaving
-    dispatched: float
-    host_seconds: float
-    ran: StepPlan  # `plan` without the rows that could not be prepared
-    refused: dict[str, Exception]  # by request, why its rows could not be prepared
-    lost: tuple[LostPage, ...] = ()
-    idle_seconds: float = 0.0  # the device had nothing to do before it
-    ended: float | None = None  # estimated, if it was over before its result was asked for
-
-
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class RunnerStatistics(html.Record):
-    """Counts since the runner was made."""
-
-    steps: int
-    tokens: int
-    padding: int  # tokens that programs computed beyond those of their steps
-    host_seconds: float  # packing and dispatch
-    device_seconds: float  # during which a step ran, as far as the host can tell
-    traces: int
-    compilations: int
-    programs: dict[str, int]  # steps by program
-    pages_out: int
-    pages_in: int
 
 
 class Runner:
@@ -105,6 +73,7 @@ class Runner:
         self._host_seconds = self._device_seconds = self._last_ready = 0.0
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
+        self._masks: dict[Bucket, collections.deque[Mask]] = collections.defaultdict(collections.deque)
         self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
         self._closed = False
 
@@ -123,39 +92,88 @@ class Runner:
         ran, admissions, refused = self._prepare(plan)
         if ran.rows:
             bucket = self._bucket(ran)
-            program = self._program(bucket)
+            halves = [self._program(half) for half in bucket.halves] if bucket.part else []
+            program = halves[0] if halves else self._program(bucket)
             upload = self._take_upload(bucket)
             ran = self._pack(upload, ran, refused)
         if not ran.rows:
             seconds = time.perf_counter() - start
-            return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost)
+            return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost)
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
         # The numpy buffers are passed directly: a device_put of both costs 60 of the 190 µs that a dispatch takes.
-        self._kv, self._state, output = program(self._leaves, self._kv, self._state, upload.ints, upload.floats)
-        if self._copies:
-            output.rows.copy_to_host_async()
-            if output.pooled is not None:
-                output.pooled.copy_to_host_async()
+        output, choice = None, None
+        if halves:
+            last_token = self._state.last_token
+            self._kv, scores, prompt, pooled = program(self._leaves, self._kv, last_token, upload.ints, upload.floats)
+            choice = Choice(halves[1], scores, prompt, pooled, self._take_masks(bucket))
+        else:
+            self._kv, self._state, output = program(self._leaves, self._kv, self._state, upload.ints, upload.floats)
+            if self._copies:
+                output.rows.copy_to_host_async()
+                if output.pooled is not None:
+                    output.pooled.copy_to_host_async()
         now = time.perf_counter()
         idle = self._idle(now)
         begun = now if idle else dispatched
         self._latest = InFlight(
-            plan, bucket, output, upload, leaving, begun, now - start, ran, refused, lost, idle_seconds=idle
+            plan,
+            bucket,
+            output,
+            upload,
+            leaving,
+            begun,
+            now - start,
+            ran,
+            refused,
+            lost=lost,
+            idle_seconds=idle,
+            choice=choice,
         )
         self._seen_running = now
+        if choice is not None and not waits(ran):
+            self._choose(self._latest)
         return self._latest
 
+    def _choose(self, in_flight: InFlight) -> None:
+        """Fill the masks of a step with guided rows, while the device computes its first half, and start the second."""
+        choice, bucket, upload = in_flight.choice, in_flight.bucket, in_flight.upload
+        if choice is None or bucket is None or upload is None:
+            return
+        in_flight.choice = None
+        try:
+            in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks)
+            buffers = upload.ints, upload.floats, choice.masks
+            self._state, rows = choice.program(self._state, choice.scores, *buffers)
+            if self._copies:
+                rows.copy_to_host_async()
+            in_flight.output = StepOutput(rows, choice.prompt, choice.pooled)
+            in_flight.masks = choice.masks
+        except Exception as error:
+            in_flight.error = error
+
     def fetch(self, in_flight: InFlight) -> StepResult:
-        """Wait for the step and read its result."""
+        """Wait for the step and read its result; then the step after it, if it waits for these tokens, can choose."""
+        try:
+            return self._fetch(in_flight)
+        finally:
+            if self._latest is not None:
+                self._choose(self._latest)
+
+    def _fetch(self, in_flight: InFlight) -> StepResult:
+        self._choose(in_flight)  # it still waits if the step before it failed
+        if in_flight.error is not None:
+            raise in_flight.error
         plan, bucket, output = in_flight.ran, in_flight.bucket, in_flight.output
         rows: tuple[RowResult, ...] = ()
         if bucket is not None and output is not None and in_flight.upload is not None:
             packed = np.asarray(output.rows)  # the one place that waits for the device
             prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
             self._uploads[bucket].append(in_flight.upload)
+            if in_flight.masks is not None:
+                self._masks[bucket].append(in_flight.masks)
             pooled = None if output.pooled is None else np.asarray(output.pooled)
-            rows = row_results(plan, packed, prompt, bucket.rows, pooled)
+            rows = consumed(plan, row_results(plan, packed, prompt, bucket.rows, pooled), in_flight.stuck)
         ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
@@ -258,15 +276,18 @@ class Runner:
         processed = any(row.request.sampling.processors for row in plan.rows)
         size = {"rows": len(plan.decode), "tokens": plan.prefill_tokens, "prefills": len(plan.prefill)}
         most = self.config.max_requests
-        lattice = self.programs.pooling if needs_pooled(plan) else self.programs.lattice
+        lattice = self.programs.lattice_for(guided=plan.guided, pools=needs_pooled(plan))
         best = bucket_for(lattice, most, **size, processed=processed)
-        if self.prefer_ready and not self.programs.ready(best):
-            ready = [bucket for bucket in lattice if self.programs.ready(bucket)]
+        if self.prefer_ready and not self._ready(best):
+            ready = [bucket for bucket in lattice if self._ready(bucket)]
             try:
                 return bucket_for(ready, most, **size, processed=processed)
             except ConfigError:
                 return best
         return best
+
+    def _ready(self, bucket: Bucket) -> bool:
+        return all(map(self.programs.ready, bucket.halves if bucket.part else (bucket,)))
 
     def program(self, plan: StepPlan) -> str:
         """The name of the program that a plan runs in."""
@@ -354,6 +375,12 @@ class Runner:
             return self._uploads[bucket].popleft()
         except IndexError:
             return Upload(self.programs.layout(bucket))
+
+    def _take_masks(self, bucket: Bucket) -> Mask:
+        try:
+            return self._masks[bucket].popleft()
+        except IndexError:
+            return new_masks(self.programs.layout(bucket), mask_words(self.programs.model.vocab_size))
 
     def _count(self, in_flight: InFlight, seconds: float) -> None:
         plan, bucket = in_flight.ran, in_flight.bucket

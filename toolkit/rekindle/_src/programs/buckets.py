@@ -18,6 +18,7 @@ SMALLEST_TOKENS = 32
 TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
 MIXED_ROWS_STEP = 8  # decode rows beside prefill tokens: 16, 2
 MAX_PREFILL_ROWS = 64
+FORWARD, CHOICE, BOTH = "f", "c", "g"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -28,10 +29,17 @@ class Bucket:
     tokens: int  # prefill tokens, padding included
     processed: bool = False  # the variant that contains the user's logits processors
     pools: bool = False  # the variant that also pools the hidden states of its prefill sequences
+    part: str = ""  # of a step with guided rows, which runs as two programs: FORWARD, CHOICE, or BOTH for their sizes
 
     @property
     def name(self) -> str:
-        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "") + ("e" if self.pools else "")
+        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "") + ("e" if self.pools else "") + self.part
+
+    @property
+    def halves(self) -> tuple[Bucket, Bucket]:
+        """The forward and the choice program of a guided step of this size."""
+        forward = dataclasses.replace(self, processed=False, part=FORWARD)
+        return forward, dataclasses.replace(self, pools=False, part=CHOICE)
 
     @property
     def cost(self) -> int:
@@ -79,6 +87,22 @@ def lattice(config: EngineConfig, *, processed: bool = False, single: bool = Fal
         for tokens in _powers(config.max_tokens_per_step, SMALLEST_TOKENS, TOKENS_STEP)
     ]
     return tuple(decode + mixed)
+
+
+def guided_lattice(plain: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """The sizes of steps with guided rows: all without prefill tokens, and beside those the largest numbers of rows.
+
+    Each is two programs, and a guided row samples beside prefill tokens only where a prompt comes or ends.
+    """
+    plain = tuple(plain)
+    most = max(bucket.rows for bucket in plain)
+    sizes = [bucket for bucket in plain if not bucket.tokens or bucket.rows == most]
+    return tuple(dataclasses.replace(bucket, part=BOTH) for bucket in sizes)
+
+
+def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """The variants of buckets with prefill tokens that also pool hidden states."""
+    return tuple(dataclasses.replace(bucket, pools=True) for bucket in buckets if bucket.tokens)
 
 
 def bucket_for(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -19,15 +19,16 @@ import jax.numpy as jnp
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
+from rekindle._src.core.guides import mask_words
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import request_state
-from rekindle._src.programs.buckets import Bucket, lattice
+from rekindle._src.programs.buckets import FORWARD, Bucket, guided_lattice, lattice, pooling_lattice
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
-from rekindle._src.programs.step import make_step
+from rekindle._src.programs.step import Scores, make_choice, make_forward, make_step
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import deprecated, fuse, give_up_zeros, kernel_being_compiled, traits, zeros
 
@@ -88,8 +89,11 @@ class Programs:
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
         self.lattice = lattice(config, processed=bool(self.processors), single=single)
+        self.guided_lattice = guided_lattice(self.lattice)
+        self.guided_keys = _halves(self.guided_lattice)  # made ahead if config.structured, or as needed
         # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
-        self.pooling = tuple(dataclasses.replace(bucket, pools=True) for bucket in self.lattice if bucket.tokens)
+        self.pooling = pooling_lattice(self.lattice)
+        self.guided_pooling = pooling_lattice(self.guided_lattice)
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)
@@ -108,7 +112,17 @@ class Programs:
     def keys(self) -> tuple[Key, ...]:
         """The programs that `precompile` makes; `gather` and `scatter` only where there is a tier below the device."""
         moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
-        return (*self.lattice, MEMORY, ADMIT, *moves)
+        return (*self.lattice, MEMORY, ADMIT, *moves, *(self.guided_keys if self.config.structured else ()))
+
+    @property
+    def _known(self) -> dict[Key, None]:
+        return dict.fromkeys((*self.keys, *self.guided_keys, *self.pooling, *_halves(self.guided_pooling)))
+
+    def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
+        """The buckets among which a step finds its own."""
+        if guided:
+            return self.guided_pooling if pools else self.guided_lattice
+        return self.pooling if pools else self.lattice
 
     def layout(self, bucket: Bucket) -> Layout:
         return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
@@ -118,8 +132,8 @@ class Programs:
         return key in self._ready
 
     def manifest(self) -> tuple[ProgramRecord, ...]:
-        """Every program that is ready, in the order of `keys`, those for embeddings last."""
-        return tuple(self._records[key] for key in (*self.keys, *self.pooling) if key in self._records)
+        """Every program that is ready, in the order of `keys`."""
+        return tuple(self._records[key] for key in self._known if key in self._records)
 
     def record(self, key: Key) -> ProgramRecord:
         """The record of a program that is ready."""
@@ -188,8 +202,8 @@ class Programs:
         self._ready.clear()
 
     def _alone(self, key: Key) -> threading.Lock:
-        if key not in self.keys and key not in self.pooling:
-            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.keys)}")
+        if key not in self._known:
+            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self._known)}")
         with self._lock:
             return self._building.setdefault(key, threading.Lock())
 
@@ -230,6 +244,8 @@ class Programs:
         return f"compiling {names}" + (f" (kernel {kernel})" if kernel else "") if names else ""
 
     def _function(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+        if isinstance(key, Bucket) and key.part:
+            return self._half(key)
         if isinstance(key, Bucket):
             layout = self.layout(key)
             step = make_step(
@@ -251,6 +267,24 @@ class Programs:
             return paged.gather, (self.kv, ids), ()
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
         return paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,)
+
+    def _half(self, key: Bucket) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+        """One of the two programs of a guided step."""
+        layout, page_size, processors = self.layout(key), self.kv[0].page_size, self.processors if key.processed else ()
+        upload = _ints(layout.ints), _floats(layout.floats)
+        forward = make_forward(self.graph, layout, page_size, implementation=self.config.kernels, pools=key.pools)
+        arguments = (self.leaves, self.kv, self.state.last_token, *upload)
+        if key.part == FORWARD:
+            return forward, arguments, (1,)
+        scores: Scores = jax.eval_shape(forward, *arguments)[1]
+        masks = jax.ShapeDtypeStruct((layout.sequences, mask_words(self.model.vocab_size)), jnp.int32)
+        implementation = self.graph.precision.implementation
+        choice = make_choice(layout, page_size, implementation=implementation, processors=processors)
+        return choice, (self.state, scores, *upload, masks), (0,)
+
+
+def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:
+    return tuple(dict.fromkeys(half for bucket in buckets for half in bucket.halves))
 
 
 def _ints(size: int) -> jax.ShapeDtypeStruct:

@@ -33,8 +33,8 @@ def likely_first(keys: Iterable[Key]) -> list[Key]:
 
     def rank(key: Key) -> tuple[int, int, int]:
         if not isinstance(key, Bucket):
-            return 2, 0, 0
-        return (1 if key.processed else 0), key.rows, key.tokens
+            return 4, 0, 0
+        return (1 if key.processed else 0) + (2 if key.part else 0), key.rows, key.tokens
 
     return sorted(keys, key=rank)
 
@@ -126,6 +126,8 @@ class Warming:
             workers = WORKERS if precompile == "all" else 1
             try:
                 warm(programs, keys, progress=progress, stopped=self._stopped, contexts=contexts, workers=workers)
+                # Earlier sessions had guided requests; those programs are there, and this one may need them as well.
+                self._load(programs, programs.guided_keys, contexts, all_of_them=True)
             except BaseException as error:
                 self._error = error
 
@@ -146,8 +148,10 @@ class Warming:
         self._stopped.set()
         self._thread.join(timeout)
 
-    def _load(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
+    def _load(
+        self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any], *, all_of_them: bool = False
+    ) -> None:
         with contexts():
             for key in keys:
-                if self._stopped.is_set() or not programs.load(key):
+                if self._stopped.is_set() or not (programs.load(key) or all_of_them):
                     return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rekindle._src.core import html
 from rekindle._src.core.records import StepPlan
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle.errors import CompileError, RekindleError, RequestFailed, StepFailed
@@ -53,4 +54,12 @@ def not_finite(sequence: Sequence) -> RequestFailed:
         f"The model's numbers for token {sequence.generated + 1} of request {sequence.id} are not finite (NaN or "
         "infinity), so it has no next token. Weights are broken, or overflow in this dtype: `rekindle doctor "
         "--model MODEL` names the first layer; or open it with another dtype."
+    )
+
+
+def too_short(sequence: Sequence) -> RequestFailed:
+    """What a request ends with whose grammar lets nothing follow before `min_tokens` are there."""
+    return RequestFailed(
+        f"The text of request {sequence.id} is complete after {html.count(sequence.generated, 'token')}: its grammar "
+        f"lets nothing follow, and min_tokens={sequence.request.sampling.min_tokens} asks for more. Lower min_tokens."
     )

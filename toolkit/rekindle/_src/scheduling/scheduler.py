@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, deque
 
+from rekindle._src.core.guides import Guided
 from rekindle._src.core.records import (
     FinishReason,
     IntArray,
@@ -28,7 +29,7 @@ from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.scheduling.admission import Admission
 from rekindle._src.scheduling.drafts import Drafts
 from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
-from rekindle._src.scheduling.failing import holding, not_finite, request_error, step_error
+from rekindle._src.scheduling.failing import holding, not_finite, request_error, step_error, too_short
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import seniority
@@ -74,7 +75,7 @@ class Scheduler:
         path = self._ledger.cached_path
         queue = WaitingQueue(policy, path=path, shortest=shortest, seed=seed, max_overtakes=max_overtakes)
         self._admission = Admission(limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest)
-        self._drafts = Drafts(limits, self._ledger) if limits.prompt_lookup else None
+        self._drafts = Drafts(limits, self._ledger)
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._flights: deque[_Flight] = deque()
@@ -155,7 +156,7 @@ class Scheduler:
             budget -= prefill_rows[-1].length
         if not decode and not prefill:
             return None
-        if self._drafts is not None and decode:
+        if decode:
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
         plan = StepPlan(self._step, tuple(decode_rows), tuple(prefill_rows), *self._ledger.moves())
         self._flights.append(_Flight(plan, (*decode, *prefill)))
@@ -184,7 +185,7 @@ class Scheduler:
                 elif event is not None:
                     events.append(event)
             self._running_set.drain(sequence)
-        if self._drafts is not None and flight.plan.drafted:
+        if flight.plan.drafted:
             self._drafts.learn(flight.sequences, flight.plan.rows, right)
         self._collect_released()
         return tuple(events)
@@ -280,7 +281,7 @@ class Scheduler:
             reserve_fraction=self._admission.reserve.fraction,
             preemptions=self._admission.preemptions,
             steps=self._step,
-            drafted_tokens=self._drafts.drafted if self._drafts is not None else 0,
+            drafted_tokens=self._drafts.drafted,
             cache=self.cache.statistics() if self.cache is not None else None,
             **self._counts,
         )
@@ -316,6 +317,8 @@ class Scheduler:
         if row.samples:
             assert token is not None, f"{request.id} sampled no token"
             sequence.append(token)
+            if output.guided is not None and sequence.forced is not None:
+                sequence.forced.take(output.guided)
             self._counts["generated_tokens"] += 1
             self._counts["accepted_tokens"] += row.draft
             if sequence.status is Status.PREFILL:
@@ -325,11 +328,20 @@ class Scheduler:
             if not scores:
                 return None
             return TokenEvent(request.id, prompt_logprobs=scores, cached_tokens=sequence.cached_tokens)
-        reason = _reason(sequence, token)
+        reason = _reason(sequence, token, output.guided)
+        if reason is FinishReason.GRAMMAR and sequence.generated < request.sampling.min_tokens:
+            return self._fail(sequence, too_short(sequence))
         if reason is not None:
             self._end(sequence, reason)
-        logprobs = () if output.logprobs is None else (output.logprobs,)
-        return TokenEvent(request.id, (token,), logprobs, scores, sequence.cached_tokens, reason)
+        return TokenEvent(
+            request.id,
+            (token,),
+            () if output.logprobs is None else (output.logprobs,),
+            scores,
+            sequence.cached_tokens,
+            reason,
+            guided=() if output.guided is None else (output.guided,),
+        )
 
     def _fail_lost(self, result: StepResult) -> list[TokenEvent]:
         """End the requests that hold a page which could not be restored, and forget what is cached on such pages."""
@@ -378,7 +390,7 @@ class Scheduler:
         self._ledger.collect(self._flights[0].plan.step if self._flights else None)
 
 
-def _reason(sequence: Sequence, token: int | None) -> FinishReason | None:
+def _reason(sequence: Sequence, token: int | None, guided: Guided | None) -> FinishReason | None:
     """The reason why a sequence ends with its latest token; None if it goes on."""
     request = sequence.request
     # No id ends the request within its first min_tokens tokens, where the device masks them.
@@ -387,6 +399,8 @@ def _reason(sequence: Sequence, token: int | None) -> FinishReason | None:
             return FinishReason.EOS
         if token in request.stop_ids:
             return FinishReason.STOP
+    if guided is not None and guided.ended:
+        return FinishReason.EOS if guided.by_eos else FinishReason.GRAMMAR
     return sequence.limit_reason if sequence.generated >= sequence.limit else None
 
 

@@ -14,6 +14,7 @@ from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Row
 from rekindle._src.kvcache.digest import page_keys, salt_key
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.scheduling.forced_tokens import ForcedTokens
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
 
 _GROWTH = 64  # tokens or pages by which a buffer grows, at least
@@ -23,10 +24,10 @@ class Sequence:
     """Mutable state of one request; the scheduler is its only owner."""
 
     __slots__ = (
-        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "epoch", "fresh",
-        "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup", "node", "num_pages",
-        "overtaken", "page_size", "planned", "pooled", "preemptions", "published", "queued_at", "reason", "request",
-        "sampled", "scored", "slot", "status", "target", "waits_for",
+        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
+        "epoch", "forced", "fresh", "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup",
+        "node", "num_pages", "overtaken", "page_size", "planned", "pooled", "preemptions", "published", "queued_at",
+        "reason", "request", "sampled", "scored", "slot", "status", "target", "waits_for",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason, page_size: int) -> None:
@@ -56,6 +57,8 @@ class Sequence:
         self.scored = 0  # prompt positions whose log-probabilities were delivered
         self.pooled: NDArray[np.float64] | None = None  # what the computed chunks of a request with `pooling` gave
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
+        self.forced = ForcedTokens() if request.guide is not None else None  # by its grammar
+        self.drafter: PromptLookup | ForcedTokens | None = None  # proposed the drafts that are in flight
         self.lookup: PromptLookup | None = None  # proposes draft tokens; made when they are first wanted
         self._tokens = request.token_ids
         self._keys: list[int] = []

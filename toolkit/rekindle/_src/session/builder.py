@@ -39,6 +39,7 @@ from rekindle._src.programs.warming import Warming
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.opening_progress import OpeningProgress
 from rekindle._src.session.resolve import resolve
+from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling, told
@@ -166,6 +167,8 @@ def _engine(
         swap=weights.swap,
         recover=runner.recover,
         release=release,
+        grammars=Grammars(tokenizer, model.vocab_size) if tokenizer.has_text else None,
+        think_ids=tokenizer.pair("<think>", "</think>"),
         processors=tuple(processor.name for processor in request.processors),
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )

@@ -17,6 +17,7 @@ from rekindle._src.session.chat_prompt import Messages, chat_prompt
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
+from rekindle._src.session.structures import structure_for
 from rekindle._src.session.tools.choice import ToolChoice, chosen
 from rekindle._src.session.tools.loop import MAX_ROUNDS, ToolLoop
 from rekindle._src.session.tools.tool import ToolLike, tools_of
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from rekindle._src.core.options import SamplingOptions
 
 
-class Chats:
+class ChatRequests:
     """Conversations with an open model."""
 
     _host: Host
@@ -136,7 +137,7 @@ class Chats:
                 template_options=template_options,
             )
             self._host.check()
-            return Handle(self._host, self, prompt, sampling_)
+            return Handle(self._host, self, prompt, sampling_, structure=structure_for(self._engine, sampling_))
 
         if not run_tools:
             return ask(messages)

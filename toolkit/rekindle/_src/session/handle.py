@@ -20,6 +20,7 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.completions import Completions
 from rekindle._src.session.produced import Produced
 from rekindle._src.session.prompts import Prompt, at_index
+from rekindle._src.structured.spec import Structure
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
 
 T = TypeVar("T")
@@ -35,14 +36,23 @@ class Handle(Produced, Call[T]):
     above 1 the result is a list, and the deltas of all sequences come as they are made, told apart by `index`.
     """
 
+    # Any: the signature of a public class names no private type.
     def __init__(
-        self, host: Host, session: object, prompt: Prompt, sampling: Sampling, *, scoped: bool = False
+        self,
+        host: Host,
+        session: object,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        scoped: bool = False,
+        structure: Any = None,
     ) -> None:
         self.id: str = f"r{next(_ids)}"
         self.sampling: Sampling = sampling
         self._host = host
         self._session = session  # kept open by its handles: a session closes once nothing refers to it
         self._given = prompt
+        self._structure: Structure | None = structure
         self._scoped = scoped  # ends with the loop over it
         self._mailbox = Mailbox(sampling.n)
         if prompt.error is not None:
@@ -55,6 +65,11 @@ class Handle(Produced, Call[T]):
     def prompt(self) -> str | None:
         """The prompt's text, if it has one; a chat's is rendered when its request is taken in."""
         return self._mailbox.prompt if self._given.text is None else self._given.text
+
+    @property
+    def covered(self) -> int:
+        """Tokens at the prompt's end that belong to the structured text, in a fork."""
+        return self._given.covered
 
     # What it has become.
 
@@ -153,6 +168,8 @@ class Handle(Produced, Call[T]):
                 render=given.render,
                 pooling=given.pooling,
                 reply=given.reply,
+                structure=self._structure,
+                covered=given.covered,
             )
         )
 

@@ -27,6 +27,7 @@ class Prompt:
     error: BaseException | None = None  # why it is no prompt
     pooling: Pooling | None = None  # it is embedded
     reply: ReplyPlan | None = None  # how a chat's reply is read
+    covered: int = 0  # tokens at its end that belong to a structured text, which the request goes on with
 
 
 def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:

@@ -25,6 +25,8 @@ from rekindle._src.session.handle import Batch, Handle, SyncStream
 from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
+from rekindle._src.session.structures import structure_for
+from rekindle._src.structured.spec import structure_of
 from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:
@@ -122,7 +124,8 @@ class Requests:
         check_batch(len(given), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
-        handles: list[Handle[Any]] = [Handle(self._host, self, one, options_) for one in given]
+        structure = structure_for(self._engine, options_)
+        handles: list[Handle[Any]] = [Handle(self._host, self, one, options_, structure=structure) for one in given]
         if not many:
             return handles[0]
         return Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
@@ -241,14 +244,30 @@ class Requests:
             sampling = dataclasses.replace(
                 base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
             )
-        return self.submit([*prompt_ids, *made[:at], *edited], sampling, **options)
+        options_ = sampling_of(self._engine, sampling, options)
+        self._host.check()
+        prompt = parse_one([*prompt_ids, *made[:at], *edited])
+        if options_.structured and structure_of(options_) == structure_of(base):
+            prompt = dataclasses.replace(prompt, covered=source.covered + at + len(edited))
+        handle: Handle[Any] = Handle(
+            self._host, self, prompt, options_, structure=structure_for(self._engine, options_)
+        )
+        handle.submit()
+        return handle
 
     def _handle(
         self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
     ) -> Handle[Any]:
         options_ = sampling_of(self._engine, sampling, options)
         self._host.check()
-        return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped)
+        return Handle(
+            self._host,
+            self,
+            parse_one(prompt),
+            options_,
+            scoped=scoped,
+            structure=structure_for(self._engine, options_),
+        )
 
     @overload
     def generate_sync(

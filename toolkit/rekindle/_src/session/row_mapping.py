@@ -16,7 +16,7 @@ from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import fresh
 from rekindle._src.session.call import Call
-from rekindle._src.session.chats import Chats
+from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.handle import Handle, one_ended
 from rekindle._src.session.requests import Requests
 from rekindle._src.session.row_answers import RowAnswer, RowAnswers
@@ -186,7 +186,7 @@ class RowMap(Call[RowAnswers]):
         return f"<RowMap: {len(self._found):,}{total} rows answered>"
 
 
-class RowMapping(Requests, Chats):
+class RowMapping(Requests, ChatRequests):
     """The part of a session that maps rows."""
 
     @takes_options(Sampling)

@@ -30,9 +30,13 @@ from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
 from rekindle._src.session.row_mapping import RowMapping
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
+from rekindle._src.session.tools.choice import ToolChoice, chosen
+from rekindle._src.session.tools.tool import ToolLike, tools_of
 from rekindle._src.session.views import Views, dashboard
+from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import told
+from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -72,6 +76,9 @@ class Session(RowMapping, Embedding):
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
             model,
+            grammars=Grammars(tokenizer, vocab_size or tokenizer.vocab_size)
+            if isinstance(tokenizer, Tokenizer)
+            else None,
         )
         host = Host(lambda: engine)
         host.start()
@@ -280,17 +287,33 @@ class Session(RowMapping, Embedding):
         *,
         system: str | None = None,
         restore: str | os.PathLike[str] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: bool = False,
+        max_rounds: int | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
+        reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Conversation:
         """A chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
 
         `system` opens it with a system message; `restore` takes up one that `chat.save(path)` wrote. The other options
-        are those of `chat`, for every turn.
+        are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
+        calls and results are among `chat.messages`.
         """
-        more = {"tools": tools, "template": template, "template_options": template_options}
+        more = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "run_tools": run_tools or None,
+            "max_rounds": max_rounds,
+            "documents": documents,
+            "template": template,
+            "reasoning_effort": reasoning_effort,
+            "template_options": template_options,
+        }
+        chosen(tool_choice, tools_of(tools))  # what is wrong is refused now, not at the first turn
         given = {name: value for name, value in more.items() if value is not None}
         return opened(self, system=system, restore=restore, sampling=options, **given)
 

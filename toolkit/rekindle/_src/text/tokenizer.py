@@ -141,6 +141,13 @@ class Tokenizer:
         with panics_as(RequestFailed, f"it decoded {len(ids):,} tokens"):
             return str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    def pair(self, first: str, second: str) -> tuple[int, int] | None:
+        """The ids of two tokens, such as those around a model's reasoning; None unless it has both."""
+        if self._backend is None:
+            return None
+        ids = self._backend.token_to_id(first), self._backend.token_to_id(second)
+        return None if ids[0] is None or ids[1] is None else ids
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of an id, such as `Ġthe` or `<0x0A>`."""
         return self.backend.id_to_token(token_id)

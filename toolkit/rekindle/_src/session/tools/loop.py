@@ -108,6 +108,7 @@ class ToolLoop(Call[ToolRun]):
         self._run: ToolRun | None = None
         self._handle: Handle[Completion] | None = None
         self._error: BaseException | None = None
+        self._ran = False  # the reply of `_handle` is among the messages
 
     @property
     def done(self) -> bool:
@@ -120,14 +121,14 @@ class ToolLoop(Call[ToolRun]):
         return self._error
 
     @property
-    def text(self) -> str:
-        """What the model has written so far in its latest reply."""
-        return "" if self._handle is None else self._handle.text
+    def content(self) -> str:
+        """The content so far of the reply that is being made, or was made last."""
+        return "" if self._handle is None or self._ran else self._handle.content
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        """The messages so far: those that were given, and complete replies with the results of their calls."""
-        whole = self._messages
+    def answered(self) -> tuple[Message, ...]:
+        """The messages so far beside those that were given: complete replies with the results of their calls."""
+        whole = self._messages[self._given :]
         if self._run is None and whole and whole[-1].get("tool_calls"):
             whole = whole[:-1]  # its calls are being run
         return tuple(copy.deepcopy(whole))
@@ -156,6 +157,7 @@ class ToolLoop(Call[ToolRun]):
             raise self._error
         if self._handle is None:
             self._handle = self._ask(self._messages)
+            self._ran = False
         return self._handle
 
     async def _following(self, done: Completion) -> None:
@@ -163,6 +165,7 @@ class ToolLoop(Call[ToolRun]):
         try:
             self._rounds.append(done)
             self._messages.append(done.message)
+            self._ran = True
             if not done.tool_calls or len(self._rounds) > self._max_rounds:
                 self._run = ToolRun(done, tuple(self._messages), tuple(self._rounds))
                 return
@@ -172,7 +175,7 @@ class ToolLoop(Call[ToolRun]):
             self._error = error
             raise
 
-    def __aiter__(self) -> ToolStream:
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
         return ToolStream(self)
 
     def stream_sync(self) -> SyncStream:

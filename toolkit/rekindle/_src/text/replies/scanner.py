@@ -35,7 +35,7 @@ class ReplyScanner:
         self._events: list[ReplyEvent] = []
         self._calls = 0
         self._held: list[Call] | None = None  # calls inside of reasoning, until it is clear whether they are meant
-        self._gap = ""  # whitespace that is content only if more content follows
+        self._gap: list[str] = []  # whitespace that counts only if more of the same kind follows
         self._said = False  # some content is out
         self._beside = False  # what came last is no content, but a tag or a call
         self._blank = True  # nothing but whitespace stands in this line so far
@@ -72,7 +72,6 @@ class ReplyScanner:
     def _read(self) -> Reading[None]:
         if self._tags is not None:
             yield from self._read_reasoning(*self._tags)
-            self._gap = ""
         while (yield from peek(self.source)):
             opener = self._next_opener()
             if opener is None:
@@ -90,15 +89,20 @@ class ReplyScanner:
                     self.source.at += len(opener.text)
                 self._say(self.source.since_mark())
         if not self._beside:
-            self._emit(ContentDelta, self._gap)
+            self._emit(ContentDelta, "".join(self._gap))
 
     def _read_reasoning(self, opening: str, closing: str) -> Reading[None]:
         source = self.source
+        while (char := (yield from peek(source))) and char in SPACE:
+            self._gap.append(char)
+            source.at += 1
+            source.mark()
         repeated = yield from take(source, opening)  # it may stand in the prompt and again in the reply
+        self._beside = self._open or repeated or (yield from take(source, closing))
+        if self._beside:
+            self._gap.clear()
         if not (repeated or self._open):
-            self._beside = yield from take(source, closing)
             return
-        self._beside = True
         yield from skip_space(source)
         openers = {opener.text: opener for opener in self._openers if not opener.bare}
         while (yield from peek(source)):
@@ -114,12 +118,13 @@ class ReplyScanner:
             source.mark()
             source.at += len(found[1])
             if found[1] == closing:
+                self._gap.clear()
                 return
             if (yield from self._ends_with_calls(openers[found[1]])):
                 return
             self._think(source.since_mark())
-        self._emit(ReasoningDelta, self._gap)
-        self._gap = ""
+        self._emit(ReasoningDelta, "".join(self._gap))
+        self._gap.clear()
 
     def _ends_with_calls(self, opener: Opener) -> Reading[bool]:
         """Whether calls inside of reasoning are meant as such: only if the reply ends with them.
@@ -138,16 +143,13 @@ class ReplyScanner:
             ended = False
         self._held = None
         if ended:
-            self._gap = ""
+            self._gap.clear()
             self.found(*held)
         return ended
 
     def _think(self, text: str) -> None:
         """Reasoning; whitespace at its end waits for more."""
-        text = self._gap + text
-        said = text.rstrip(SPACE)
-        self._gap = text[len(said) :]
-        self._emit(ReasoningDelta, said)
+        self._emit(ReasoningDelta, self._without_gap(text))
 
     def _next_opener(self) -> Opener | None:
         """Say everything before the next opener, which is then what comes next; None if there is none yet."""
@@ -197,15 +199,23 @@ class ReplyScanner:
             return
         line = text.rpartition("\n")[2]
         self._blank = (self._blank or "\n" in text) and not line.strip(SPACE)
-        text = self._gap + text
-        said = text.rstrip(SPACE)
-        self._gap = text[len(said) :]
+        said = self._without_gap(text)
         if not said:
             return
         if self._beside and not self._said:
             said = said.lstrip(SPACE)
         self._said, self._beside = True, False
         self._emit(ContentDelta, said)
+
+    def _without_gap(self, text: str) -> str:
+        """`text` behind the whitespace that waited for it, and without its own at the end, which waits."""
+        said = text.rstrip(SPACE)
+        gap = text[len(said) :]
+        if not said:
+            self._gap.append(gap)
+            return ""
+        said, self._gap = "".join(self._gap) + said, [gap]
+        return said
 
     def _emit(self, kind: type[ContentDelta] | type[ReasoningDelta], text: str) -> None:
         if text:

@@ -43,11 +43,6 @@ class Source:
         """What was read since the mark."""
         return "".join(self._before) + self.text[self._marked : self.at]
 
-    @property
-    def rest(self) -> str:
-        """What is there and has not been read."""
-        return self.text[self.at :]
-
 
 def peek(source: Source) -> Reading[str]:
     """The next character, which stays unread; "" at the end."""
@@ -66,9 +61,20 @@ def skip_space(source: Source) -> Reading[None]:
 
 def ahead(source: Source, *literals: str) -> Reading[int]:
     """How many characters these texts take if they come next in this order, with whitespace before each; else 0."""
-    while (found := _match(source.rest, literals)) is None and not source.ended:
-        yield
-    return found or 0
+    length = 0
+    for literal in literals:
+        while True:
+            at = source.at + length
+            while at < len(source.text) and source.text[at] in SPACE:
+                at += 1
+            length = at - source.at
+            if source.text.startswith(literal, at):
+                length += len(literal)
+                break
+            if source.ended or not literal.startswith(source.text[at : at + len(literal)]):
+                return 0
+            yield
+    return length
 
 
 def take(source: Source, *literals: str) -> Reading[bool]:
@@ -76,15 +82,3 @@ def take(source: Source, *literals: str) -> Reading[bool]:
     length = yield from ahead(source, *literals)
     source.at += length
     return length > 0
-
-
-def _match(text: str, literals: tuple[str, ...]) -> int | None:
-    """How many characters the literals take at the beginning of `text`; 0 if they are not there, None if undecided."""
-    at = 0
-    for literal in literals:
-        while at < len(text) and text[at] in SPACE:
-            at += 1
-        if not text.startswith(literal, at):
-            return None if literal.startswith(text[at:]) else 0
-        at += len(literal)
-    return at
