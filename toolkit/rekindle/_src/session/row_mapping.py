@@ -239,8 +239,8 @@ class RowMapping(Requests, ChatRequests):
         self._host.check()
         if chat and self._engine.chat is None:
             raise InvalidRequest("chat", chat, "needs a chat template, and the model brings none", "Leave it out")
-        changed = {name: value for name, value in dataclasses.asdict(asked).items() if value is not None}
-        changed.pop("priority")
+        values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
+        changed = {name: value for name, value in values.items() if value is not None and name != "priority"}
         structure = structure_for(self._engine, asked)
         if structure is not None:  # a type is the same if its schema is
             changed["schema"] = structure.spec.text
