@@ -36,8 +36,8 @@ DRAWING: dict[str, dict[str, Any]] = {  # options that narrow a draw at temperat
     "min_p": {"min_p": 0.4},
 }
 ELSEWHERE = {  # each has a test of its own below
-    "max_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs",
-    "priority", "processors", "salt",
+    "max_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "include_stop", "ignore_eos", "logprobs",
+    "prompt_logprobs", "priority", "processors", "salt",
 }  # fmt: skip
 
 anyio_test = pytest.mark.anyio
@@ -192,6 +192,8 @@ async def test_lesson_18_stop_strings_end_the_text() -> None:
     with opened(model=FakeModel()) as session:
         whole = await session.generate("hello", max_tokens=60)
         stop = whole.text[20:23]
+        kept = await session.generate("hello", max_tokens=60, stop=[stop, "never"], include_stop=True)
+        assert kept.text == whole.text[:23] and kept.stop_reason == stop
         done = await session.generate("hello", max_tokens=60, stop=[stop, "never"])
         assert (done.text, done.finish_reason) == (whole.text[: whole.text.index(stop)], FinishReason.STOP)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 
 from rekindle._src.cli.main import engine_options
 from rekindle._src.serve.app import app
+from rekindle._src.serve.grafana import dashboard
 from rekindle._src.serve.server import address, warn_if_open
 from rekindle._src.session.opening import open
 from rekindle.errors import ConfigError, MissingExtra, RekindleError
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.grafana:
+        print(json.dumps(dashboard(), indent=1))
+        return 0
     try:
         from rekindle._src.serve.listening import Listener, bind
     except ImportError as error:

@@ -32,7 +32,9 @@ from rekindle.errors import RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 # A request for no tokens ends by its length, whatever the token that was sampled for it.
-_SCORED = dict.fromkeys((FinishReason.EOS, FinishReason.STOP, FinishReason.CONTEXT), FinishReason.LENGTH)
+_SCORED = dict.fromkeys(
+    (FinishReason.EOS, FinishReason.STOP, FinishReason.GRAMMAR, FinishReason.CONTEXT), FinishReason.LENGTH
+)
 
 
 class OutputState:
@@ -41,8 +43,7 @@ class OutputState:
     __slots__ = (
         "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_events", "_first",
         "_guided", "_logprobs", "_pooled", "_program_wait", "_prompt_logprobs", "_scanner", "_scores", "_stop_reason",
-        "_structured", "_text", "_tokens",
-        "mailbox", "prompt", "request", "started",
+        "_structured", "_text", "_tokens", "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
     def __init__(
@@ -194,7 +195,7 @@ class OutputState:
 
 def _scored(event: TokenEvent) -> TokenEvent:
     """The event of a request for no tokens: without the one that was sampled."""
-    return dataclasses.replace(event, token_ids=(), logprobs=())
+    return dataclasses.replace(event, token_ids=(), logprobs=(), guided=())
 
 
 async def run(

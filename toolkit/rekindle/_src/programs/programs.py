@@ -149,7 +149,8 @@ class Programs:
 
     @property
     def _known(self) -> dict[Key, None]:
-        return dict.fromkeys((*self.keys, *self.guided_keys, *self.pooling, *_halves(self.guided_pooling)))
+        padded = _halves(guided_lattice(self._padded))  # steps find them while native kernels are being compiled
+        return dict.fromkeys((*self.keys, *self.guided_keys, *padded, *self.pooling, *_halves(self.guided_pooling)))
 
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
         """The buckets among which a step finds its own."""

@@ -17,6 +17,7 @@ from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import finished, follow, make, model_of, submit
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.sampling import sampling_options
+from rekindle._src.serve.structure import format_options
 
 _TYPES = {
     400: "invalid_request_error",
@@ -52,6 +53,13 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     options["max_tokens"] = given["max_tokens"]
     if given.get("stop_sequences"):
         options["stop"] = given["stop_sequences"]
+    output = given.get("output_config") or {}
+    format = output.get("format") or given.get("output_format") or {"type": "text"}
+    structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
+    exchange.names = {**exchange.names, **names}
+    options |= structure
+    if "effort" in output:
+        options["reasoning_effort"] = output["effort"]
     chat, template = messages_of(given), template_options(given)
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
@@ -158,7 +166,7 @@ class _Stream:
             return
         self._begun = True
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
-        ends = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        ends: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         self._out.append(event("message_start", {"message": {**_envelope(self._exchange, self._model), **ends}}))
 
     def take(self, delta: TextDelta) -> None:

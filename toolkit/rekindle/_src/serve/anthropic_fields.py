@@ -18,6 +18,8 @@ TOOL_CHOICE = Shape(
 )
 THINKING = Shape((("type", Choice(("enabled", "disabled", "adaptive"))), ("budget_tokens", whole(0, MOST))), ("type",))
 
+OUTPUT = Shape((("format", OBJECT), ("effort", Text(most=64))))
+
 _ASKED = (
     Field("model", Text(most=512), "The name of a served model; may be left out."),
     Field("messages", Items(MESSAGE, least=1, most=MOST_MESSAGES), "The conversation so far.", needed=True),
@@ -45,8 +47,8 @@ MESSAGES = Endpoint(
         ignored("metadata", "Not stored."),
         ignored("service_tier", "There is one."),
         ignored("inference_geo", "It runs here."),
-        refused("output_config", "structured output is not available yet in this API", {}),
-        refused("output_format", "structured output is not available yet in this API"),
+        Field("output_config", OUTPUT, "format: a json_schema that the text has to follow; effort."),
+        Field("output_format", OBJECT, "The older name of output_config.format."),
     ),
 )
 COUNT_TOKENS = Endpoint("/v1/messages/count_tokens", "How many tokens a conversation has", _ASKED)

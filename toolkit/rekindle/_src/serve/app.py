@@ -32,7 +32,7 @@ from rekindle.errors import ConfigError, MissingExtra
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-log = logging.getLogger("rekindle.serve")
+log = logging.getLogger("rekindle.server")
 
 POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (CHAT, chat, OpenAI()),

@@ -28,6 +28,7 @@ from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.messages_in import plain_messages
 from rekindle._src.serve.sampling import rest_of_context, sampling_options
 from rekindle._src.serve.service import FINGERPRINT
+from rekindle._src.serve.structure import structure_options
 from rekindle.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -43,7 +44,9 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     """Answer a request for chat completions."""
     served, session = model_of(exchange, given)
     exchange.names = {**exchange.names, "max_tokens": _limit_field(given), "logprobs": "top_logprobs"}
-    options = {**chat_options(given, session), **template_options(exchange, given)}
+    structure, names = structure_options(given)
+    exchange.names |= names
+    options = {**chat_options(given, session), **template_options(exchange, given), **structure}
     messages = plain_messages(given["messages"])
     streaming = stream_options(given)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1

@@ -7,6 +7,7 @@ from rekindle._src.core.records import FinishReason
 FINISHED = {
     FinishReason.EOS: "stop",
     FinishReason.STOP: "stop",
+    FinishReason.GRAMMAR: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CONTEXT: "length",
     FinishReason.ABORTED: "abort",

@@ -17,7 +17,7 @@ from rekindle._src.serve.fields import Endpoint
 from rekindle._src.serve.service import Service
 from rekindle.errors import QueueFull
 
-log = logging.getLogger("rekindle.serve")
+log = logging.getLogger("rekindle.server")
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

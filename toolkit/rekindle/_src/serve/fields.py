@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rekindle._src.serve.errors import Refused, wrong
 from rekindle._src.serve.kinds import Anything, Kind, nullable
 
-log = logging.getLogger("rekindle.serve")
+log = logging.getLogger("rekindle.server")
 
 Does = Literal["applied", "refused", "ignored"]
 _MOST_LOGGED = 1_000  # names of unknown fields that are remembered as logged

@@ -16,7 +16,7 @@ import uvicorn
 from rekindle._src.serve.life import Life
 from rekindle.errors import ConfigError
 
-log = logging.getLogger("rekindle.serve")
+log = logging.getLogger("rekindle.server")
 CUT_SECONDS = 5.0  # in which answers that were cut have to end
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

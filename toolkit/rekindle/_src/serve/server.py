@@ -15,7 +15,7 @@ from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.serve.app import app
 from rekindle.errors import ConfigError, MissingExtra, SessionClosed
 
-log = logging.getLogger("rekindle.serve")
+log = logging.getLogger("rekindle.server")
 
 
 class Server:

@@ -9,6 +9,7 @@ from rekindle._src.serve.life import Life
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names
 from rekindle._src.serve.models import Models
+from rekindle._src.serve.tracing import Tracing
 
 FINGERPRINT = f"rekindle-{VERSION}"
 
@@ -30,6 +31,7 @@ class Service:
         self.models, self.life, self.strict = models, life, strict
         self.body_limit, self.body_seconds, self.trust_templates = body_limit, body_seconds, trust_templates
         self.metrics: Metrics = Metrics(models, life, metrics_names)
+        self.tracing: Tracing = Tracing()
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[SessionLike, TokenNames]] = {}
 
