@@ -60,10 +60,10 @@ def test_a_prompts_log_likelihood_is_that_of_the_session(served: Any, client: An
 
 
 def test_cells_and_clients_share_the_prefix_cache(served: Any, client: Any) -> None:
-    prompt = "Anna had a red ball and a blue ball, and she liked the red one best of all. " * 3
+    prompt = "Anna had a red ball and a blue ball, and she liked the red one best of all. " * 6
     served[0].generate_sync(prompt, max_tokens=1)
     done = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, temperature=0)
-    assert done.usage.prompt_tokens_details.cached_tokens > 0.7 * done.usage.prompt_tokens
+    assert done.usage.prompt_tokens_details.cached_tokens >= 64
 
 
 def test_responses(served: Any, client: Any) -> None:
@@ -80,7 +80,8 @@ def test_anthropics_client(served: Any) -> None:
     anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
     own = served[0].chat(MESSAGES, max_tokens=30, temperature=0).result_sync()
     with anthropic.Anthropic(base_url=served[1].url, api_key="none", max_retries=0) as client:
-        common: Any = {"model": "tiny", "max_tokens": 30, "messages": MESSAGES, "temperature": 0}
+        greedy = {"temperature": 0}  # newer versions of the client no longer know it
+        common: Any = {"model": "tiny", "max_tokens": 30, "messages": MESSAGES, "extra_body": greedy}
         done = client.messages.create(**common)
         assert done.content[0].text == own.text
         assert done.stop_reason == ("end_turn" if own.finish_reason == "eos" else "max_tokens")
@@ -90,4 +91,4 @@ def test_anthropics_client(served: Any) -> None:
         counted = client.messages.count_tokens(model="tiny", messages=MESSAGES)
         assert counted.input_tokens == own.usage.prompt_tokens
         with pytest.raises(anthropic.BadRequestError, match="temperature"):
-            client.messages.create(**{**common, "temperature": -3})
+            client.messages.create(**{**common, "extra_body": {"temperature": -3}})

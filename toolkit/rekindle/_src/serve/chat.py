@@ -61,12 +61,17 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
         await exchange.reply(writer.whole(found))
 
 
-def asked(ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> T:
-    """Call `session.chat` or `session.render`. To think not at all is what a model does that can't think."""
+def asked(
+    ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any], *, hint: bool = False
+) -> T:
+    """Call `session.chat` or `session.render`. To think not at all is what a model does that can't think.
+
+    With `hint`, any other effort is left out too where the template does not know it.
+    """
     try:
         return ask(messages, **options)
     except InvalidRequest as error:
-        if error.field != "reasoning_effort" or error.value != "none":
+        if error.field != "reasoning_effort" or not (hint or error.value == "none"):
             raise
     return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
 
