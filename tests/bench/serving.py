@@ -3,15 +3,16 @@
     python tests/bench/serving.py --model tiny [--streams 1 32] [--tokens 128] [--rounds 7]
     python tests/bench/serving.py --model 135m
 
-Each request has a prompt of its own of 32 tokens and makes `--tokens` tokens, one event each. Both arms take turns, in an
-order that changes from round to round, and the ratio is the median of the rounds' own. The client is a process of its
-own, which reads plain sockets: what it computes is not the server's, but on a machine with few cores it takes part.
+Each request has a prompt of its own of 32 tokens and makes `--tokens` tokens, one event each. Both arms take turns, in
+an order that changes from round to round, and the ratio is the median of the rounds' own. The client is a process of
+its own, which reads plain sockets: what it computes is not the server's, but on a machine with few cores it takes part.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import subprocess
@@ -48,7 +49,9 @@ async def measure(model: str, streams: list[int], tokens: int, rounds: int) -> N
     command = [sys.executable, __file__, "--client"]
     async with rekindle.open(folder, max_requests=max(streams), max_model_len=longest, quiet=True) as session:
         server = await session.serve()
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        with subprocess.Popen(  # noqa: ASYNC220 (it takes milliseconds)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as reader:
             for count in streams:
                 await compare(session, server, reader, count, tokens, rounds)
             assert reader.stdin is not None
@@ -79,7 +82,7 @@ async def compare(session: Any, server: Any, reader: Any, count: int, tokens: in
         middle = {key: statistics.median(one[key] for one in found[name]) for key in found[name][0]}
         print(
             f"  {name:8}{middle['rate']:8.1f} tokens/s, first token p50 {middle['first50']:.1f} and p99 "
-            f"{middle['first99']:.1f} ms, between tokens p50 {middle['between50']:.2f} and p99 {middle['between99']:.2f} ms",
+            f"{middle['first99']:.1f} ms, then p50 {middle['between50']:.2f} and p99 {middle['between99']:.2f} ms",
             flush=True,
         )
 
@@ -118,7 +121,8 @@ async def read_all(port: int, prompts: list[list[int]], tokens: int) -> list[lis
         body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         data = json.dumps(body).encode()
         stream, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += "Content-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         times: list[float] = []
         while line := await stream.readline():
@@ -134,7 +138,7 @@ def figures(times: list[list[float]], tokens: int) -> dict[str, float]:
     assert all(len(one) >= tokens * 0.9 for one in times), [len(one) for one in times]
     last = max(one[-1] for one in times)
     firsts = [one[0] * 1e3 for one in times]
-    between = [(later - earlier) * 1e3 for one in times for earlier, later in zip(one, one[1:], strict=False)]
+    between = [(later - earlier) * 1e3 for one in times for earlier, later in itertools.pairwise(one)]
     return {
         "rate": len(times) * tokens / last,
         "first50": quantile(firsts, 0.5),
