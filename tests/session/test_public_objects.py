@@ -35,6 +35,13 @@ UNSEEN = {"SamplingOptions", "OpenOptions", "LogitsContext"}
 LIVE = {"watch", "view"}  # widgets, which tests/notebook looks at
 
 
+TOOLS = "<tool_call><think>{{ tools }}{{ messages[0].content }}"
+
+
+def abs_of(x: int) -> int:
+    return abs(x)
+
+
 def awaited(call: Call[Any]) -> list[Any]:
     return [call, call.result_sync()]
 
@@ -56,7 +63,15 @@ SESSION: dict[str, Recipe] = {
     "stream": lambda session, path: [stream := session.stream(EVIL, max_tokens=3), aiter(stream), stream.result_sync()],
     "submit": lambda session, path: awaited(session.submit(EVIL, max_tokens=3)),
     "admit": lambda session, path: anyio.run(functools.partial(session.admit, EVIL, max_tokens=2)),
-    "chat": lambda session, path: awaited(session.chat([{"role": "user", "content": EVIL}], max_tokens=3)),
+    "chat": lambda session, path: [
+        *awaited(session.chat([{"role": "user", "content": EVIL}], max_tokens=3)),
+        *awaited(session.chat([{"role": "user", "content": EVIL}], tools=[abs_of], template=TOOLS, max_tokens=3)),
+        *awaited(
+            session.chat(
+                [{"role": "user", "content": EVIL}], tools=[abs_of], template=TOOLS, run_tools=True, max_tokens=3
+            )
+        ),
+    ],
     "sampling": lambda session, path: session.sampling,
     "conversation": lambda session, path: [chat := session.conversation(system=EVIL), *awaited(chat.say(EVIL)), chat],
     "fork": lambda session, path: awaited(session.fork(session.generate_sync(EVIL, max_tokens=4), at=2)),

@@ -17,6 +17,9 @@ from rekindle import (
     SessionStats,
     StepReport,
     TextDelta,
+    ToolCall,
+    ToolLoop,
+    ToolRun,
     Turn,
 )  # fmt: skip
 
@@ -66,6 +69,18 @@ async def door(k: int) -> None:
     assert_type(session.fork(handle, at=1), Handle[Completion])
     assert_type(await session.admit("x"), Handle[Completion])
     assert_type(await session.chat([{"role": "user", "content": "x"}]), Completion)
+    assert_type(await session.chat([{"role": "user", "content": "x"}], n=k, tools=[add]), list[Completion])
+    reply = await session.chat([{"role": "user", "content": "x"}], tools=[add, {"name": "x"}], tool_choice="none")
+    assert_type(reply.tool_calls, tuple[ToolCall, ...])
+    assert_type(reply.reasoning, str)
+    loop = session.chat([{"role": "user", "content": "x"}], tools=[add], run_tools=True, max_rounds=2, seed=1)
+    assert_type(loop, ToolLoop)
+    assert_type(await loop, ToolRun)
+    async for delta in loop:
+        assert_type(delta, TextDelta)
+        assert_type(delta.tool_calls, tuple[ToolCall, ...])
+    tooled = session.conversation(tools=[add], run_tools=True)
+    assert_type(await tooled.answer([reply.tool_calls[0].answer(3)]), Completion)
 
     stats = session.stats()
     assert_type(stats, SessionStats)
@@ -73,6 +88,10 @@ async def door(k: int) -> None:
     assert_type(stats.compilations, int)
     assert_type(stats.hit_rate, float)
     assert_type(await session.step(), StepReport | None)
+
+
+def add(a: int, b: int) -> int:
+    return a + b
 
 
 async def mistakes(session: Session) -> None:
@@ -89,3 +108,6 @@ async def mistakes(session: Session) -> None:
     with rekindle.open("tiny"):  # pyright: ignore
         pass
     rekindle.open("tiny").generate("x")  # pyright: ignore
+    session.chat([], run_tools=True)  # pyright: ignore
+    session.chat([], tool=[add])  # pyright: ignore
+    await session.chat([], tools=[add], run_tools=True, n=2)  # pyright: ignore
