@@ -337,7 +337,11 @@ class FakeRunner:
         if request.sampling.prompt_logprobs is not None:
             scored = request.token_ids[row.start + 1 : end + 1].tolist()
             prompt = tuple(self.logprobs(scored_token, request.sampling.prompt_logprobs) for scored_token in scored)
-        return RowResult(request.id, row.epoch, token, logprobs, prompt)
+        pooled = None
+        if request.pooling is not None:  # a vector of two numbers: of the tokens that were computed, or of the last one
+            part = values[-1:] if request.pooling == "last" else values[row.start : end]
+            pooled = np.array([(part >> np.uint64(40)).sum(), (part & np.uint64(0xFF)).sum()], np.float32)
+        return RowResult(request.id, row.epoch, token, logprobs, prompt, pooled=pooled)
 
     def logprobs(self, token: int, count: int) -> TokenLogprobs:
         top = self.model.alphabet[:count]

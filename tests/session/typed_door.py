@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from typing import assert_type
 
+import numpy as np
+from numpy.typing import NDArray
+
 import rekindle
 from rekindle import (
     Batch,
@@ -13,6 +16,8 @@ from rekindle import (
     Conversation,
     Handle,
     RekindleError,
+    RowAnswer,
+    RowAnswers,
     Session,
     SessionStats,
     StepReport,
@@ -22,6 +27,8 @@ from rekindle import (
     ToolRun,
     Turn,
 )  # fmt: skip
+
+Vector = NDArray[np.float32]
 
 
 async def door(k: int) -> None:
@@ -82,6 +89,16 @@ async def door(k: int) -> None:
     tooled = session.conversation(tools=[add], run_tools=True)
     assert_type(await tooled.answer([reply.tool_calls[0].answer(3)]), Completion)
 
+    assert_type(await session.embed("x"), Vector)
+    assert_type(await session.embed(["x", [1, 2]], pooling="last"), Vector)
+    assert_type(await session.embed(["x"], errors="return"), list[Vector | RekindleError])
+    assert_type(session.embed_sync("x", dimensions=8), Vector)
+    assert_type(session.embed("x").usage.prompt_tokens, int)
+    rows = [{"a": 1}, {"a": 2}]
+    assert_type(await session.map(rows, "{a}", out="x.jsonl", max_tokens=3), RowAnswers)
+    assert_type(session.map_sync(rows, lambda row: str(row["a"]), chat=True)[0], RowAnswer)
+    assert_type(session.map(rows, "{a}").answers.errors, dict[int, RekindleError])
+
     stats = session.stats()
     assert_type(stats, SessionStats)
     assert_type(stats.running, int)
@@ -99,6 +116,9 @@ async def mistakes(session: Session) -> None:
     await rekindle.open("tiny", max_reqests=4)  # pyright: ignore[reportCallIssue]
     await rekindle.open("tiny", dtype="float8")  # pyright: ignore[reportArgumentType]
     await session.generate("x", temprature=0.8)  # pyright: ignore
+    await session.map([], "x", temprature=0.8)  # pyright: ignore
+    await session.embed("x", pooling="max")  # pyright: ignore
+    await session.embed("x", errors="return", n=2)  # pyright: ignore
     await session.generate("x", temperature="hot")  # pyright: ignore
     session.conversation(temprature=0.8)  # pyright: ignore[reportCallIssue]
     rekindle.Sampling(max_token=3)  # pyright: ignore[reportCallIssue]

@@ -3,8 +3,8 @@
     session = await rekindle.open("tiny")
     done = await session.generate("Once upon a time", max_tokens=64)
 
-What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.serve`, `rekindle.tiny` and
-the package `rekindle_kernels`. Names load their modules at first use, so importing rekindle costs little beside jax.
+What is public: the names of this module, `rekindle.errors`, `.models`, `.serve` and `.tiny` of rekindle, and the
+package `rekindle_kernels`. Names load their modules at first use, so that importing rekindle costs little beside jax.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ if TYPE_CHECKING:
     from rekindle._src.session.cache_writer import SaveReport
     from rekindle._src.session.call import Call
     from rekindle._src.session.conversation import Conversation, Turn
+    from rekindle._src.session.embedding import Embeddings
     from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
+    from rekindle._src.session.row_answers import RowAnswer, RowAnswers
+    from rekindle._src.session.row_mapping import RowMap
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
     from rekindle._src.session.tools.choice import ToolChoice
@@ -76,6 +79,7 @@ _LAZY = {
     "Completion": "rekindle._src.core.records",
     "ContentDelta": "rekindle._src.core.reply",
     "Conversation": "rekindle._src.session.conversation",
+    "Embeddings": "rekindle._src.session.embedding",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
     "Handle": "rekindle._src.session.handle",
@@ -90,6 +94,9 @@ _LAZY = {
     "ReasoningDelta": "rekindle._src.core.reply",
     "Reply": "rekindle._src.core.reply",
     "ReplyEvent": "rekindle._src.core.reply",
+    "RowAnswer": "rekindle._src.session.row_answers",
+    "RowAnswers": "rekindle._src.session.row_answers",
+    "RowMap": "rekindle._src.session.row_mapping",
     "RowReport": "rekindle._src.session.stats",
     "SamplingOptions": "rekindle._src.core.options",
     "SaveReport": "rekindle._src.session.cache_writer",
@@ -131,6 +138,7 @@ __all__ = [
     "ConfigError",
     "ContentDelta",
     "Conversation",
+    "Embeddings",
     "EngineConfig",
     "Explanation",
     "FinishReason",
@@ -155,6 +163,9 @@ __all__ = [
     "ReplyEvent",
     "RequestAborted",
     "RequestFailed",
+    "RowAnswer",
+    "RowAnswers",
+    "RowMap",
     "RowReport",
     "Sampling",
     "SamplingOptions",

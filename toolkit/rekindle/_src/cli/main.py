@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
     """Run one subcommand and return the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
-        command = importlib.import_module(f"rekindle._src.cli.{arguments.command}")
+        command = importlib.import_module(f"rekindle._src.cli.{arguments.command.replace('-', '_')}")
         imported()
         return int(command.run(arguments))
     except KeyboardInterrupt:
@@ -96,6 +96,12 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--plots", type=Path, help="with --growth: a folder for pictures; needs matplotlib")
     bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    batch = commands.add_parser("run-batch", help="answer a file of requests in OpenAI's batch format")
+    batch.add_argument("input", type=Path, help="a JSON object with custom_id, method, url and body on each line")
+    batch.add_argument("output", type=Path, help="gets a line for each; called again after a kill, it goes on")
+    batch.add_argument("--name", help="what the model is called in the requests; by default as --model")
+    batch.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
+    _model_options(batch)
     _serve(commands.add_parser("serve", help="answer requests over HTTP, as OpenAI's API"))
     return root
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from rekindle._src.core.reply import ContentDelta, ReasoningDelta, Reply, ReplyE
 from rekindle._src.core.sampling import Sampling
 
 IntArray = NDArray[np.int32]
+Vector = NDArray[np.float32]
+Pooling = Literal["mean", "last"]
 
 
 class FinishReason(enum.StrEnum):
@@ -59,6 +61,7 @@ class Request:
     arrival: float = 0.0  # time.perf_counter() at submit
     group: str = ""  # shared by the n sequences of one prompt
     index: int = 0  # which of the n
+    pooling: Pooling | None = None  # embed the prompt: its hidden states are pooled, and nothing is generated
     guide: GuideLike | None = None  # says how its text may go on; the one part that changes, on the device's thread
 
     @property
@@ -147,6 +150,7 @@ class RowResult:
     error: Exception | None = None  # the row could not be prepared: the step ran without it, and its request fails
     guided: Guided | None = None  # what the request's guide says to the token
     finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
+    pooled: Vector | None = None  # of a request with `pooling`: the chunk's sum of hidden states, or its last one
 
 
 class LostPage(NamedTuple):
@@ -197,6 +201,7 @@ class TokenEvent:
     cached_tokens: int = 0  # of the prompt, found in the cache
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+    pooled: Vector | None = None  # of the whole prompt; at the end of a request with `pooling`
     guided: tuple[Guided, ...] = ()  # what the request's guide said to each token
 
     def then(self, later: TokenEvent) -> TokenEvent:
@@ -391,3 +396,12 @@ class Completion:
     def __getstate__(self) -> list[Any]:
         # Without the tokenizer: a pickled completion is text and numbers.
         return [None if field.name == "decode" else getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Embedded:
+    """A prompt whose hidden states were pooled."""
+
+    vector: Vector
+    usage: Usage
+    timings: Timings

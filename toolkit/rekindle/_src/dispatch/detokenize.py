@@ -13,6 +13,7 @@ from rekindle._src.core.guides import Guided
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import (
     Completion,
+    Embedded,
     FinishReason,
     Request,
     TextDelta,
@@ -20,6 +21,7 @@ from rekindle._src.core.records import (
     TokenEvent,
     TokenLogprobs,
     Usage,
+    Vector,
 )
 from rekindle._src.core.reply import ReplyEvent, fold
 from rekindle._src.dispatch.mailbox import Mailbox
@@ -40,7 +42,7 @@ class OutputState:
 
     __slots__ = (
         "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_events", "_first",
-        "_guided", "_logprobs", "_program_wait", "_prompt_logprobs", "_scanner", "_scores", "_stop_reason",
+        "_guided", "_logprobs", "_pooled", "_program_wait", "_prompt_logprobs", "_scanner", "_scores", "_stop_reason",
         "_structured", "_text", "_tokens", "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
@@ -74,6 +76,7 @@ class OutputState:
         self._events: list[ReplyEvent] = []
         self._delivered = 0  # tokens delivered in deltas
         self._cached = 0
+        self._pooled: Vector | None = None
         self._first = 0.0
         self._program_wait = program_wait
         self._compiling = self._compiling_first = self._waited(request.arrival)  # of the session, when it was taken in
@@ -90,6 +93,7 @@ class OutputState:
         if self.request.sampling.max_tokens == 0:
             event, reason = _scored(event), reason and _SCORED.get(reason, reason)
         self._cached = event.cached_tokens
+        self._pooled = event.pooled
         self._prompt_logprobs += event.prompt_logprobs
         start = len(self._tokens)
         self._tokens += event.token_ids
@@ -141,9 +145,20 @@ class OutputState:
         )
         self._scores = len(self._prompt_logprobs)
 
-    def completion(self, reason: FinishReason, now: float) -> Completion:
-        """The completion of a sequence that ended for `reason` at `now`."""
+    def completion(self, reason: FinishReason, now: float) -> Completion | Embedded:
+        """The completion of a sequence that ended for `reason` at `now`, or its embedding."""
         request, sampling, waited = self.request, self.request.sampling, self._waited(now)
+        usage = Usage(request.prompt_length, self._cached, len(self._tokens))
+        timings = Timings(
+            queued=self.started - request.arrival,
+            first_token=self._first - request.arrival,
+            total=now - request.arrival,
+            compiling=waited - self._compiling,
+            compiling_later=waited - self._compiling_first if self._tokens else 0.0,
+        )
+        if request.pooling is not None:
+            assert self._pooled is not None, f"{request.id} ended without its vector"
+            return Embedded(self._pooled, usage, timings)
         text, structured = "".join(self._text), self._structured
         return Completion(
             id=request.id,
@@ -152,14 +167,8 @@ class OutputState:
             finish_reason=reason,
             prompt=self.prompt,
             prompt_token_ids=tuple(request.token_ids.tolist()),
-            usage=Usage(request.prompt_length, self._cached, len(self._tokens)),
-            timings=Timings(
-                queued=self.started - request.arrival,
-                first_token=self._first - request.arrival,
-                total=now - request.arrival,
-                compiling=waited - self._compiling,
-                compiling_later=waited - self._compiling_first if self._tokens else 0.0,
-            ),
+            usage=usage,
+            timings=timings,
             sampling=sampling,
             logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,

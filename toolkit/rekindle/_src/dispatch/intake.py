@@ -225,6 +225,7 @@ def prepare(
             arrival=submission.arrival,
             group=submission.id,
             index=index,
+            pooling=submission.pooling,
             guide=None if grammar is None else guide_of(grammar, submission, token_ids, engine, eos_ids),
         )
         for index in range(sampling.n)

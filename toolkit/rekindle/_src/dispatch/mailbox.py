@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from rekindle._src.core.records import Completion, IntArray, TextDelta
+from rekindle._src.core.records import Completion, Embedded, IntArray, TextDelta
 from rekindle._src.dispatch.wakeups import Wakeup, new_wakeup
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Mailbox:
 
     def __init__(self, count: int) -> None:
         self.deltas: list[TextDelta] = []
-        self.results: list[Completion | BaseException | None] = [None] * count
+        self.results: list[Completion | Embedded | BaseException | None] = [None] * count
         self.request_ids: list[str] = []  # sequences that intake handed on
         self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
@@ -100,7 +100,7 @@ class Mailbox:
         if self._stream_wakeups:
             wake(self._stream_wakeups)
 
-    def complete(self, index: int, result: Completion | BaseException) -> None:
+    def complete(self, index: int, result: Completion | Embedded | BaseException) -> None:
         """How one sequence ended; only the first time counts."""
         if self.results[index] is not None:
             return
@@ -132,6 +132,11 @@ class Mailbox:
             await until(lambda: self.ended, self._wakeups)
         else:
             await until(lambda: self.ended or failure.filled, self._wakeups, failure.wakeups)
+
+    @staticmethod
+    async def one_ended(mailboxes: Sequence[Mailbox]) -> None:
+        """Wait until one of several is complete."""
+        await until(lambda: any(one.ended for one in mailboxes), *(one._wakeups for one in mailboxes))
 
     async def more(self, seen: int) -> None:
         """Wait until the log is longer than `seen`, or complete."""

@@ -11,7 +11,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.program_wait import ProgramWait
-from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, StepResult, TokenEvent
+from rekindle._src.core.records import FinishReason, IntArray, Pooling, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.structured.grammar import Grammars
@@ -38,6 +38,7 @@ class Engine(NamedTuple):
     # Characters that one token can stand for at most, counted when first asked; None: longer prompts are encoded.
     characters_per_token: Callable[[], int] | None = None
     longest: int | None = None  # positions of the model
+    hidden_size: int = 0  # numbers of an embedding
     sampling: Sampling | None = None  # of requests that bring none: what the checkpoint asks for
     program_wait: ProgramWait | None = None  # how long steps waited for programs
     grammars: Grammars | None = None  # compiles what requests ask of their text's structure
@@ -56,6 +57,7 @@ class Submission(NamedTuple):
     mailbox: Mailbox
     arrival: float
     render: Callable[[], str] | None = None  # makes the text, off every event loop; a chat template does it
+    pooling: Pooling | None = None  # embed the prompt rather than go on with it
     reply: ReplyPlan | None = None  # how a chat's reply is read for reasoning and calls of tools
     structure: Structure | None = None  # what `sampling` asks of the text's structure
     covered: int = 0  # tokens at the prompt's end that belong to that structure already

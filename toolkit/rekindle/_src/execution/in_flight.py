@@ -21,6 +21,7 @@ class Choice:
     program: Any
     scores: Any
     prompt: Any
+    pooled: Any
     masks: Mask
 
 

@@ -24,7 +24,7 @@ from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, wai
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
-from rekindle._src.execution.results import needs_prompt, row_results, with_refused, without
+from rekindle._src.execution.results import needs_pooled, needs_prompt, row_results, with_refused, without
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
@@ -98,19 +98,21 @@ class Runner:
             ran = self._pack(upload, ran, refused)
         if not ran.rows:
             seconds = time.perf_counter() - start
-            return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost)
+            return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost)
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
         # The numpy buffers are passed directly: a device_put of both costs 60 of the 190 µs that a dispatch takes.
         output, choice = None, None
         if halves:
             last_token = self._state.last_token
-            self._kv, scores, prompt = program(self._leaves, self._kv, last_token, upload.ints, upload.floats)
-            choice = Choice(halves[1], scores, prompt, self._take_masks(bucket))
+            self._kv, scores, prompt, pooled = program(self._leaves, self._kv, last_token, upload.ints, upload.floats)
+            choice = Choice(halves[1], scores, prompt, pooled, self._take_masks(bucket))
         else:
             self._kv, self._state, output = program(self._leaves, self._kv, self._state, upload.ints, upload.floats)
             if self._copies:
                 output.rows.copy_to_host_async()
+                if output.pooled is not None:
+                    output.pooled.copy_to_host_async()
         now = time.perf_counter()
         idle = self._idle(now)
         begun = now if idle else dispatched
@@ -145,7 +147,7 @@ class Runner:
             self._state, rows = choice.program(self._state, choice.scores, *buffers)
             if self._copies:
                 rows.copy_to_host_async()
-            in_flight.output = StepOutput(rows, choice.prompt)
+            in_flight.output = StepOutput(rows, choice.prompt, choice.pooled)
             in_flight.masks = choice.masks
         except Exception as error:
             in_flight.error = error
@@ -170,7 +172,8 @@ class Runner:
             self._uploads[bucket].append(in_flight.upload)
             if in_flight.masks is not None:
                 self._masks[bucket].append(in_flight.masks)
-            rows = consumed(plan, row_results(plan, packed, prompt, bucket.rows), in_flight.stuck)
+            pooled = None if output.pooled is None else np.asarray(output.pooled)
+            rows = consumed(plan, row_results(plan, packed, prompt, bucket.rows, pooled), in_flight.stuck)
         ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
@@ -273,7 +276,7 @@ class Runner:
         processed = any(row.request.sampling.processors for row in plan.rows)
         size = {"rows": len(plan.decode), "tokens": plan.prefill_tokens, "prefills": len(plan.prefill)}
         most = self.config.max_requests
-        lattice = self.programs.guided_lattice if plan.guided else self.programs.lattice
+        lattice = self.programs.lattice_for(guided=plan.guided, pools=needs_pooled(plan))
         best = bucket_for(lattice, most, **size, processed=processed)
         if self.prefer_ready and not self._ready(best):
             ready = [bucket for bucket in lattice if self._ready(bucket)]

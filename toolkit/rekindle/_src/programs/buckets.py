@@ -28,17 +28,18 @@ class Bucket:
     rows: int  # decode rows, padding included
     tokens: int  # prefill tokens, padding included
     processed: bool = False  # the variant that contains the user's logits processors
+    pools: bool = False  # the variant that also pools the hidden states of its prefill sequences
     part: str = ""  # of a step with guided rows, which runs as two programs: FORWARD, CHOICE, or BOTH for their sizes
 
     @property
     def name(self) -> str:
-        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "") + self.part
+        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "") + ("e" if self.pools else "") + self.part
 
     @property
     def halves(self) -> tuple[Bucket, Bucket]:
         """The forward and the choice program of a guided step of this size."""
         forward = dataclasses.replace(self, processed=False, part=FORWARD)
-        return forward, dataclasses.replace(self, part=CHOICE)
+        return forward, dataclasses.replace(self, pools=False, part=CHOICE)
 
     @property
     def cost(self) -> int:
@@ -97,6 +98,11 @@ def guided_lattice(plain: Iterable[Bucket]) -> tuple[Bucket, ...]:
     most = max(bucket.rows for bucket in plain)
     sizes = [bucket for bucket in plain if not bucket.tokens or bucket.rows == most]
     return tuple(dataclasses.replace(bucket, part=BOTH) for bucket in sizes)
+
+
+def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """The variants of buckets with prefill tokens that also pool hidden states."""
+    return tuple(dataclasses.replace(bucket, pools=True) for bucket in buckets if bucket.tokens)
 
 
 def bucket_for(

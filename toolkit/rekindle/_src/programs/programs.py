@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -25,7 +25,7 @@ from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import request_state
-from rekindle._src.programs.buckets import FORWARD, Bucket, guided_lattice, lattice
+from rekindle._src.programs.buckets import FORWARD, Bucket, guided_lattice, lattice, pooling_lattice
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.step import Scores, make_choice, make_forward, make_step
@@ -90,10 +90,10 @@ class Programs:
         single = traits(graph.precision.implementation).single_rows
         self.lattice = lattice(config, processed=bool(self.processors), single=single)
         self.guided_lattice = guided_lattice(self.lattice)
-        halves = [half for bucket in self.guided_lattice for half in bucket.halves]
-        self.guided_keys: tuple[Key, ...] = tuple(
-            dict.fromkeys(halves)
-        )  # made ahead if config.structured, or as needed
+        self.guided_keys = _halves(self.guided_lattice)  # made ahead if config.structured, or as needed
+        # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
+        self.pooling = pooling_lattice(self.lattice)
+        self.guided_pooling = pooling_lattice(self.guided_lattice)
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)
@@ -110,13 +110,19 @@ class Programs:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """All programs; `gather` and `scatter` only where there is a tier below the device."""
+        """The programs that `precompile` makes; `gather` and `scatter` only where there is a tier below the device."""
         moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
         return (*self.lattice, MEMORY, ADMIT, *moves, *(self.guided_keys if self.config.structured else ()))
 
     @property
     def _known(self) -> dict[Key, None]:
-        return dict.fromkeys((*self.keys, *self.guided_keys))
+        return dict.fromkeys((*self.keys, *self.guided_keys, *self.pooling, *_halves(self.guided_pooling)))
+
+    def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
+        """The buckets among which a step finds its own."""
+        if guided:
+            return self.guided_pooling if pools else self.guided_lattice
+        return self.pooling if pools else self.lattice
 
     def layout(self, bucket: Bucket) -> Layout:
         return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
@@ -248,6 +254,7 @@ class Programs:
                 self.kv[0].page_size,
                 implementation=self.config.kernels,
                 processors=self.processors if key.processed else (),
+                pools=key.pools,
             )
             return step, (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats)), (1, 2)
         if key == MEMORY:
@@ -265,7 +272,7 @@ class Programs:
         """One of the two programs of a guided step."""
         layout, page_size, processors = self.layout(key), self.kv[0].page_size, self.processors if key.processed else ()
         upload = _ints(layout.ints), _floats(layout.floats)
-        forward = make_forward(self.graph, layout, page_size, implementation=self.config.kernels)
+        forward = make_forward(self.graph, layout, page_size, implementation=self.config.kernels, pools=key.pools)
         arguments = (self.leaves, self.kv, self.state.last_token, *upload)
         if key.part == FORWARD:
             return forward, arguments, (1,)
@@ -274,6 +281,10 @@ class Programs:
         implementation = self.graph.precision.implementation
         choice = make_choice(layout, page_size, implementation=implementation, processors=processors)
         return choice, (self.state, scores, *upload, masks), (0,)
+
+
+def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:
+    return tuple(dict.fromkeys(half for bucket in buckets for half in bucket.halves))
 
 
 def _ints(size: int) -> jax.ShapeDtypeStruct:

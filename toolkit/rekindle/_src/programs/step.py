@@ -26,6 +26,7 @@ from rekindle._src.programs.flags import PROCESSORS, SHAPES, Flag
 from rekindle._src.programs.logit_shaping import shape
 from rekindle._src.programs.logprobs import prompt_logprobs, row_logprobs
 from rekindle._src.programs.packing import Layout, StepInputs, unpack
+from rekindle._src.programs.pooling import pooled_states
 from rekindle._src.programs.processors import LogitsContext, LogitsProcessor, process
 from rekindle._src.programs.request_state import RequestState, record
 from rekindle._src.programs.sampling import choose
@@ -47,10 +48,11 @@ class StepOutput(NamedTuple):
 
     rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token or NOT_FINITE, packed log-probabilities (or zeros)
     prompt: Array  # int32 [T, logprobs.WIDTH]: read only when a row asked for prompt_logprobs
+    pooled: Array | None = None  # float32 [2, S, E] in a pooling program: sums and last states of each prefill chunk
 
 
 Step = Callable[[Leaves, paged.KV, RequestState, Array, Array], tuple[paged.KV, RequestState, StepOutput]]
-Forward = Callable[[Leaves, paged.KV, Array, Array, Array], tuple[paged.KV, Scores, Array]]
+Forward = Callable[[Leaves, paged.KV, Array, Array, Array], tuple[paged.KV, Scores, Array, Array | None]]
 Choice = Callable[[RequestState, Scores, Array, Array, Array], tuple[RequestState, Array]]
 
 
@@ -61,6 +63,7 @@ def make_step(
     *,
     implementation: str | None = None,
     processors: Sequence[LogitsProcessor] = (),
+    pools: bool = False,
 ) -> Step:
     """The step of one layout as a pure function; the caller donates pages and state."""
 
@@ -74,20 +77,24 @@ def make_step(
         told = marked(tokens, scores.last, scores.logits)
         new_state, rows = _recorded(layout, inputs, state, scores, tokens, told)
         prompt = prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits)
-        return new_kv, new_state, StepOutput(rows, prompt)
+        pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
+        return new_kv, new_state, StepOutput(rows, prompt, pooled)
 
     return step
 
 
-def make_forward(graph: Graph, layout: Layout, page_size: int, *, implementation: str | None = None) -> Forward:
+def make_forward(
+    graph: Graph, layout: Layout, page_size: int, *, implementation: str | None = None, pools: bool = False
+) -> Forward:
     """The first half of a guided step: everything but the choice of tokens. The caller donates pages."""
 
     def forward(
         leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array
-    ) -> tuple[paged.KV, Scores, Array]:
+    ) -> tuple[paged.KV, Scores, Array, Array | None]:
         inputs = unpack(layout, page_size, ints, floats, last_token)
         model, new_kv, hidden, scores = _compute(graph, leaves, kv, layout, inputs, implementation)
-        return new_kv, scores, prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits)
+        pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
+        return new_kv, scores, prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits), pooled
 
     return forward
 

@@ -83,7 +83,9 @@ def explanation(sequence: Sequence, ahead: int) -> Explanation:
         words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
     elif sequence.reason and sequence.ended:
         words.append(sequence.reason if " " in sequence.reason else f"ended by {sequence.reason}")
-    if sequence.epoch:
+    if request.pooling is not None:
+        words.append("it is embedded, so that all of its tokens are computed")
+    elif sequence.epoch:
         hit = sequence.cached_tokens
         words.append(
             f"{hit} of {request.prompt_length} prompt tokens came from the cache"

@@ -43,7 +43,13 @@ def holding(sequences: Iterable[Sequence], pages: Iterable[int]) -> list[tuple[S
 
 
 def not_finite(sequence: Sequence) -> RequestFailed:
-    """What a request ends with whose next token would come from NaN or infinite numbers."""
+    """What a request ends with whose next token or embedding would come from NaN or infinite numbers."""
+    if sequence.request.pooling is not None:
+        return RequestFailed(
+            f"The model's numbers for request {sequence.id} are not finite (NaN or infinity), so it has no embedding. "
+            "Weights are broken, or overflow in this dtype: `rekindle doctor --model MODEL` names the first layer; or "
+            "open it with another dtype."
+        )
     return RequestFailed(
         f"The model's numbers for token {sequence.generated + 1} of request {sequence.id} are not finite (NaN or "
         "infinity), so it has no next token. Weights are broken, or overflow in this dtype: `rekindle doctor "

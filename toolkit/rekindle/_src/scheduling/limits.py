@@ -52,11 +52,18 @@ class Limits:
 
         It is at least 1: a request for no tokens samples one, which is left out of its result.
 
-        Raises `PromptTooLong` or `OutOfPages` if not even one fits. The last token is sampled but its keys are never
-        computed, so a sequence may be one token longer than its pages.
+        Raises `PromptTooLong` or `OutOfPages` if not even one fits; a request with `pooling` generates none. The last
+        token is sampled but its keys are never computed, so a sequence may be one token longer than its pages.
         """
         length, asked = request.prompt_length, request.sampling.max_tokens
-        if length >= self.max_model_len + (asked == 0):
+        if request.pooling is not None and length > self.max_model_len:
+            raise PromptTooLong(
+                "prompt",
+                f"{length} tokens",
+                f"is longer than max_model_len, which is {self.max_model_len}",
+                how_to_fit(self.max_model_len, self.longest),
+            )
+        if request.pooling is None and length >= self.max_model_len + (asked == 0):
             raise PromptTooLong(
                 "prompt",
                 f"{length} tokens",
@@ -68,6 +75,8 @@ class Limits:
                 f"The prompt's {length} tokens need {pages_for(length, self.page_size)} KV pages of {self.page_size}, "
                 f"{usable_pages} can be used. Raise device_memory or device_pages, or unpin prefixes."
             )
+        if request.pooling is not None:
+            return 0, FinishReason.LENGTH
         room = min(self.max_model_len, usable_pages * self.page_size + 1) - length
         if asked <= room:
             return max(1, asked), FinishReason.LENGTH

@@ -224,7 +224,7 @@ class Scheduler:
             return 0
         covered = self.cache.pin(tokens, salt)
         for sequence in self._alive.values():
-            length = sequence.request.prompt_length + sequence.limit - 1
+            length = sequence.request.prompt_length + max(1, sequence.limit) - 1
             needed = pages_for(length, self.limits.page_size)
             if needed > self.pool.total - self.cache.pinned_pages and needed > self._ledger.usable(sequence.request):
                 usable = self._ledger.usable(sequence.request)
@@ -307,6 +307,12 @@ class Scheduler:
         sequence.scored = max(sequence.scored, min(sequence.computed, request.prompt_length))
         if not output.finite:
             return self._fail(sequence, not_finite(sequence))
+        if request.pooling is not None:
+            vector = sequence.pool(row, output)
+            if vector is None:
+                return None
+            self._end(sequence, FinishReason.LENGTH)
+            return TokenEvent(request.id, finish_reason=FinishReason.LENGTH, pooled=vector)
         token = output.token_id
         if row.samples:
             assert token is not None, f"{request.id} sampled no token"

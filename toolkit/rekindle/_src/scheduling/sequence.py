@@ -8,8 +8,9 @@ steps in flight will bring. A decode step is planned while the token that it rea
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Status
+from rekindle._src.core.records import FinishReason, IntArray, Request, Row, RowResult, Status, Vector
 from rekindle._src.kvcache.digest import page_keys, salt_key
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
@@ -25,8 +26,8 @@ class Sequence:
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
         "epoch", "forced", "fresh", "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup",
-        "node", "num_pages", "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason",
-        "request", "sampled", "scored", "slot", "status", "target", "waits_for",
+        "node", "num_pages", "overtaken", "page_size", "planned", "pooled", "preemptions", "published", "queued_at",
+        "reason", "request", "sampled", "scored", "slot", "status", "target", "waits_for",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason, page_size: int) -> None:
@@ -54,6 +55,7 @@ class Sequence:
         self.generated = 0  # known tokens that are not the prompt's
         self.sampled = 0  # generated, plus those that steps in flight will add
         self.scored = 0  # prompt positions whose log-probabilities were delivered
+        self.pooled: NDArray[np.float64] | None = None  # what the computed chunks of a request with `pooling` gave
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
         self.forced = ForcedTokens() if request.guide is not None else None  # by its grammar
         self.drafter: PromptLookup | ForcedTokens | None = None  # proposed the drafts that are in flight
@@ -83,8 +85,8 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether only one token is left to prefill, which a decode row computes."""
-        return self.planned + 1 == self.target
+        """Whether only one token is left to prefill, which a decode row computes; these don't pool."""
+        return self.planned + 1 == self.target and self.request.pooling is None
 
     @property
     def ended(self) -> bool:
@@ -171,7 +173,7 @@ class Sequence:
         start = self.planned
         end = start + length
         assert end <= self.num_pages * self.page_size, f"{self.id}: no page for position {end - 1}"
-        samples = end >= self.target
+        samples = end >= self.target and self.request.pooling is None
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
         row = Row(
@@ -194,6 +196,19 @@ class Sequence:
         self.sampled += samples
         self.in_flight += 1
         return row
+
+    def pool(self, row: Row, output: RowResult) -> Vector | None:
+        """Add what a committed chunk gave; the whole prompt's vector once the last one has.
+
+        A preempted request begins again at position 0, and so does its sum.
+        """
+        assert output.pooled is not None, f"{self.id} was not pooled"
+        chunk = output.pooled.astype(np.float64)
+        last = self.request.pooling == "last"
+        self.pooled = chunk if last or self.pooled is None or row.start == 0 else self.pooled + chunk
+        if self.computed < self.request.prompt_length:
+            return None
+        return (self.pooled if last else self.pooled / self.request.prompt_length).astype(np.float32)
 
     def drafts(self, tokens: IntArray) -> list[Row]:
         """Rows for draft tokens behind the row that was just made; they add nothing to the counts until accepted."""

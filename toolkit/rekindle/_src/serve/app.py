@@ -15,6 +15,7 @@ from rekindle._src.serve.anthropic_fields import COUNT_TOKENS, MESSAGES
 from rekindle._src.serve.auth import Guard, Keys
 from rekindle._src.serve.chat import chat
 from rekindle._src.serve.completions import completions
+from rekindle._src.serve.embeddings import EMBEDDINGS, embeddings
 from rekindle._src.serve.errors import Refused
 from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI
 from rekindle._src.serve.fields import Endpoint
@@ -36,6 +37,7 @@ log = logging.getLogger("rekindle.server")
 POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (CHAT, chat, OpenAI()),
     (COMPLETIONS, completions, OpenAI()),
+    (EMBEDDINGS, embeddings, OpenAI()),
     (RESPONSES, responses, Responses()),
     (MESSAGES, messages, Anthropic()),
     (COUNT_TOKENS, count_tokens, Anthropic()),

@@ -161,6 +161,7 @@ def _engine(
         sampling=_sampling(folder, config, request.model),
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         chat=ChatTemplate.load(folder) if folder is not None else None,
         model=str(request.model) if owned else model.model_type,
         swap=weights.swap,

@@ -166,6 +166,7 @@ class Handle(Produced, Call[T]):
                 mailbox=self._mailbox,
                 arrival=time.perf_counter(),
                 render=given.render,
+                pooling=given.pooling,
                 reply=given.reply,
                 structure=self._structure,
                 covered=given.covered,
@@ -328,6 +329,14 @@ class SyncStream(Iterator[TextDelta]):
 
         def __aiter__(self) -> NoReturn:
             raise TypeError("stream_sync(…) is for plain `for`; with `async for` use session.stream(…)")
+
+
+async def one_ended(handles: Sequence[Handle[Any]]) -> None:
+    """Wait until one of the requests has ended."""
+    for handle in handles:
+        if not handle.done:
+            handle._host.check_waiting(f"request {handle.id}")
+    await Mailbox.one_ended([handle._mailbox for handle in handles])
 
 
 class Batch(Call[list[T]]):

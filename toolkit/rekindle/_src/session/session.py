@@ -22,13 +22,13 @@ from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
-from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.client import Client
 from rekindle._src.session.conversation import Conversation, opened
+from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
-from rekindle._src.session.requests import Requests
+from rekindle._src.session.row_mapping import RowMapping
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.tools.choice import ToolChoice, chosen
 from rekindle._src.session.tools.tool import ToolLike, tools_of
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
 
 
-class Session(Requests, ChatRequests):
+class Session(RowMapping, Embedding):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or

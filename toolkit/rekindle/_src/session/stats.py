@@ -206,7 +206,7 @@ class ProgramReport:
 
     programs: tuple[Any, ...]  # name, origin, seconds, why
     steps: Mapping[str, int]  # by program
-    total: int  # programs that the session may ever ask for
+    total: int  # programs that the session may ever ask for; those for embeddings count once they are ready
     traces: int
     compilations: int
 
@@ -214,10 +214,12 @@ class ProgramReport:
     def of(cls, runner: RunnerLike) -> ProgramReport:
         """The report of a runner as it is now."""
         programs, figures = runner.programs, runner.statistics()
+        ready = tuple(programs.manifest()) if programs is not None else ()
+        known = {key.name for key in programs.keys} if programs is not None else set()
         return cls(
-            programs=tuple(programs.manifest()) if programs is not None else (),
+            programs=ready,
             steps=dict(figures.programs),
-            total=len(programs.keys) if programs is not None else 0,
+            total=len(known | {program.name for program in ready}),
             traces=figures.traces,
             compilations=figures.compilations,
         )

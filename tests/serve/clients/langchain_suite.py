@@ -1,0 +1,51 @@
+"""LangChain's own integration tests of chat models and embeddings, against the server at $REKINDLE_URL.
+
+Run by tests/serve/test_clients.py in a process of its own, since the suite needs plugins of pytest that others don't.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from langchain_core.embeddings import Embeddings
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
+
+SERVER: dict[str, Any] = {"base_url": os.environ["REKINDLE_URL"] + "/v1", "api_key": "none"}
+
+
+class TestChat(ChatModelIntegrationTests):
+    """What a model of this size can't do, such as calling a tool when it is told to, is declared as not supported."""
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOpenAI
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": "tiny", "temperature": 0, "max_completion_tokens": 24, "stream_usage": True, **SERVER}
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False
+
+    @property
+    def enable_vcr_tests(self) -> bool:
+        return False
+
+
+class TestEmbeddings(EmbeddingsIntegrationTests):
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return OpenAIEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        # By default it cuts texts into tokens of OpenAI's own models, which it would download.
+        return {"model": "tiny", "check_embedding_ctx_length": False, **SERVER}
