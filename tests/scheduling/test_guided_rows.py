@@ -36,7 +36,11 @@ def check(loop: Loop, *requests: Request) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_guided_and_free_rows_are_exact_together(overlap: bool) -> None:
     loop = Loop(overlap=overlap, model=MODEL)
-    requests = [guided("first prompt"), make_request("free", max_tokens=30), guided("second", 31, temperature=1.0, seed=5)]
+    requests = [
+        guided("first prompt"),
+        make_request("free", max_tokens=30),
+        guided("second", 31, temperature=1.0, seed=5),
+    ]
     for request in requests:
         loop.submit(request)
     loop.run()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
     from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
     from rekindle._src.session.cache_view import CacheView
     from rekindle._src.session.cache_writer import SaveReport
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
 
 _LAZY = {
+    "AllowedTokens": "rekindle._src.session.allowed",
     "Batch": "rekindle._src.session.handle",
     "CacheStats": "rekindle._src.session.cache_report",
     "CacheTree": "rekindle._src.session.cache_report",
@@ -95,6 +97,7 @@ _MODULES = ("errors", "models", "tiny")
 
 __version__ = VERSION
 __all__ = [
+    "AllowedTokens",
     "Batch",
     "CacheStats",
     "CacheTree",
