@@ -213,7 +213,7 @@ def text(value: str) -> Markup:
 
 
 def tokens(shown: Iterable[Token]) -> Markup:
-    """Text whose background shows how likely each token was; hovering shows the alternatives. Forced ones have a line."""
+    """Text whose background shows how likely each token was; hovering tells more. Forced ones are underlined."""
     return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, shown))}</div>')
 
 

@@ -318,7 +318,7 @@ class Completion:
         parts.append(self._shown_text())
         return str(html.block(*parts))
 
-    def _shown_text(self) -> str:
+    def _shown_text(self) -> html.Markup:
         if self.logprobs is not None:
             shown = [self._shown(entry) for entry in self.logprobs]
         elif any(self.forced):
