@@ -84,6 +84,7 @@ SESSION: dict[str, Recipe] = {
     "stats": lambda session, path: session.stats(),
     "programs": lambda session, path: list(session.programs()),
     "explain": lambda session, path: session.explain(session.generate_sync(EVIL, max_tokens=2)),
+    "allowed": lambda session, path: session.allowed(session.generate_sync(EVIL, choice=["<b>x</b>", EVIL]), at=0),
     "check_integrity": lambda session, path: session.check_integrity(),
     "cache": lambda session, path: session.cache,
     "save": lambda session, path: awaited(session.save("kept")),

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
     from rekindle._src.scheduling.explain import Explanation
     from rekindle._src.serve.server import Server
+    from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
     from rekindle._src.session.cache_view import CacheView
     from rekindle._src.session.cache_writer import SaveReport
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.tools.tool import ToolLike
 
 _LAZY = {
+    "AllowedTokens": "rekindle._src.session.allowed",
     "Batch": "rekindle._src.session.handle",
     "CacheStats": "rekindle._src.session.cache_report",
     "CacheTree": "rekindle._src.session.cache_report",
@@ -127,6 +129,7 @@ _MODULES = ("errors", "models", "serve", "tiny")
 
 __version__ = VERSION
 __all__ = [
+    "AllowedTokens",
     "Batch",
     "CacheStats",
     "CacheTree",

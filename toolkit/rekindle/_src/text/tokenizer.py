@@ -145,8 +145,8 @@ class Tokenizer:
         """The ids of two tokens, such as those around a model's reasoning; None unless it has both."""
         if self._backend is None:
             return None
-        ids = self._backend.token_to_id(first), self._backend.token_to_id(second)
-        return None if ids[0] is None or ids[1] is None else ids
+        one, other = self._backend.token_to_id(first), self._backend.token_to_id(second)
+        return None if one is None or other is None else (one, other)
 
     def added_id(self, text: str) -> int | None:
         """The id of an added token with this text, such as `<tool_call>`; None if it has none."""
