@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -64,6 +64,27 @@ def test_cells_and_clients_share_the_prefix_cache(served: Any, client: Any) -> N
     served[0].generate_sync(prompt, max_tokens=1)
     done = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, temperature=0)
     assert done.usage.prompt_tokens_details.cached_tokens >= 64
+
+
+def test_structured_answers(client: Any) -> None:
+    pytest.importorskip("llguidance", reason="structured output is the extra `structured`")
+    pydantic = pytest.importorskip("pydantic", reason="OpenAI's client brings it")
+    fields: Any = {"likes_balls": (bool, ...), "colour": (Literal["red", "blue"], ...)}
+    child = pydantic.create_model("Child", **fields)
+    common: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 60}
+    parsed = client.chat.completions.parse(**common, response_format=child).choices[0]
+    assert parsed.message.parsed.colour in ("red", "blue") and parsed.finish_reason == "stop"
+    chosen = client.completions.create(
+        model="tiny", prompt="Tom", temperature=0, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert chosen.choices[0].text in ("yes", "no")
+    format: Any = {"format": {"type": "json_schema", "name": "c", "strict": True, "schema": child.model_json_schema()}}
+    done = client.responses.create(model="tiny", input="Hi", text=format, temperature=0, max_output_tokens=60)
+    child.model_validate_json(done.output_text)
+    with pytest.raises(openai.BadRequestError) as refused:
+        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}, "strict": True}}
+        client.chat.completions.create(**common, response_format=wrong)
+    assert refused.value.param.startswith("response_format")
 
 
 def test_responses(served: Any, client: Any) -> None:
