@@ -81,8 +81,8 @@ def test_structured_answers(client: Any) -> None:
     format: Any = {"format": {"type": "json_schema", "name": "c", "strict": True, "schema": child.model_json_schema()}}
     done = client.responses.create(model="tiny", input="Hi", text=format, temperature=0, max_output_tokens=60)
     child.model_validate_json(done.output_text)
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}, "strict": True}}
     with pytest.raises(openai.BadRequestError) as refused:
-        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}, "strict": True}}
         client.chat.completions.create(**common, response_format=wrong)
     assert refused.value.param.startswith("response_format")
 
