@@ -230,3 +230,21 @@ async def test_tokenize_and_back(session: Session) -> None:
     chat = (await post(served, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})).json()
     assert bytes(chat["tokens"]).decode() == "<user>x\n<assistant>"
     assert (await post(served, "/tokenize", {})).status == 400
+
+
+async def test_a_stream_that_waits_sends_comments(crowded: Session) -> None:
+    served = app(crowded)
+    served.state.rekindle.heartbeat = 0.05
+    answers: list[Answer] = []
+
+    async def ask() -> None:
+        answers.append(await post(served, "/v1/completions", {**LONG, "max_tokens": 50, "stream": True}))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await until(lambda: crowded.stats().running == 1)
+        group.start_soon(ask)
+    first, second = answers
+    assert second.body.startswith(b": waiting\n\n") and second.body.count(b": waiting") >= 3
+    assert len(second.events) == len(first.events) == 51
+    assert second.body.endswith(b"data: [DONE]\n\n")

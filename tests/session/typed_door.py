@@ -18,6 +18,7 @@ from rekindle import (
     RekindleError,
     RowAnswer,
     RowAnswers,
+    Server,
     Session,
     SessionStats,
     StepReport,
@@ -105,6 +106,8 @@ async def door(k: int) -> None:
     assert_type(stats.compilations, int)
     assert_type(stats.hit_rate, float)
     assert_type(await session.step(), StepReport | None)
+    assert_type(await session.serve(port=0), Server)
+    assert_type(session.render([]), str)
 
 
 def add(a: int, b: int) -> int:
@@ -120,6 +123,7 @@ async def mistakes(session: Session) -> None:
     await session.embed("x", pooling="max")  # pyright: ignore
     await session.embed("x", errors="return", n=2)  # pyright: ignore
     await session.generate("x", temperature="hot")  # pyright: ignore
+    await session.serve(prt=8000)  # pyright: ignore[reportCallIssue]
     session.conversation(temprature=0.8)  # pyright: ignore[reportCallIssue]
     rekindle.Sampling(max_token=3)  # pyright: ignore[reportCallIssue]
     _ = session.stats().runing  # pyright: ignore
