@@ -56,7 +56,7 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     output = given.get("output_config") or {}
     format = output.get("format") or given.get("output_format") or {"type": "text"}
     structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
-    exchange.names = {**exchange.names, **names}
+    exchange.names = {**exchange.names, **names, "prompt": "messages"}
     options |= structure
     chat, template = messages_of(given), template_options(given)
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)

@@ -37,13 +37,14 @@ _OWN_FIELDS = frozenset(
     ("messages", "tools", "template", "documents", "add_generation_prompt", "continue_final_message")
 )
 
+NAMES = {"prompt": "messages", "template": "chat_template", "template_options": "chat_template_kwargs"}
 _OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options of `session.chat` by the same names
 
 
 async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     """Answer a request for chat completions."""
     served, session = model_of(exchange, given)
-    exchange.names = {**exchange.names, "max_tokens": _limit_field(given), "logprobs": "top_logprobs"}
+    exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(given), "logprobs": "top_logprobs"}
     structure, names = structure_options(given)
     exchange.names |= names
     options = {**chat_options(given, session), **template_options(exchange, given), **structure}
