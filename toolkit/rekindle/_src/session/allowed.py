@@ -69,7 +69,7 @@ def allowed_tokens(engine: Engine, source: Completion | Any, at: int | None) -> 
     before = [*prompt[len(prompt) - source.covered :], *made[:at]]
     came = decode([made[at]], skip_special_tokens=False) if at < len(made) else None
     mask = np.zeros(mask_words(engine.vocab_size), np.int32)
-    for token in before:
+    for token in _behind_reasoning(before, engine.think_ids, at):
         if guide.ended or guide.consume(token).problem:
             raise InvalidRequest("at", at, "lies behind the end of the structured text", "Use a smaller one")
     ids = [] if guide.ended or guide.fill(mask) else _set_bits(mask)
@@ -78,6 +78,18 @@ def allowed_tokens(engine: Engine, source: Completion | Any, at: int | None) -> 
     return AllowedTokens(
         at, decode(before), tuple(ids), texts, engine.vocab_size, may_end, decode(guide.ahead), came
     )  # fmt: skip
+
+
+def _behind_reasoning(tokens: list[int], think_ids: tuple[int, int] | None, at: int) -> list[int]:
+    """The tokens that follow a structure: those behind what the model thinks first."""
+    if think_ids is None:
+        return tokens
+    opens, closes = think_ids
+    if closes in tokens:
+        return tokens[tokens.index(closes) + 1 :]
+    if tokens[:1] == [opens]:
+        raise InvalidRequest("at", at, "lies in the model's reasoning, which is free", "Use a larger one")
+    return tokens
 
 
 def _set_bits(mask: np.ndarray) -> list[int]:

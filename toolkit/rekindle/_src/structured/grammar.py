@@ -149,7 +149,7 @@ def _text(spec: Spec) -> str:
         return str(llguidance.LLMatcher.grammar_from_json_schema(spec.text, overrides=options))
     if spec.kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(spec.text))
-    return str(llguidance.grammar_from(spec.kind, spec.text))
+    return str(llguidance.grammar_from("grammar" if spec.kind == "grammar" else "choice", spec.text))
 
 
 def _refused(spec: Spec, message: str) -> InvalidRequest:
