@@ -81,7 +81,7 @@ class Server:
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close it: no more connections, and answers may go on for `drain` seconds. Closing it again is harmless."""
         if not self._ended.filled:
-            if not self._listener.life.draining:
+            if not (self._listener.life.draining and drain):  # without a drain, what still drains is cut
                 self._listener.stop(drain)
             await self._ended.get()
 
