@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 from pathlib import Path
@@ -28,10 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise MissingExtra("uvicorn", "serve") from error
     keys = api_keys(arguments)
     warn_if_open(arguments.host, keys)
-    if arguments.access_log:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        logging.getLogger("uvicorn.access").addHandler(handler)
     bound = bind(arguments.host, arguments.port)  # before a model is loaded in vain
     options = engine_options(arguments)
     openings = {name: open(model, **options) for name, model in named(arguments.model, arguments.name).items()}
