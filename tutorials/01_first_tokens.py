@@ -105,7 +105,9 @@ chat.send("Tell me a story about a cat.")
 chat
 
 # %% [markdown]
-# Its answer is made in the session's thread, like any other. Stop the view, and its last picture stays in the notebook.
+# Its answer is made in the session's thread, like any other. Stop the view, and its last picture stays in the notebook. The
+# conversation itself is kept in the cache folder: after a restart `session.view.chat(restore=name)` takes it up, with the name
+# that the picture shows.
 
 # %%
 await chat.handle

@@ -26,7 +26,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     import jax.numpy as jnp
     import numpy as np
 
-    from rekindle_kernels import init_pages, native
+    from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
     from rekindle_kernels.native import attention
 
     random = np.random.default_rng(0)
@@ -61,7 +61,9 @@ def cases() -> dict[str, Callable[[], Any]]:
 
         def attend(q: jax.Array, kv: Any, table: jax.Array, lens: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
             prompts = jnp.int32(ends.shape[0] - 1)
-            return attention.paged_attention(q, kv, table, lens, ends, prompts, decode_rows=rows, scale=0.125)
+            return attention.paged_attention(
+                AttentionInputs(q, kv, table, lens, ends, prompts), AttentionOptions(decode_rows=rows, scale=0.125)
+            )
 
         table = integers(random.integers(0, 400, (8, 64)))
         for rows in (1, 8):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rekindle_kernels import init_pages, native
+from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
 from rekindle_kernels.native import attention, products
 from rekindle_kernels.native.kernel_table import MATVEC
 
@@ -19,8 +19,8 @@ needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason
 COMMON = """
 import jax, jax.numpy as jnp, numpy as np
 from functools import partial
-from rekindle_kernels import init_pages, native
-from rekindle_kernels.native import attention
+from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
+from rekindle_kernels.native import attention, rope_kv
 
 FAR = [2**20, -5, 2**31 - 1, -(2**31), 8, -1]
 ints = lambda values: jnp.asarray(values, jnp.int32)
@@ -31,8 +31,8 @@ def pages(dtype, count=8):
     return jax.tree.map(lambda leaf: leaf + jnp.ones((), leaf.dtype), init_pages(count, 2, 16, 64, dtype))
 
 def attend(q, kv, table, lens, ends, prompts, rows):
-    call = partial(attention.paged_attention, decode_rows=rows, scale=0.125)
-    return jax.jit(call)(q, kv, table, lens, ends, prompts)
+    call = partial(attention.paged_attention, options=AttentionOptions(decode_rows=rows, scale=0.125))
+    return jax.jit(call)(AttentionInputs(q, kv, table, lens, ends, prompts))
 """
 CASES = {
     "write": """
@@ -40,7 +40,7 @@ for dtype in ("float32", "bfloat16"):
     kv = pages(dtype)
     for far in FAR:
         for ids, offsets in (([far, 3], [0, 0]), ([3, 3], [far if far != 8 else 16, 0])):
-            got = jax.jit(attention.write)(kv, floats(2, 2, 64), floats(2, 2, 64), ints(ids), ints(offsets))
+            got = jax.jit(rope_kv.write)(kv, floats(2, 2, 64), floats(2, 2, 64), ints(ids), ints(offsets))
             changed = np.flatnonzero((np.asarray(got.pages) != np.asarray(kv.pages)).any(axis=(1, 2, 3, 4)))
             assert set(changed) <= {0, 3}, changed
 """,
@@ -82,7 +82,8 @@ for dtype in ("float32", "bfloat16", "int8"):
     "chain": """
 def function(x, weight, kv, lens, ends, prompts, table):
     q = native.multiply(x, weight).reshape(-1, 4, 64)
-    y = attention.paged_attention(q, kv, table, lens, ends, prompts, decode_rows=3, scale=1.0)
+    inputs = AttentionInputs(q, kv, table, lens, ends, prompts)
+    y = attention.paged_attention(inputs, AttentionOptions(decode_rows=3, scale=1.0))
     return native.multiply(y.reshape(-1, 256), weight, residual=x)
 
 step, x, weight, kv = jax.jit(native.chained(function)), floats(40, 256), floats(256, 256), pages("bfloat16")
@@ -111,7 +112,9 @@ def attend(rows: int, heads: int) -> jax.Array:
     kv = init_pages(4, 2, 16, 16, "float32")
     ints = jnp.zeros((2,), jnp.int32)
     table, q = jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, heads, 16))
-    return attention.paged_attention(q, kv, table, ints, ints, ints[0], decode_rows=rows, scale=1.0)
+    return attention.paged_attention(
+        AttentionInputs(q, kv, table, ints, ints, ints[0]), AttentionOptions(decode_rows=rows, scale=1.0)
+    )
 
 
 @needs_numba

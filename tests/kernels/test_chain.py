@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle_kernels import init_pages, native
-from rekindle_kernels.native import attention, chain_plan
+from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
+from rekindle_kernels.native import attention, chain_plan, rope_kv
 from rekindle_kernels.native.chain_plan import Buffer
 
 needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
@@ -114,7 +114,7 @@ def test_pages_are_written_in_place() -> None:
         layer, ids = type(kv)(pages), jnp.arange(3, dtype=jnp.int32)
         for _ in range(2):
             k = native.multiply(x, weight).reshape(-1, 2, 32)
-            layer = attention.write(layer, k, k, ids, ids)
+            layer = rope_kv.write(layer, k, k, ids, ids)
             ids, x = ids + 1, x * 2
         return layer.pages, x
 
@@ -133,7 +133,7 @@ def test_memory_that_is_read_again_is_not_written_in_place() -> None:
     def function(pages: jax.Array, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
         k = native.multiply(norm(x, weight[0]), weight).reshape(-1, 2, 32)
         ids = jnp.arange(3, dtype=jnp.int32)
-        return attention.write(type(kv)(pages), k, k, ids, ids).pages, pages
+        return rope_kv.write(type(kv)(pages), k, k, ids, ids).pages, pages
 
     same(function, kv.pages, rows(), matrix())
 
@@ -145,7 +145,7 @@ def test_neither_is_memory_that_is_read_again_under_another_shape() -> None:
     def function(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
         flat = native.multiply(norm(x, weight[0]), weight)  # as large as the page
         ids, k = jnp.zeros(3, jnp.int32), x[:3, :16].reshape(3, 1, 16)
-        page = attention.write(type(kv)(flat.reshape(kv.pages.shape)), k, k, ids, ids + 5).pages
+        page = rope_kv.write(type(kv)(flat.reshape(kv.pages.shape)), k, k, ids, ids + 5).pages
         return page, native.multiply(norm(flat, weight[1]), weight)
 
     same(function, rows(8), matrix())
@@ -227,7 +227,9 @@ def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) ->
         x: jax.Array, weight: jax.Array, ends: jax.Array, prompts: jax.Array, count: jax.Array | None = None
     ) -> jax.Array:
         q = native.multiply(norm(x, weight[0]), weight, count=count).reshape(-1, 4, 16)
-        y = attention.paged_attention(q, kv, table, lens, ends, prompts, decode_rows=others, scale=1.0)
+        y = attention.paged_attention(
+            AttentionInputs(q, kv, table, lens, ends, prompts), AttentionOptions(decode_rows=others, scale=1.0)
+        )
         return native.multiply(y.reshape(-1, E), weight, residual=x, count=count)
 
     weight = matrix().astype(jnp.bfloat16)
@@ -265,7 +267,10 @@ def test_rows_of_nobody_are_not_multiplied(
 
     def function(x: jax.Array, weight: jax.Array, lens: jax.Array, ends: jax.Array, count: jax.Array) -> Any:
         q = native.multiply(x, weight, scales, norm=weight[0].astype(jnp.float32), quantize_rows=True)
-        y = attention.paged_attention(q.reshape(-1, 4, 16), kv, table, lens, ends, count, decode_rows=others, scale=1.0)
+        y = attention.paged_attention(
+            AttentionInputs(q.reshape(-1, 4, 16), kv, table, lens, ends, count),
+            AttentionOptions(decode_rows=others, scale=1.0),
+        )
         return q, native.multiply(y.reshape(-1, E), weight, scales, x, quantize_rows=True)
 
     weight = (matrix() * (100 if dtype == "int8" else 1)).astype(dtype)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rekindle_kernels import init_pages, native, pages
-from rekindle_kernels.native import attention, build, products
+from rekindle_kernels.native import build, products, rope_kv
 from rekindle_kernels.native.kernel_table import GEMM
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
@@ -200,10 +200,10 @@ def test_writing_equals_the_scatter_bit_by_bit(dtype: str) -> None:
     k, v = RANDOM.standard_normal((2, 500, 3, 64), np.float32) * np.float32(1e3)
     k[0, 0, :3] = np.inf, -np.inf, 1e-40
     arguments = kv, jnp.asarray(k), jnp.asarray(v), 1 + tokens // 16, tokens % 16
-    got, want = jax.jit(attention.write)(*arguments), jax.jit(pages.write_kv)(*arguments)
+    got, want = jax.jit(rope_kv.write)(*arguments), jax.jit(pages.write_kv)(*arguments)
     assert np.asarray(got.pages).tobytes() == np.asarray(want.pages).tobytes()
     k[0, 0, 0] = np.nan
-    got = jax.jit(attention.write)(kv, jnp.asarray(k), jnp.asarray(v), 1 + tokens // 16, tokens % 16)
+    got = jax.jit(rope_kv.write)(kv, jnp.asarray(k), jnp.asarray(v), 1 + tokens // 16, tokens % 16)
     stored = np.asarray(got.pages[1, 0, 0, 0, :1])
     assert np.isnan(stored.view(jnp.bfloat16) if dtype == "bfloat16" else stored).all()
 

@@ -3,8 +3,8 @@
     session = await rekindle.open("tiny")
     done = await session.generate("Once upon a time", max_tokens=64)
 
-What is public: the names of this module, `rekindle.errors`, `.models`, `.serve` and `.tiny` of rekindle, and the
-package `rekindle_kernels`. Names load their modules at first use, so that importing rekindle costs little beside jax.
+What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.serve`, `rekindle.tiny` and
+the package `rekindle_kernels`. Names load their modules at first use, so importing rekindle costs little beside jax.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from rekindle.errors import (
 
 if TYPE_CHECKING:
     from rekindle import errors, models, serve, tiny
+    from rekindle._src.core.mesh_report import MeshReport
+    from rekindle._src.core.mesh_shape import DeviceMesh
     from rekindle._src.core.options import OpenOptions, SamplingOptions
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.core.reply import (
@@ -81,12 +83,14 @@ _LAZY = {
     "Completion": "rekindle._src.core.records",
     "ContentDelta": "rekindle._src.core.reply",
     "Conversation": "rekindle._src.session.conversation",
+    "DeviceMesh": "rekindle._src.core.mesh_shape",
     "Embeddings": "rekindle._src.session.embedding",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
     "Handle": "rekindle._src.session.handle",
     "LogitsContext": "rekindle._src.programs.processors",
     "LogitsProcessor": "rekindle._src.programs.processors",
+    "MeshReport": "rekindle._src.core.mesh_report",
     "NodeView": "rekindle._src.session.cache_report",
     "OpenOptions": "rekindle._src.core.options",
     "Opening": "rekindle._src.session.opening",
@@ -141,6 +145,7 @@ __all__ = [
     "ConfigError",
     "ContentDelta",
     "Conversation",
+    "DeviceMesh",
     "Embeddings",
     "EngineConfig",
     "Explanation",
@@ -149,6 +154,7 @@ __all__ = [
     "InvalidRequest",
     "LogitsContext",
     "LogitsProcessor",
+    "MeshReport",
     "MissingExtra",
     "NodeView",
     "OpenOptions",

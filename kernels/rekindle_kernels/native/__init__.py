@@ -3,7 +3,7 @@
 from rekindle_kernels.native.build import builds, called_by, ensure, give_up, unavailable_reason
 from rekindle_kernels.native.chain import chained, chains
 from rekindle_kernels.native.gradients import differentiable
-from rekindle_kernels.native.products import gates, multiplies, multiply, norms, rms_norm
+from rekindle_kernels.native.products import gates, kernels_for, multiplies, multiply, norms, rms_norm
 from rekindle_kernels.native.rope_kv import split, splits
 from rekindle_kernels.native.sampling import chooses, draw, largest_index
 
@@ -18,6 +18,7 @@ __all__ = [
     "ensure",
     "gates",
     "give_up",
+    "kernels_for",
     "largest_index",
     "multiplies",
     "multiply",

@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import cast
 
 import jax
@@ -18,10 +19,9 @@ import numpy as np
 
 from rekindle_kernels import native
 from rekindle_kernels.activations import gated
-from rekindle_kernels.native import attention, zeros
-from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
+from rekindle_kernels.native import attention, fill_pages, rope_kv, zeros
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions
-from rekindle_kernels.ops.memory import ZerosCall
+from rekindle_kernels.ops.memory import FillCall, ZerosCall
 from rekindle_kernels.ops.norm import NormCall
 from rekindle_kernels.ops.registry import Facts, Implementation
 from rekindle_kernels.ops.rope import RopeCall
@@ -52,30 +52,12 @@ def _like(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return cast(jax.Array, shape)
 
 
-def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
-    """`ops.attention.paged_attention`."""
-    return attention.paged_attention(
-        inputs.q,
-        inputs.kv,
-        inputs.page_table,
-        inputs.kv_lens,
-        inputs.cu_q_lens,
-        inputs.num_prefills,
-        decode_rows=options.decode_rows,
-        scale=options.scale,
-        sliding_window=options.sliding_window,
-        soft_cap=options.soft_cap,
-        sinks=inputs.sinks,
-        deterministic=options.deterministic,
-    )
-
-
 def writes(call: WriteCall) -> str | None:
     """Why pages can't be written natively: it takes float32 and bfloat16, and heads of whole vectors."""
     if call.kv_dtype.name not in ("float32", "bfloat16") or call.scaled:
         return f"pages are {call.kv_dtype.name}, not float32 or bfloat16"
-    if call.head_dim % attention.LANES:
-        return f"the head size {call.head_dim} is not a multiple of {attention.LANES}"
+    if call.head_dim % rope_kv.LANES:
+        return f"the head size {call.head_dim} is not a multiple of {rope_kv.LANES}"
     reason = unavailable(call)
     return reason or (None if native.builds(f"write_{call.kv_dtype.name}") else NOT_BUILT)
 
@@ -201,11 +183,34 @@ def has_untouched(call: ZerosCall) -> str | None:
     return None if native.builds(zeros.NAME) else NOT_BUILT
 
 
-ATTENTION = Implementation("native", paged_attention, attention.supports, deterministic=True)
-WRITE_KV = Implementation("native", attention.write, writes)
+def fill(
+    leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
+) -> Sequence[jax.Array]:
+    """`ops.memory.fill_pages`, by one call for all layers."""
+    arrays = len(leaves) // layers
+    sizes = [prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves[:arrays]]
+    plan = fill_pages.plan(len(pages), layers, sizes)
+    results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    aliases = {fill_pages.FIRST + index: index for index in range(len(leaves))}
+    call = jax.ffi.ffi_call(native.ensure(fill_pages.NAME), results, input_output_aliases=aliases)
+    filled: Sequence[jax.Array] = call(plan, ids, *leaves, *(leaf for page in pages for leaf in page))
+    return filled
+
+
+def fills(call: FillCall) -> str | None:
+    """Why pages can't be filled by one call. Where XLA refused the kernel of zeros, it would refuse this one too."""
+    if call.platform != "cpu" or not fill_pages.supported():
+        return "it copies in the memory of a CPU"
+    refused = zeros.supported() and not native.builds(zeros.NAME)
+    return NOT_BUILT if refused or not native.builds(fill_pages.NAME) else None
+
+
+ATTENTION = Implementation("native", attention.paged_attention, attention.supports, deterministic=True)
+WRITE_KV = Implementation("native", rope_kv.write, writes)
 LINEAR = Implementation("native", linear, multiplies, deterministic=True)
 RMS_NORM = Implementation("native", rms_norm, norms)
 ROPE = Implementation("native", rope, splits)
 GREEDY = Implementation("native", native.largest_index, chooses)
 DRAW = Implementation("native", draw, chooses)
 ZEROS = Implementation("native", untouched, has_untouched, give_up=partial(native.give_up, zeros.NAME))
+FILL_PAGES = Implementation("native", fill, fills)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import call
+from rekindle_kernels.native.chain_plan import CHAIN
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_spec import Variant
-from rekindle_kernels.native.kernel_table import GEMM, MATVEC, RMS_NORM
+from rekindle_kernels.native.kernel_table import ARGMAX, DECODE, GEMM, MATVEC, PREFILL, RMS_NORM, ROPE, SAMPLE, WRITE_KV
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
@@ -37,6 +40,18 @@ def _has_gemm(weight: jax.Array) -> bool:
     N, K = weight.shape
     instructions = _INSTRUCTIONS.get(weight.dtype.name)
     return instructions is not None and K % 64 == 0 and N % 16 == 0 and has_feature(instructions)
+
+
+def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]:
+    """The kernels that a step calls, by their names, for matrices and pages of these dtypes."""
+    kinds = [*dict.fromkeys(dtype for dtype in matrices if dtype in DTYPES)]
+    products = [MATVEC.variant(dtype) for dtype in kinds]
+    products += [GEMM.variant(dtype) for dtype in kinds if has_feature(_INSTRUCTIONS.get(dtype, ""))]
+    own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE)]
+    if pages in DTYPES and head_dim % 16 == 0:
+        own += [spec.variant(pages, head_dim) for spec in (DECODE, PREFILL)]
+        own += [WRITE_KV.variant(pages)] if pages in ("float32", "bfloat16") else []
+    return [CHAIN, *(kernel.name for kernel in (*products, *own))]
 
 
 def gates(weight: jax.Array) -> bool:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from rekindle_kernels import pages
-from rekindle_kernels.calls import LayerKV
 from rekindle_kernels.native.build import builds, unavailable_reason
 from rekindle_kernels.native.calling import call
 from rekindle_kernels.native.kernel_table import ROPE, WRITE_KV
+from rekindle_kernels.pages import LayerKV
 
 LANES = 16
 WRITABLE = ("float32", "bfloat16")  # what pages may store: others need scales

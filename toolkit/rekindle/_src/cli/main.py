@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE, QUANTIZE
+from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle._src.core.options import GenerationConfig, KVDType
 from rekindle._src.core.version import VERSION
-from rekindle.errors import RekindleError
+from rekindle.errors import ConfigError, RekindleError
 
 
 def program() -> int:
@@ -64,6 +65,15 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this installation, and show a fix for each problem")
     doctor.add_argument("--cache-dir", help="the cache directory to check")
     doctor.add_argument("--model", help="a checkpoint, whose weights and layers are checked for NaN and infinity")
+    doctor.add_argument(
+        "--mesh", type=_mesh, metavar="N", help="check that so many devices can share a model: 4, model=4,expert=2"
+    )
+    doctor.add_argument(
+        "--plan", metavar="SHAPE", help="only tell what a folder or a shape such as 70b needs on each device of --mesh"
+    )
+    doctor.add_argument("--device", default="H100", help="with --plan: the kind of device (default H100)")
+    doctor.add_argument("--quantize", choices=[name for name in QUANTIZE if name], help="with --plan")
+    doctor.add_argument("--context", type=int, default=8192, help="with --plan: tokens of a request (default 8192)")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
@@ -158,6 +168,13 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     )
 
 
+def _mesh(text: str) -> MeshShape:
+    try:
+        return parsed_mesh(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", default="tiny", help="a local folder, a hub id, or 'tiny' (the default)")
     _engine_options(command)
@@ -169,6 +186,7 @@ def _engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-model-len", type=int)
     command.add_argument("--max-requests", type=int)
     command.add_argument("--policy", choices=POLICIES)
+    command.add_argument("--mesh", type=_mesh, metavar="N", help="devices that share the model: 4, or model=4,expert=2")
     command.add_argument(
         "--prompt-lookup",
         type=int,
@@ -198,6 +216,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_requests",
         "policy",
         "prompt_lookup",
+        "mesh",
         "cache_dir",
         "max_queue",
         "restore",

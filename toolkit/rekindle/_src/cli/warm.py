@@ -16,7 +16,9 @@ import jax
 from rekindle import tiny
 from rekindle._src.cli.main import engine_options
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.loading.checkpoint import describe
+from rekindle._src.models.placement import placed
 from rekindle._src.programs.warming import Warmed, warm
 from rekindle._src.session.builder import stored_programs
 from rekindle._src.session.resolve import resolve
@@ -30,8 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     model = describe(
         tiny.folder() if arguments.model == "tiny" else arguments.model, dtype=options.dtype, quantize=options.quantize
     )
-    config = resolve(options, model.found.config, weight_bytes=model.nbytes)
-    programs = stored_programs(model.found.config, model.graph, model.shapes, config)
+    placement = placed(checked_mesh(options.mesh), model.graph)
+    shapes = model.shapes if placement is None else placement.shapes(model.shapes)
+    weight_bytes = model.nbytes if placement is None else placement.bytes_per_device(model.shapes)
+    config = resolve(options, model.found.config, weight_bytes=weight_bytes, placement=placement)
+    programs = stored_programs(model.found.config, model.graph, shapes, config, placement=placement)
     start = time.perf_counter()
     warm(programs, progress=None if arguments.json else show)
     if arguments.json:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rekindle._src.core import foreign_names, html
+from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.option_checks import advice, defaults_of
 from rekindle._src.core.options import (
     DType,
     GenerationConfig,
     KVDType,
+    Mesh,
     Policy,
     Precompile,
     Quantize,
@@ -66,6 +68,7 @@ class EngineConfig(html.Record):
         quiet (False): no progress bars.
         generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks; "greedy" does not.
         structured (False): precompile also the programs of structured output; otherwise its first request does.
+        mesh (None): devices that share the model: 4, {"model": 4, "expert": 2} or a jax.sharding.Mesh; None is one.
     """
 
     dtype: DType = "auto"
@@ -94,6 +97,7 @@ class EngineConfig(html.Record):
     quiet: bool = False
     generation_config: GenerationConfig = "auto"
     structured: bool = False
+    mesh: Mesh | None = None
 
     if TYPE_CHECKING:
 
@@ -137,6 +141,7 @@ class EngineConfig(html.Record):
             raise ConfigError("step_timeout", self.step_timeout, "must be at least 0", "Leave it out for 60.0")
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError("page_size", self.page_size, "is not a power of two", "Use 16, 32, 64 or 128")
+        put(self, "mesh", checked_mesh(self.mesh))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:

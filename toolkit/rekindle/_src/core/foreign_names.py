@@ -75,7 +75,8 @@ _LENGTH = Hint("max_model_len", "Use max_model_len with the same value: prompt a
 _ROWS = Hint("max_requests", "Use max_requests with the same value: how many sequences run at once")
 _STEP = Hint("max_tokens_per_step", "Use max_tokens_per_step with the same value")
 _QUANTIZE = Hint("quantize", "Use quantize='int8' (weights and activations) or quantize='int8-weight' (weights)")
-_ONE_DEVICE = Hint("", "Leave it out: a session runs on one device")
+_MESH = Hint("mesh", "Use mesh with the same value: the number of devices that share the model")
+_NO_PIPELINE = Hint("mesh", "Layers are not spread over devices; mesh=4 divides each of them over four")
 _FOUR_BITS = Hint("quantize", "4 bits are not implemented; the smallest is quantize='int8' or 'int8-weight'")
 _WHOLE_MODEL = Hint("", "Leave it out: the whole model runs on JAX's device")
 _KERNELS = Hint("kernels", "Leave it out, or name one of rekindle's implementations in kernels, such as kernels='xla'")
@@ -105,9 +106,11 @@ OPEN: dict[str, Hint] = {
     "load_in_4bit": _FOUR_BITS,
     "quantization": _QUANTIZE,
     "quantization_config": _QUANTIZE,
-    "tensor_parallel_size": _ONE_DEVICE,
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "tp": _ONE_DEVICE,
+    "tensor_parallel_size": _MESH,
+    "pipeline_parallel_size": _NO_PIPELINE,
+    "tp": _MESH,
+    "tp_size": _MESH,
+    "num_devices": _MESH,
     "gpu_memory_utilization": Hint(
         "device_memory", "Use device_memory, the bytes for KV pages, or leave it out for what is free"
     ),

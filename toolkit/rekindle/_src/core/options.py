@@ -10,12 +10,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from rekindle._src.core.mesh_shape import DeviceMesh
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Quantize = Literal["int8", "int8-weight"]
 Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
 Precompile = Literal["auto", "all", "lazy", "background"]
 GenerationConfig = Literal["auto", "greedy"]
+Mesh = int | Mapping[str, int] | DeviceMesh
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -79,3 +82,4 @@ class OpenOptions(TypedDict, total=False):
     quiet: bool | None
     generation_config: GenerationConfig | None
     structured: bool | None
+    mesh: Mesh | None

@@ -104,7 +104,7 @@ async def _hand_on(
         grammar = await grammar_of(submission, engine)
         requests = prepare(submission, token_ids, engine, seeds, grammar)
         decode = text_of_tokens(engine.tokenizer)
-        made = [_output(request, submission, engine, decode) for request in requests]
+        made = [_output(request, submission, token_ids, engine, decode) for request in requests]
     except RekindleError as error:
         mailbox.complete_all(error)
         return
@@ -124,7 +124,11 @@ async def _hand_on(
 
 
 def _output(
-    request: Request, submission: Submission, engine: Engine, decode: Callable[[Sequence[int]], str] | None
+    request: Request,
+    submission: Submission,
+    token_ids: IntArray,
+    engine: Engine,
+    decode: Callable[[Sequence[int]], str] | None,
 ) -> OutputState:
     reply, sampling = submission.reply, request.sampling
     visible = reply.visible if reply is not None else frozenset[str]()
@@ -140,7 +144,7 @@ def _output(
         decode,
         engine.program_wait,
         scanner=scanner,
-        structured=covered_by(submission, request.token_ids, engine),
+        structured=covered_by(submission, token_ids, engine),
     )
 
 

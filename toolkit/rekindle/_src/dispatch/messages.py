@@ -10,6 +10,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
+from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import FinishReason, IntArray, Pooling, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.core.sampling import Sampling
@@ -43,6 +44,9 @@ class Engine(NamedTuple):
     program_wait: ProgramWait | None = None  # how long steps waited for programs
     grammars: Grammars | None = None  # compiles what requests ask of their text's structure
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
+    mesh: MeshReport | None = None  # the devices that share the model; None for one
+    # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
+    prepare_restart: Callable[[], bool] | None = None
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 

@@ -38,7 +38,8 @@ class PageTransfers:
 
     def __init__(self, programs: Programs, host_tier: PayloadStore | None) -> None:
         self._programs, self._host_tier = programs, host_tier
-        self._layout = paged.payload_layout(programs.kv)
+        self._parts = programs.parts
+        self._layout = self._parts.payload_layout(programs.kv)
         self._restores = 0
 
     def read_out(self, kv: paged.KV, moves: Sequence[PageMove]) -> Leaving:
@@ -53,7 +54,7 @@ class PageTransfers:
         """Hand what was read out to the host tier; waits for the copies."""
         for part, payload in leaving:
             assert self._host_tier is not None, "a page was offloaded without a host tier"
-            arrays = [np.asarray(leaf) for leaf in payload]
+            arrays = self._parts.to_host(payload)
             for index, move in enumerate(part):
                 self._host_tier.put(move.digest, tuple(array[index : index + 1] for array in arrays))
 
@@ -76,7 +77,7 @@ class PageTransfers:
         start = time.perf_counter()
         for at in range(0, len(found), MOVED_PAGES):
             part = found[at : at + MOVED_PAGES]
-            pages = [payload for _, payload in part]
+            pages = [self._parts.to_device(payload) for _, payload in part]
             pages += [pages[0]] * (MOVED_PAGES - len(part))  # padding goes to page 0
             kv = self._programs.get(SCATTER)(kv, _ids([move for move, _ in part]), tuple(pages))
         if measured and found:

@@ -221,7 +221,7 @@ class Runner:
         moves = tuple(PageMove(page, b"") for page in pages)
         payloads: list[paged.Payload] = []
         for part, payload in self._transfers.read_out(self._kv, moves):
-            arrays = [np.asarray(leaf) for leaf in payload]
+            arrays = self.programs.parts.to_host(payload)
             payloads += [tuple(array[at : at + 1].copy() for array in arrays) for at in range(len(part))]
         return payloads
 

@@ -97,6 +97,12 @@ def abstract_model(
     return Graph(config, precision, paths), tuple(leaf for _, leaf in keyed)
 
 
+def leaf_shapes(graph: Graph) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of a graph's leaves, in their order."""
+    _, state = _split(graph.config, graph.precision)
+    return tuple(jax.tree.leaves(state))
+
+
 def merge(graph: Graph, leaves: Sequence[Any]) -> Model:
     """The module that a graph and its leaves (arrays or tracers) make."""
     from flax import nnx

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from rekindle._src.models.nn.shards import Shards
+from rekindle_kernels import current_platform
 
 QUANTIZE = (None, "int8", "int8-weight")
 
@@ -24,6 +26,7 @@ class Precision:
     loop_experts: bool = False  # one expert at a time rather than `ragged_dot`
     implementation: str | None = None  # of norms, products, ropes and sampling; None: the first that fits each call
     deterministic: bool = False  # a token's numbers are the same to the last bit, whatever is computed beside it
+    shards: Shards | None = None  # the layers are those of one device, which shares the model with others
 
     @classmethod
     def of(
@@ -37,7 +40,7 @@ class Precision:
         """The precision for a platform: on CPU activations are float32, elsewhere they have the weights' dtype."""
         assert quantize in QUANTIZE, f"quantize={quantize!r}"
         name = jnp.dtype(dtype).name
-        on_cpu = (platform or jax.default_backend()) == "cpu"
+        on_cpu = (platform or current_platform()) == "cpu"
         return cls(
             name,
             quantize,

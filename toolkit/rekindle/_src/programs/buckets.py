@@ -8,6 +8,7 @@ where prefill tokens dominate. Programs do not differ by context length, which t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from rekindle._src.core.config import EngineConfig
@@ -90,13 +91,13 @@ def lattice(config: EngineConfig, *, processed: bool = False, single: bool = Fal
     return tuple(decode + mixed)
 
 
-def guided_lattice(plain: Iterable[Bucket]) -> tuple[Bucket, ...]:
+@functools.cache
+def guided_lattice(plain: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
     """The sizes of steps with guided rows: fewer than those of others, because each is two programs.
 
     Of the decode steps the smallest and those from GUIDED_ROWS rows on, which drafts fill up; beside prefill tokens,
     where a guided row samples only while a prompt comes in, the largest number of rows.
     """
-    plain = tuple(plain)
     least, most = min(bucket.rows for bucket in plain), max(bucket.rows for bucket in plain)
     few = min(GUIDED_ROWS, most)
     sizes = [

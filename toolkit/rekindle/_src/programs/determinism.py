@@ -32,6 +32,8 @@ def why_not(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"it needs the native kernels, and {missing}"
     if config.kernels not in (None, "native"):
         return f"kernels={config.kernels!r} add in an order that depends on the batch"
+    if config.mesh is not None:
+        return "devices that share a model add up what each of them has"
     if any(model.moe):
         return "experts are multiplied in an order that depends on the batch"
     if model.model_type == "gpt2":

@@ -12,6 +12,7 @@ from typing import Any
 
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import SCATTER, Key, ProgramRecord, Programs
+from rekindle_kernels import BackgroundBuild, build_kernels
 
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
@@ -48,6 +49,21 @@ def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
     return [*([SCATTER] if restoring else []), *prefill[:1], decode, *prefill[1:]]
 
 
+def needed_after_restart(programs: Programs) -> list[Key]:
+    """The programs that a process needs first which restores the pages of this one, as far as it has a store.
+
+    It copies the pages to the device, then computes what no full page holds, at most a page of tokens; then it decodes.
+    This process may have needed none of them: its prompts were longer, and pages never came back.
+    """
+    if not programs.keeps or SCATTER not in programs.keys:
+        return []
+    first = first_needed(programs, restoring=True)
+    buckets = [key for key in first if isinstance(key, Bucket)]
+    page = programs.kv[0].page_size
+    enough = next((bucket.tokens for bucket in buckets if bucket.tokens >= page), programs.config.max_tokens_per_step)
+    return [key for key in first if not isinstance(key, Bucket) or key.tokens <= enough]
+
+
 def warm(
     programs: Programs,
     keys: Iterable[Key] | None = None,
@@ -59,6 +75,7 @@ def warm(
 ) -> None:
     """Make all programs ready, or those of `keys` in this order. Raises the first `CompileError`."""
     ordered = likely_first(programs.keys) if keys is None else [*keys]
+    workers = min(workers, len(ordered))
     waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
     for key in ordered:
         waiting.put(key)
@@ -101,6 +118,9 @@ class Warming:
     all         every program is ready when the session opens
     background  every program is made ready while the session serves; one that fails is tried again when it is needed
     lazy        nothing is compiled; the first request's programs are loaded from the store until the session opens
+
+    Where native kernels have to be compiled first, other processes do that. With "all" they are waited for. Otherwise
+    programs without them serve meanwhile, and are replaced as soon as the kernels are there.
     """
 
     def __init__(
@@ -113,18 +133,32 @@ class Warming:
         contexts: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._stopped = threading.Event()
+        self._opened = threading.Event()
         self._precompile = precompile
         self._error: BaseException | None = None
+        # What is deterministic has no form without kernels: its programs have them compiled when they are traced.
+        kernels = None if programs.config.deterministic else build_kernels(programs.kernels())
+        if kernels is not None and precompile != "all":
+            programs.begin_plain()
         first = first_needed(programs, restoring=restoring)
 
         def work() -> None:
             if precompile == "lazy":
                 self._load(programs, first, contexts)
+                if kernels is not None:
+                    self._replace(programs, kernels, contexts)
                 return
-            keys = [*first, *(key for key in likely_first(programs.keys) if key not in first)]
             # In the background one worker: the other core serves meanwhile.
             workers = WORKERS if precompile == "all" else 1
             try:
+                if kernels is not None and precompile == "background":
+                    prefill_and_decode = first[: 3 if restoring else 2]
+                    warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts, workers=workers)
+                    self._replace(programs, kernels, contexts)
+                elif kernels is not None:
+                    kernels.wait(self._is_stopped)
+                now = first_needed(programs, restoring=restoring)
+                keys = [*now, *(key for key in likely_first(programs.keys) if key not in now)]
                 warm(programs, keys, progress=progress, stopped=self._stopped, contexts=contexts, workers=workers)
                 # Earlier sessions had guided requests; those programs are there, and this one may need them as well.
                 self._load(programs, programs.guided_keys, contexts, all_of_them=True)
@@ -136,9 +170,10 @@ class Warming:
 
     def opened(self) -> None:
         """Called when the weights are loaded. Raises the `CompileError` of a program that has to be ready by now."""
+        self._opened.set()
         if self._precompile == "lazy":
-            self._stopped.set()
-        elif self._precompile == "all":
+            return
+        if self._precompile == "all":
             self._thread.join()
             if self._error is not None:
                 raise self._error
@@ -153,5 +188,17 @@ class Warming:
     ) -> None:
         with contexts():
             for key in keys:
-                if self._stopped.is_set() or not (programs.load(key) or all_of_them):
+                if self._stopped.is_set() or (self._opened.is_set() and not all_of_them):
                     return
+                if not (programs.load(key) or all_of_them):
+                    return
+
+    def _replace(self, programs: Programs, kernels: BackgroundBuild, contexts: Callable[[], Any]) -> None:
+        """Wait for the kernels, then put programs that use them in place of those that do without."""
+        if kernels.wait(self._is_stopped):
+            with contexts():
+                programs.end_plain(self._is_stopped)
+
+    def _is_stopped(self) -> bool:
+        """Also at the interpreter's exit, which waits for this thread before it closes sessions."""
+        return self._stopped.is_set() or not threading.main_thread().is_alive()

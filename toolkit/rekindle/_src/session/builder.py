@@ -13,6 +13,8 @@ import jax
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.mesh_report import MeshReport
+from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.progress import in_notebook
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.device import Contexts
@@ -28,6 +30,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import Described, describe, load, read
 from rekindle._src.models.loading.load_progress import LoadProgress, Report
 from rekindle._src.models.loading.swap_weights import replace_weights
+from rekindle._src.models.placement import Placement, placed
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import program_key
 from rekindle._src.programs.buckets import prefill_rows
@@ -35,7 +38,7 @@ from rekindle._src.programs.determinism import deterministic
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
-from rekindle._src.programs.warming import Warming
+from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.opening_progress import OpeningProgress
 from rekindle._src.session.resolve import resolve
@@ -78,10 +81,14 @@ def _build(request: OpenRequest) -> Engine:
     configure(cache_folder=cache_folder())  # of kernels: the user's folder, since kernels are shared by all sessions
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
     model, graph, shapes, weight_bytes = _shapes(described)
-    config = resolve(request.config, model, weight_bytes=weight_bytes)
+    placement = placed(checked_mesh(request.config.mesh), graph)
+    if placement is not None:
+        weight_bytes = placement.bytes_per_device(shapes)
+        shapes = placement.shapes(shapes)
+    config = resolve(request.config, model, weight_bytes=weight_bytes, placement=placement)
     if config.deterministic:
         graph = deterministic(graph, config)
-    programs = stored_programs(model, graph, shapes, config, request.processors)
+    programs = stored_programs(model, graph, shapes, config, request.processors, placement=placement)
     precompile = _precompile(config.precompile)
     request.shown.compiling = programs.describe_compiling
     # Programs need shapes alone, so they are loaded or compiled while the weights are read.
@@ -94,7 +101,7 @@ def _build(request: OpenRequest) -> Engine:
     )
     try:
         request.shown.stage = "weights"
-        loaded = described if isinstance(described, LoadedModel) else read(described, progress=_reports(request))
+        loaded = _loaded(request, described, placement)
         return _engine(request, config, loaded, programs, warming, prefer_ready=precompile == "background")
     except BaseException:
         warming.stop()
@@ -111,7 +118,8 @@ def _engine(
     prefer_ready: bool,
 ) -> Engine:
     owned, model = loaded is not request.model, loaded.config
-    tiers = _tiers(loaded, config, str(request.model) if owned else model.model_type)
+    name = model.model_type if isinstance(request.model, LoadedModel) else str(request.model)
+    tiers = _tiers(loaded, config, name)
     runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready)
     assert config.device_pages is not None, "resolved"
     most = prefill_rows(config.max_tokens_per_step, config.max_requests)
@@ -142,7 +150,7 @@ def _engine(
         tiers.busy = lambda: scheduler.has_work
     folder = loaded.folder
     tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=model.eos_token_ids)
-    weights = _Weights(loaded, runner, config, tiers, owned=owned)
+    weights = _Weights(loaded, runner, config, tiers, owned=owned, placement=programs.parts.placement)
 
     def release() -> None:
         warming.stop()
@@ -151,6 +159,11 @@ def _engine(
         if tiers is not None:
             tiers.close()
 
+    def prepare_restart() -> bool:
+        missing = [key for key in needed_after_restart(programs) if not programs.ready(key)][:1]
+        warm(programs, missing, contexts=request.contexts, workers=1)
+        return bool(missing)
+
     return Engine(
         scheduler=scheduler,
         runner=runner,
@@ -158,20 +171,37 @@ def _engine(
         detokenizer=real_detokenizer(tokenizer),
         config=config,
         program_wait=runner.program_wait,
+        mesh=_mesh(programs, config),
         sampling=_sampling(folder, config, request.model),
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         chat=ChatTemplate.load(folder) if folder is not None else None,
-        model=str(request.model) if owned else model.model_type,
+        model=name,
         swap=weights.swap,
         recover=runner.recover,
+        prepare_restart=prepare_restart,
         release=release,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer.has_text else None,
         think_ids=tokenizer.pair("<think>", "</think>"),
         processors=tuple(processor.name for processor in request.processors),
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )
+
+
+def _mesh(programs: Programs, config: EngineConfig) -> MeshReport | None:
+    placement = programs.parts.placement
+    if placement is None:
+        return None
+    assert config.page_size is not None, "resolved"
+    return placement.report(paged.page_bytes(placement.local.config, config.page_size, config.kv_dtype))
+
+
+def _loaded(request: OpenRequest, described: LoadedModel | Described, placement: Placement | None) -> LoadedModel:
+    """The weights on their devices."""
+    if isinstance(described, LoadedModel):
+        return described if placement is None else placement.model(described)
+    return read(described, progress=_reports(request), placement=placement)
 
 
 def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:
@@ -220,6 +250,8 @@ def stored_programs(
     leaves: Sequence[Any],
     config: EngineConfig,
     processors: Sequence[LogitsProcessor] = (),
+    *,
+    placement: Placement | None = None,
 ) -> Programs:
     """The programs of a resolved config, including those of earlier sessions. Only the shapes of leaves are read."""
     fields = {
@@ -229,9 +261,12 @@ def stored_programs(
         "config": program_key.config_fields(config),
         "processors": [processor.key for processor in processors],
     }
+    if placement is not None:
+        fields["mesh"] = placement.key()
     folder = cache_folder(config.cache_dir) / "programs"
-    store = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields))
-    return Programs(model, graph, leaves, config, processors=processors, store=store)
+    devices = None if placement is None else tuple(placement.devices)
+    store = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields), devices)
+    return Programs(model, graph, leaves, config, processors=processors, store=store, placement=placement)
 
 
 def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
@@ -269,9 +304,17 @@ class _Weights:
     """The weights in use; those that were loaded here are freed when they are replaced or the session ends."""
 
     def __init__(
-        self, model: LoadedModel, runner: Runner, config: EngineConfig, tiers: Tiers | None, *, owned: bool
+        self,
+        model: LoadedModel,
+        runner: Runner,
+        config: EngineConfig,
+        tiers: Tiers | None,
+        *,
+        owned: bool,
+        placement: Placement | None,
     ) -> None:
         self._model, self._runner, self._config, self._tiers, self._owned = model, runner, config, tiers, owned
+        self._placement = placement
 
     def swap(self, weights: Any) -> bytes:
         """Put other weights in place; returns the root key of the cache for them."""
@@ -279,10 +322,12 @@ class _Weights:
         name = str(weights) if owned else ""
         if owned:
             weights = load(weights, dtype=self._config.dtype, quantize=self._config.quantize)
-        model = replace_weights(self._model, weights)
+        model = replace_weights(self._model, weights, placement=self._placement)
+        if owned and self._placement is not None:
+            _delete(weights)  # they were loaded on their way to the mesh only
         self._runner.swap_weights(model.leaves)
         self.release()
-        self._model, self._owned = model, owned
+        self._model, self._owned = model, owned or self._placement is not None
         identity = page_identity(model, self._config, name)
         if self._tiers is not None and self._tiers.disk is not None:
             self._tiers.disk.identity = identity
@@ -290,8 +335,12 @@ class _Weights:
 
     def release(self) -> None:
         if self._owned:
-            for leaf in self._model.leaves:
-                leaf.delete()
+            _delete(self._model)
+
+
+def _delete(model: LoadedModel) -> None:
+    for leaf in model.leaves:
+        leaf.delete()
 
 
 def _precompile(asked: str) -> str:

@@ -137,6 +137,7 @@ class Session(RowMapping, Embedding):
                 paused=self._client.pauses > 0,
                 scheduler=scheduler,
                 runner=runner,
+                mesh=engine.mesh,
                 **dispatch.watchdog.figures()._asdict(),
             )
 
@@ -369,7 +370,9 @@ class Session(RowMapping, Embedding):
 
     def __repr__(self) -> str:
         sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"
-        return f"<rekindle.Session {self.model or 'over given parts'}{sampling}{', closed' if self.closed else ''}>"
+        devices = "" if self._engine.mesh is None else f" on {html.count(self._engine.mesh.size, 'device')}"
+        named = f"{self.model or 'over given parts'}{devices}"
+        return f"<rekindle.Session {named}{sampling}{', closed' if self.closed else ''}>"
 
     def _repr_html_(self) -> str:
         config = self.config
@@ -381,6 +384,7 @@ class Session(RowMapping, Embedding):
                     f"up to {config.max_requests} requests at once",
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
+                    "" if self._engine.mesh is None else str(self._engine.mesh),
                     ""
                     if self._engine.sampling is None
                     else f"samples with {told(self._engine.sampling)}, by the checkpoint",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import html
 from rekindle._src.core.contracts import RunnerLike
+from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 from rekindle._src.session.stat_figures import Figures
 from rekindle._src.session.stat_groups import foremost, grouped
@@ -166,10 +167,13 @@ class SessionStats(Figures):
     stalled: str = ""  # what has been running for longer than step_timeout
     idle_seconds: float = 0.0  # the device had nothing to do although requests were there
     idle_share: float = 0.0  # of the time in which requests were there
+    mesh: MeshReport | None = None  # the devices that share the model; None for one
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure by its name."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.mesh is None:
+            own.pop("mesh")
         return {**as_mapping(own.pop("runner")), **as_mapping(own.pop("scheduler")), **own}
 
     def __str__(self) -> str:
@@ -184,6 +188,8 @@ class SessionStats(Figures):
     def _repr_html_(self) -> str:
         figures = self.as_dict()
         parts: list[str] = [foremost(figures)]
+        mesh = figures.pop("mesh", None)
+        parts += [html.line(str(mesh))] if mesh is not None else []
         parts += [html.line("paused")] if self.paused else []
         parts += [html.line("stalled", self.stalled)] if self.stalled else []
         if figures.get("pages_total"):

@@ -1,4 +1,4 @@
-"""What the options of a request ask of its text's structure."""
+"""The structure that a request's options ask for, checked as far as that is possible without the tokenizer's tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rekindle.errors import InvalidRequest
 
 
 def structure_for(engine: Engine, sampling: Sampling) -> Structure | None:
-    """What the options ask of the text's structure, checked as far as that is possible without the tokenizer."""
+    """None if the text is free."""
     structure = structure_of(sampling)
     if structure is not None and not engine.tokenizer.has_text:
         kind = structure.spec.kind

@@ -24,6 +24,7 @@ from rekindle._src.models.loading.hub import locate
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry
+from rekindle._src.models.placement import Placement
 from rekindle._src.models.precision import QUANTIZE
 from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle.errors import CheckpointError, ConfigError, StoreError
@@ -204,8 +205,13 @@ def read(
     *,
     progress: Report | None = None,
     place: reading.Place = reading.place_on_default_device,
+    placement: Placement | None = None,
 ) -> LoadedModel:
-    """Loads the weights of a described checkpoint, from the cache if they are there."""
+    """Loads the weights of a described checkpoint, from the cache if they are there; onto a mesh with `placement`.
+
+    A host has at most `reading.WINDOW` bytes of leaves at a time that are not on their devices yet.
+    """
+    place = place if placement is None else placement.place
     found, graph, shapes, dtype, quantize, quantize_embeddings, kept, reads = described
     fingerprint = fingerprints.with_precision(found.fingerprint, dtype, quantize, quantize_embeddings)
     if kept is not None:
@@ -219,7 +225,8 @@ def read(
     meter.tell(final=True)
     arrays = tuple(done[path] for path in graph.paths)
     if kept is not None and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
-        prepared.save(kept, graph, dtype, arrays)
+        whole = arrays if placement is None else placement.held(arrays, shapes)
+        prepared.save(kept, graph, dtype, whole)
     return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
 
 

@@ -63,13 +63,24 @@ class Matrix(nnx.Module):
 
 
 class Linear(Matrix):
-    """A linear layer, x [..., in] → [..., out], with an optional bias; other options as in `linear`."""
+    """A linear layer, x [..., in] → [..., out], with an optional bias; other options as in `linear`.
+
+    With `partial`, x is the part of the inputs that this device has, if a model is divided; products are summed then.
+    """
 
     def __init__(
-        self, out_features: int, in_features: int, precision: Precision, *, bias: bool = False, quantize: bool = True
+        self,
+        out_features: int,
+        in_features: int,
+        precision: Precision,
+        *,
+        bias: bool = False,
+        quantize: bool = True,
+        partial: bool = False,
     ) -> None:
         super().__init__((out_features, in_features), precision, quantize=quantize)
         self.bias = parameter((out_features,), jnp.float32) if bias else None
+        self.shards = precision.shards if partial else None
 
     def __call__(
         self,
@@ -79,10 +90,13 @@ class Linear(Matrix):
         gate: str | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        if self.bias is None:
+        if self.bias is None and self.shards is None:
             return linear(x, self, norm=norm, gate=gate, residual=residual)
         y = linear(x, self, norm=norm)
-        y = y + self.bias[...].astype(y.dtype)
+        if self.shards is not None:
+            y = self.shards.sum(y)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)
         y = y if gate is None else gated(y, gate)
         return y if residual is None else residual + y
 
@@ -92,13 +106,26 @@ class Embedding(Matrix):
 
     def __init__(self, vocab_size: int, hidden_size: int, precision: Precision) -> None:
         super().__init__((vocab_size, hidden_size), precision, quantize=precision.quantize_embeddings)
-        self.stream = precision.stream
+        self.stream, self.shards, self.rows = precision.stream, precision.shards, vocab_size
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        if self.shards is None:
+            return self._lookup(tokens)
+        own, here = self.shards.lookup(tokens, self.rows)
+        rows = self._lookup(own)
+        return self.shards.sum(jnp.where(here[..., None], rows, jnp.zeros_like(rows)))
+
+    def _lookup(self, tokens: jax.Array) -> jax.Array:
         rows = self.weight[...][tokens].astype(self.stream)
         if self.scale is None:
             return rows
         return rows * self.scale[...][tokens][..., None].astype(self.stream)
+
+
+def head_logits(hidden: jax.Array, head: Matrix, precision: Precision, *, count: jax.Array | None = None) -> jax.Array:
+    """hidden [N, E] → float32 [N, V] by a head of the vocabulary or a tied embedding; all of it on every device."""
+    logits = linear(hidden, head, jnp.float32, count=count)
+    return logits if precision.shards is None else precision.shards.whole_vocab(logits)
 
 
 def linear(

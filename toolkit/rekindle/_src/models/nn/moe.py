@@ -59,10 +59,12 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig, spec: MoeSpec, precision: Precision) -> None:
         G, E, inner = spec.num_experts, config.hidden_size, spec.intermediate_size
+        self.shards = precision.shards
         # The router stays in float32: a rounded logit can change which experts a token gets.
         self.router = Linear(G, E, Precision(stream=precision.stream, implementation="xla"))
-        self.gate_up = Stack((G, 2 * inner, E), precision)
-        self.down = Stack((G, E, inner), precision)
+        here = G if precision.shards is None else G // precision.shards.expert
+        self.gate_up = Stack((here, 2 * inner, E), precision)
+        self.down = Stack((here, E, inner), precision)
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
@@ -71,8 +73,9 @@ class Experts(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("route"):
             weights, chosen = self.route(flat)
+            here, chosen = self._here(chosen)
             order = jnp.argsort(chosen.reshape(-1))
-            sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(self.spec.num_experts), axis=0, dtype=jnp.int32)
+            sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(here), axis=0, dtype=jnp.int32)
             rows = flat[order // self.spec.top_k]
         with jax.named_scope("experts"):
             if self.looped:
@@ -80,11 +83,23 @@ class Experts(nnx.Module):
             else:
                 out = self.down.grouped(gated(self.gate_up.grouped(rows, sizes), self.activation), sizes)
         with jax.named_scope("combine"):
+            if here < self.spec.num_experts:  # rows of others' experts stand last, and nothing of use is in them
+                own = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+                out = jnp.where(own[:, None], out, jnp.zeros_like(out))
             # A gather restores the order of the tokens: XLA:CPU runs a scatter one element at a time.
             out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
             y = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=-2)
         y = y.astype(x.dtype).reshape(x.shape)
+        y = y if self.shards is None else self.shards.sum(y)
         return y if residual is None else residual + y
+
+    def _here(self, chosen: jax.Array) -> tuple[int, jax.Array]:
+        """How many experts this device has, and the chosen ones counted from its first, so that others' stand last."""
+        count = self.spec.num_experts
+        if self.shards is None or self.shards.expert == 1:
+            return count, chosen
+        first, here = self.shards.experts_here(count)
+        return here, (chosen - first) % count
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights float32 [T, k] and the experts int32 [T, k] of each token."""
@@ -101,7 +116,7 @@ class Experts(nnx.Module):
         in float32 took 218, 497 and 2473 ms for 2, 32 and 256 tokens, where this loop took 1, 6 and 14.
         """
         M, G = rows.shape[0], sizes.shape[0]
-        size = block_rows(M, G)
+        size = block_rows(M, self.spec.num_experts)
         blocks = (sizes + size - 1) // size
         owner = jnp.repeat(jnp.arange(G), blocks, total_repeat_length=min(M, M // size + G))
         start, first = jnp.cumsum(sizes) - sizes, jnp.cumsum(blocks) - blocks
