@@ -387,10 +387,6 @@ def _plain_name(key: Key) -> str:
     return f"{key.name} plain"
 
 
-def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:
-    return tuple(dict.fromkeys(half for bucket in buckets for half in bucket.halves))
-
-
 def _ints(size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size,), jnp.int32)
 
