@@ -62,13 +62,14 @@ if TYPE_CHECKING:
     from rekindle._src.session.call import Call
     from rekindle._src.session.conversation import Conversation, Turn
     from rekindle._src.session.embedding import Embeddings
-    from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
+    from rekindle._src.session.handle import Batch, Handle
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
     from rekindle._src.session.row_answers import RowAnswer, RowAnswers
     from rekindle._src.session.row_mapping import RowMap
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
+    from rekindle._src.session.streams import Stream, SyncStream
     from rekindle._src.session.tools.choice import ToolChoice
     from rekindle._src.session.tools.loop import ToolLoop, ToolRun
     from rekindle._src.session.tools.tool import ToolLike
@@ -112,8 +113,8 @@ _LAZY = {
     "SnapshotInfo": "rekindle._src.kvcache.persist.snapshot",
     "Status": "rekindle._src.core.records",
     "StepReport": "rekindle._src.session.stats",
-    "Stream": "rekindle._src.session.handle",
-    "SyncStream": "rekindle._src.session.handle",
+    "Stream": "rekindle._src.session.streams",
+    "SyncStream": "rekindle._src.session.streams",
     "TextDelta": "rekindle._src.core.records",
     "Timings": "rekindle._src.core.records",
     "TokenLogprobs": "rekindle._src.core.records",

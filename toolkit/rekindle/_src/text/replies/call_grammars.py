@@ -16,6 +16,8 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool) -> str:
     """The grammar of one call of these tools, or of one and more, in the syntax of a family."""
     functions = [tool.get("function", tool) for tool in tools]
+    several = several and syntax.name != "llama3_json"  # whose template takes back one call in a message
+    calls: list[tuple[str, ...]]
     if syntax.name == "mistral" and token("[ARGS]") is not None:
         begins, ends, between = "", "", ""
         calls = [
