@@ -73,6 +73,10 @@ print(done.usage.completion_tokens, "tokens, ended by", done.finish_reason)
 #
 # `chat` puts messages into the form that the model was trained on, its *chat template*, and stops at the end of the
 # answer.
+#
+# A model that was trained for it can also call functions of yours: `session.chat(messages, tools=[function], run_tools=True)`
+# shows it their signatures and docstrings, runs what it calls, and gives it the results. Of a model that thinks before it
+# answers, `reply.reasoning` has the thoughts and `reply.content` the answer. The small one here does neither.
 
 # %%
 reply = await session.chat([{"role": "user", "content": "Who are you?"}], max_tokens=40)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import tokenizers
@@ -55,7 +55,14 @@ class ScriptedModel(FakeModel):
             values[index] = int(values[index]) & ~0xFFFF | int(token)
         return values
 
-    def choose(self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int]) -> int:
+    def choose(
+        self,
+        values: KV,
+        sampling: Sampling,
+        generated: int,
+        forbidden: frozenset[int],
+        allowed: Collection[int] | None = None,
+    ) -> int:
         tokens = [int(value) & 0xFFFF for value in values]
         prompt = self.tokenizer.decode(tokens[: len(tokens) - generated], skip_special_tokens=False)
         said = self.tokenizer.encode(self.script(prompt), add_special_tokens=False)

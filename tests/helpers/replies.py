@@ -75,7 +75,7 @@ EXAMPLES = [
         "I should look.",
     ),
     Example("hermes", "<think>\n\n</think>\n\nHi", "Hi"),
-    Example("hermes", "Hm. Or </thi not?\n</think>\n\nYes.", "Yes.", (), "Hm. Or </thi not?", opened=True),
+    Example("hermes", "Hm. Or </th not?\n</think>\n\nYes.", "Yes.", (), "Hm. Or </th not?", opened=True),
     Example("hermes", "still thinking", "", (), "still thinking", opened=True),
     Example("hermes", "<think>twice</think>once", "once", (), "twice", opened=True),
     Example(

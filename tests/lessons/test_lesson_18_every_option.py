@@ -35,9 +35,11 @@ DRAWING: dict[str, dict[str, Any]] = {  # options that narrow a draw at temperat
     "top_p": {"top_p": 0.3},
     "min_p": {"min_p": 0.4},
 }
-ELSEWHERE = {  # each has a test of its own below
+ELSEWHERE = {  # each has a test of its own, below or where it says
     "max_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "include_stop", "ignore_eos", "logprobs",
     "prompt_logprobs", "priority", "processors", "salt",
+    # tests/session/test_structured.py
+    "schema", "regex", "choice", "grammar", "json", "lenient", "whitespace_flexible",
 }  # fmt: skip
 
 anyio_test = pytest.mark.anyio

@@ -108,6 +108,7 @@ async def test_messages_reach_the_template_as_it_wants_them(app: Any) -> None:
         ({"messages": HELLO, "top_p": 0}, "top_p"),
         ({"messages": HELLO, "functions": [{}]}, "functions"),
         ({"messages": HELLO, "modalities": ["audio"]}, "modalities"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
         ({"messages": HELLO, "store": True}, "store"),
         ({"messages": HELLO, "response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),

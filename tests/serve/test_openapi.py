@@ -78,6 +78,22 @@ async def test_no_value_of_any_field_is_an_error_of_the_server(app: Any, endpoin
         assert isinstance(answer.error["message"], str), json.dumps(answer.json())
 
 
+def test_every_field_of_todays_clients_is_known() -> None:
+    """Applied, refused by name or ignored: a new field of a client is decided about here."""
+    openai = pytest.importorskip("openai.types", reason="needs OpenAI's client")
+    anthropic = pytest.importorskip("anthropic.types", reason="needs Anthropic's client")
+    tables = {endpoint.path: endpoint.by_name for endpoint, _, _ in POSTS}
+    for path, params in (
+        ("/v1/chat/completions", openai.chat.completion_create_params.CompletionCreateParamsBase),
+        ("/v1/completions", openai.completion_create_params.CompletionCreateParamsBase),
+        ("/v1/responses", openai.responses.response_create_params.ResponseCreateParamsBase),
+        ("/v1/messages", anthropic.message_create_params.MessageCreateParamsBase),
+        ("/v1/messages/count_tokens", anthropic.message_count_tokens_params.MessageCountTokensParams),
+    ):
+        assert set(params.__annotations__) - set(tables[path]) == set(), path
+        assert path.endswith("count_tokens") or "stream" in tables[path]
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     from rekindle._src.serve.metrics import COUNTERS, GAUGES, HISTOGRAMS, OWN_COUNTERS
 

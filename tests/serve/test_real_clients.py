@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -60,10 +60,31 @@ def test_a_prompts_log_likelihood_is_that_of_the_session(served: Any, client: An
 
 
 def test_cells_and_clients_share_the_prefix_cache(served: Any, client: Any) -> None:
-    prompt = "Anna had a red ball and a blue ball, and she liked the red one best of all. " * 3
+    prompt = "Anna had a red ball and a blue ball, and she liked the red one best of all. " * 6
     served[0].generate_sync(prompt, max_tokens=1)
     done = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, temperature=0)
-    assert done.usage.prompt_tokens_details.cached_tokens > 0.7 * done.usage.prompt_tokens
+    assert done.usage.prompt_tokens_details.cached_tokens >= 64
+
+
+def test_structured_answers(client: Any) -> None:
+    pytest.importorskip("llguidance", reason="structured output is the extra `structured`")
+    pydantic = pytest.importorskip("pydantic", reason="OpenAI's client brings it")
+    fields: Any = {"likes_balls": (bool, ...), "colour": (Literal["red", "blue"], ...)}
+    child = pydantic.create_model("Child", **fields)
+    common: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 60}
+    parsed = client.chat.completions.parse(**common, response_format=child).choices[0]
+    assert parsed.message.parsed.colour in ("red", "blue") and parsed.finish_reason == "stop"
+    chosen = client.completions.create(
+        model="tiny", prompt="Tom", temperature=0, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert chosen.choices[0].text in ("yes", "no")
+    format: Any = {"format": {"type": "json_schema", "name": "c", "strict": True, "schema": child.model_json_schema()}}
+    done = client.responses.create(model="tiny", input="Hi", text=format, temperature=0, max_output_tokens=60)
+    child.model_validate_json(done.output_text)
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}, "strict": True}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**common, response_format=wrong)
+    assert refused.value.param.startswith("response_format")
 
 
 def test_responses(served: Any, client: Any) -> None:
@@ -80,7 +101,8 @@ def test_anthropics_client(served: Any) -> None:
     anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
     own = served[0].chat(MESSAGES, max_tokens=30, temperature=0).result_sync()
     with anthropic.Anthropic(base_url=served[1].url, api_key="none", max_retries=0) as client:
-        common: Any = {"model": "tiny", "max_tokens": 30, "messages": MESSAGES, "temperature": 0}
+        greedy = {"temperature": 0}  # newer versions of the client no longer know it
+        common: Any = {"model": "tiny", "max_tokens": 30, "messages": MESSAGES, "extra_body": greedy}
         done = client.messages.create(**common)
         assert done.content[0].text == own.text
         assert done.stop_reason == ("end_turn" if own.finish_reason == "eos" else "max_tokens")
@@ -90,4 +112,4 @@ def test_anthropics_client(served: Any) -> None:
         counted = client.messages.count_tokens(model="tiny", messages=MESSAGES)
         assert counted.input_tokens == own.usage.prompt_tokens
         with pytest.raises(anthropic.BadRequestError, match="temperature"):
-            client.messages.create(**{**common, "temperature": -3})
+            client.messages.create(**{**common, "extra_body": {"temperature": -3}})

@@ -35,8 +35,22 @@ UNSEEN = {"SamplingOptions", "OpenOptions", "LogitsContext"}
 LIVE = {"watch", "view"}  # widgets, which tests/notebook looks at
 
 
+TOOLS = "<tool_call><think>{{ tools }}{{ messages[0].content }}"
+
+
+def abs_of(x: int) -> int:
+    return abs(x)
+
+
 def awaited(call: Call[Any]) -> list[Any]:
     return [call, call.result_sync()]
+
+
+def served(session: Session) -> list[Any]:
+    pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+    call = session.serve(name=EVIL, api_key="secret")
+    server = call.result_sync()
+    return [call, server, server.close(), server]
 
 
 def never_started(call: Call[Any]) -> Call[Any]:
@@ -56,7 +70,17 @@ SESSION: dict[str, Recipe] = {
     "stream": lambda session, path: [stream := session.stream(EVIL, max_tokens=3), aiter(stream), stream.result_sync()],
     "submit": lambda session, path: awaited(session.submit(EVIL, max_tokens=3)),
     "admit": lambda session, path: anyio.run(functools.partial(session.admit, EVIL, max_tokens=2)),
-    "chat": lambda session, path: awaited(session.chat([{"role": "user", "content": EVIL}], max_tokens=3)),
+    "chat": lambda session, path: [
+        *awaited(session.chat([{"role": "user", "content": EVIL}], max_tokens=3)),
+        *awaited(session.chat([{"role": "user", "content": EVIL}], tools=[abs_of], template=TOOLS, max_tokens=3)),
+        *awaited(
+            session.chat(
+                [{"role": "user", "content": EVIL}], tools=[abs_of], template=TOOLS, run_tools=True, max_tokens=3
+            )
+        ),
+    ],
+    "render": lambda session, path: session.render([{"role": "user", "content": EVIL}]),
+    "serve": lambda session, path: served(session),
     "sampling": lambda session, path: session.sampling,
     "conversation": lambda session, path: [chat := session.conversation(system=EVIL), *awaited(chat.say(EVIL)), chat],
     "embed": lambda session, path: awaited(session.embed([EVIL, "two"])),
@@ -69,6 +93,7 @@ SESSION: dict[str, Recipe] = {
     "stats": lambda session, path: session.stats(),
     "programs": lambda session, path: list(session.programs()),
     "explain": lambda session, path: session.explain(session.generate_sync(EVIL, max_tokens=2)),
+    "allowed": lambda session, path: session.allowed(session.generate_sync(EVIL, choice=["<b>x</b>", EVIL]), at=0),
     "check_integrity": lambda session, path: session.check_integrity(),
     "cache": lambda session, path: session.cache,
     "save": lambda session, path: awaited(session.save("kept")),

@@ -10,6 +10,9 @@ import pytest
 from helpers.chatting import HERMES, MISTRAL, OPENED, saying, with_special_tokens
 from rekindle import Completion, ToolCall
 from rekindle._src.core.reply import fold
+from rekindle._src.text.replies import ReplyFormat
+from rekindle._src.text.replies.families import SYNTAXES
+from rekindle._src.text.replies.history import written
 from rekindle.errors import InvalidRequest
 
 anyio_test = pytest.mark.anyio
@@ -142,6 +145,35 @@ async def test_arguments_as_text_are_shown_to_the_template_as_an_object(anyio_ba
         assert "{oops" in ((await session.chat(messages, tools=[weather])).prompt or "")
 
 
+# In the manner of SmolLM3's and Phi-4-mini's, which take tools in ways of their own and leave calls out.
+SMOL = (
+    "{% if xml_tools %}<tools>{{ xml_tools | tojson }}</tools> Answer within <tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+PHI = (
+    "{% for m in messages %}{% if m['role'] == 'system' and 'tools' in m %}"
+    "{{ '<system>' + m['content'] + '<|tool|>' + m['tools'] + '<|/tool|>' }}"
+    "{% else %}{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@anyio_test
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(SMOL, CALL), (PHI, '<|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]<|/tool_call|>')],
+    ids=["SmolLM3", "Phi-4-mini"],
+)
+async def test_templates_that_take_tools_in_ways_of_their_own(anyio_backend: str, template: str, said: str) -> None:
+    with saying(said, template) as session:
+        reply = await session.chat(USER, tools=[weather])
+        (call,) = reply.tool_calls
+        assert call.name == "weather" and '[{"name": "weather", "description": "The weather' in (reply.prompt or "")
+        system = [{"role": "system", "content": "Be brief."}, *USER]
+        again = await session.chat([*system, reply.message, call.answer("rain")], tools=[weather])
+        assert f"<assistant>{said}<tool>rain" in (again.prompt or ""), "the calls are not left out"
+        assert (again.prompt or "").count("Be brief.") == 1
+
+
 @anyio_test
 async def test_what_the_template_does_not_read_is_refused(anyio_backend: str) -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -195,9 +227,32 @@ def test_a_completion_shows_calls_and_folds_its_reasoning_away() -> None:
         assert isinstance(call, ToolCall) and str(call) == f"weather(city='{evil}')" and "weather" in repr(call)
 
 
-def test_both_templates_find_their_format() -> None:
-    from rekindle._src.text.replies import ReplyFormat
+@pytest.mark.parametrize(
+    ("template", "name", "reasons"),
+    [
+        (HERMES, "hermes", True),
+        (OPENED, "hermes", True),
+        (SMOL, "hermes", False),
+        (PHI, "phi4mini", False),
+        (MISTRAL, "mistral", False),
+        ('{{ tools }} as {"name": function name, "parameters": dictionary of arguments}', "llama3_json", False),
+        ("{{ tools }} as [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", False),
+        ("{{ tools }} inside <function_calls></function_calls>", "olmo", False),
+        ("{{ tools }}{{ content.split('</think>')[-1] }}", "hermes", True),
+        ("{{ messages }} no tools", None, False),
+        ("{{ messages }}[THINK]x[/THINK]", None, True),
+    ],
+)
+def test_the_format_is_found_in_the_template(template: str, name: str | None, reasons: bool) -> None:
+    found = ReplyFormat.of_template(template)
+    assert (None if found.calls is None else found.calls.name) == name
+    assert (found.reasoning is not None) == reasons
 
-    for template, name, tags in ((HERMES, "hermes", True), (OPENED, "hermes", True), (MISTRAL, "mistral", False)):
-        found = ReplyFormat.of_template(template)
-        assert found.calls is not None and found.calls.name == name and (found.reasoning is not None) == tags
+
+@pytest.mark.parametrize("family", sorted(SYNTAXES))
+def test_calls_that_are_written_as_text_are_read_again(family: str) -> None:
+    calls = [("weather", {"city": "a]b", "days": None}), ("now", {})]
+    text = written(calls, SYNTAXES[family])
+    tools = [{"name": "weather", "parameters": {}}, {"name": "now"}]
+    reply = ReplyFormat(SYNTAXES[family]).parse(text, tools=tools)
+    assert reply.content == "" and [(call.name, call.arguments) for call in reply.tool_calls] == calls

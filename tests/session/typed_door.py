@@ -18,10 +18,14 @@ from rekindle import (
     RekindleError,
     RowAnswer,
     RowAnswers,
+    Server,
     Session,
     SessionStats,
     StepReport,
     TextDelta,
+    ToolCall,
+    ToolLoop,
+    ToolRun,
     Turn,
 )  # fmt: skip
 
@@ -73,6 +77,18 @@ async def door(k: int) -> None:
     assert_type(session.fork(handle, at=1), Handle[Completion])
     assert_type(await session.admit("x"), Handle[Completion])
     assert_type(await session.chat([{"role": "user", "content": "x"}]), Completion)
+    assert_type(await session.chat([{"role": "user", "content": "x"}], n=k, tools=[add]), list[Completion])
+    reply = await session.chat([{"role": "user", "content": "x"}], tools=[add, {"name": "x"}], tool_choice="none")
+    assert_type(reply.tool_calls, tuple[ToolCall, ...])
+    assert_type(reply.reasoning, str)
+    loop = session.chat([{"role": "user", "content": "x"}], tools=[add], run_tools=True, max_rounds=2, seed=1)
+    assert_type(loop, ToolLoop)
+    assert_type(await loop, ToolRun)
+    async for delta in loop:
+        assert_type(delta, TextDelta)
+        assert_type(delta.tool_calls, tuple[ToolCall, ...])
+    tooled = session.conversation(tools=[add], run_tools=True)
+    assert_type(await tooled.answer([reply.tool_calls[0].answer(3)]), Completion)
 
     assert_type(await session.embed("x"), Vector)
     assert_type(await session.embed(["x", [1, 2]], pooling="last"), Vector)
@@ -90,6 +106,12 @@ async def door(k: int) -> None:
     assert_type(stats.compilations, int)
     assert_type(stats.hit_rate, float)
     assert_type(await session.step(), StepReport | None)
+    assert_type(await session.serve(port=0), Server)
+    assert_type(session.render([]), str)
+
+
+def add(a: int, b: int) -> int:
+    return a + b
 
 
 async def mistakes(session: Session) -> None:
@@ -101,6 +123,7 @@ async def mistakes(session: Session) -> None:
     await session.embed("x", pooling="max")  # pyright: ignore
     await session.embed("x", errors="return", n=2)  # pyright: ignore
     await session.generate("x", temperature="hot")  # pyright: ignore
+    await session.serve(prt=8000)  # pyright: ignore[reportCallIssue]
     session.conversation(temprature=0.8)  # pyright: ignore[reportCallIssue]
     rekindle.Sampling(max_token=3)  # pyright: ignore[reportCallIssue]
     _ = session.stats().runing  # pyright: ignore
@@ -109,3 +132,6 @@ async def mistakes(session: Session) -> None:
     with rekindle.open("tiny"):  # pyright: ignore
         pass
     rekindle.open("tiny").generate("x")  # pyright: ignore
+    session.chat([], run_tools=True)  # pyright: ignore
+    session.chat([], tool=[add])  # pyright: ignore
+    await session.chat([], tools=[add], run_tools=True, n=2)  # pyright: ignore

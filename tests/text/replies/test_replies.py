@@ -118,6 +118,13 @@ def test_text_leaves_as_soon_as_it_is_decided() -> None:
     assert scanner.feed("Yes") == [ContentDelta("Yes")]
 
 
+def test_calls_of_an_array_that_was_cut_are_calls() -> None:
+    text = '[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "Pa'
+    reply = FORMATS["mistral"].parse(text, tools=TOOLS)
+    assert [call.name for call in reply.tool_calls] == ["time"]
+    assert reply.content == ', {"name": "weather", "arguments": {"city": "Pa'
+
+
 def test_ids_are_unique_and_follow_the_seed() -> None:
     text = '<tool_call>{"name": "time"}</tool_call><tool_call>{"name": "time"}</tool_call>'
     hermes = FORMATS["hermes"]

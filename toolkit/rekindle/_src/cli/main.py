@@ -161,6 +161,7 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--device-pages", type=int, help="KV pages on the device")
     serve.add_argument("--host-memory", type=int, metavar="BYTES", help="for pages that left the device")
     serve.add_argument("--disk-memory", type=int, metavar="BYTES", help="for pages and snapshots")
+    serve.add_argument("--structured", action="store_true", default=None, help="precompile structured output, too")
     serve.add_argument("--deterministic", action="store_true", default=None, help="the same seed gives the same tokens")
     serve.add_argument(
         "--generation-config", choices=get_args(GenerationConfig), help="greedy: sample only where requests ask for it"
@@ -227,6 +228,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "disk_memory",
         "deterministic",
         "generation_config",
+        "structured",
     )
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 

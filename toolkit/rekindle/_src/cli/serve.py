@@ -45,12 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
         cors_origins=arguments.cors_origin,
         trust_request_chat_template=arguments.trust_request_chat_template,
         metrics_names=arguments.metrics_names,
+        opened=lambda name: print(f"{name} is ready", file=sys.stderr),
         failed=failed,
     )
     url = address(arguments.host, bound.getsockname()[1])
 
     def started() -> None:
-        print(f"rekindle serves {', '.join(openings)} at {url}/v1, once {url}/health says so", file=sys.stderr)
+        print(f"rekindle listens at {url}/v1 and loads {', '.join(openings)}", file=sys.stderr)
 
     service = made.state.rekindle
     listener = Listener(made, service.life, bound, started=started, access_log=arguments.access_log)

@@ -13,22 +13,22 @@ from typing import Any
 from rekindle._src.core import html
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ContentDelta:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ContentDelta(html.Record):
     """Text of the answer itself."""
 
     text: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ReasoningDelta(html.Record):
     """Text that the model wrote before its answer, between the tags of its family, such as `<think>`."""
 
     text: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToolCallStarted:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ToolCallStarted(html.Record):
     """A call of a tool; `ToolCallArguments` with the same index follow."""
 
     index: int  # counts the calls of a reply
@@ -36,8 +36,8 @@ class ToolCallStarted:
     name: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToolCallArguments:
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ToolCallArguments(html.Record):
     """A part of a call's arguments; joined, they are one JSON object."""
 
     index: int
@@ -47,7 +47,7 @@ class ToolCallArguments:
 ReplyEvent = ContentDelta | ReasoningDelta | ToolCallStarted | ToolCallArguments
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ToolCall(html.Record):
     """One call of a tool that a reply asks for."""
 
@@ -69,7 +69,7 @@ class ToolCall(html.Record):
         return {"id": self.id, "type": "function", "function": function}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Reply(html.Record):
     """A whole reply in its parts."""
 

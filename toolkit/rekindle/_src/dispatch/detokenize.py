@@ -32,9 +32,7 @@ from rekindle.errors import RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 # A request for no tokens ends by its length, whatever the token that was sampled for it.
-_SCORED = dict.fromkeys(
-    (FinishReason.EOS, FinishReason.STOP, FinishReason.GRAMMAR, FinishReason.CONTEXT), FinishReason.LENGTH
-)
+_SCORED = dict.fromkeys((FinishReason.EOS, FinishReason.STOP, FinishReason.CONTEXT), FinishReason.LENGTH)
 
 
 class OutputState:
@@ -195,7 +193,7 @@ class OutputState:
 
 def _scored(event: TokenEvent) -> TokenEvent:
     """The event of a request for no tokens: without the one that was sampled."""
-    return dataclasses.replace(event, token_ids=(), logprobs=(), guided=())
+    return dataclasses.replace(event, token_ids=(), logprobs=())
 
 
 async def run(

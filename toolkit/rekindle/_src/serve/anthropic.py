@@ -56,15 +56,13 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     output = given.get("output_config") or {}
     format = output.get("format") or given.get("output_format") or {"type": "text"}
     structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
-    exchange.names = {**exchange.names, **names}
+    exchange.names = {**exchange.names, **names, "prompt": "messages"}
     options |= structure
-    if "effort" in output:
-        options["reasoning_effort"] = output["effort"]
     chat, template = messages_of(given), template_options(given)
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
-        handle = await make(exchange, lambda: asked(session.chat, chat, {**options, **template}))
+        handle = await make(exchange, lambda: asked(session.chat, chat, {**options, **template}, hint=True))
         submit(active, [handle])
         if not given.get("stream"):
             ((done,),) = await finished(exchange, active, [handle])
@@ -89,7 +87,7 @@ async def count_tokens(exchange: Exchange, given: dict[str, Any]) -> None:
     template.pop("tool_choice", None)
 
     def counted() -> int:
-        return len(session.tokenizer.encode(asked(session.render, chat, template), add_special_tokens=False))
+        return len(session.tokenizer.encode(asked(session.render, chat, template, hint=True), add_special_tokens=False))
 
     await exchange.reply({"input_tokens": await anyio.to_thread.run_sync(counted)})
 
@@ -109,8 +107,11 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
             options["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
         case "auto" | "none" as word:
             options["tool_choice"] = word
-    if "thinking" in given and given["thinking"]["type"] != "adaptive":
-        options["template_options"] = {"enable_thinking": given["thinking"]["type"] == "enabled"}
+    thinking = (given.get("thinking") or {}).get("type")
+    if thinking in ("enabled", "disabled"):
+        options["template_options"] = {"enable_thinking": thinking == "enabled"}
+    if (effort := (given.get("output_config") or {}).get("effort")) is not None:
+        options["reasoning_effort"] = effort
     if given["messages"][-1]["role"] == "assistant":
         options["continue_final_message"] = True
     return options

@@ -37,13 +37,14 @@ _OWN_FIELDS = frozenset(
     ("messages", "tools", "template", "documents", "add_generation_prompt", "continue_final_message")
 )
 
+NAMES = {"prompt": "messages", "template": "chat_template", "template_options": "chat_template_kwargs"}
 _OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options of `session.chat` by the same names
 
 
 async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     """Answer a request for chat completions."""
     served, session = model_of(exchange, given)
-    exchange.names = {**exchange.names, "max_tokens": _limit_field(given), "logprobs": "top_logprobs"}
+    exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(given), "logprobs": "top_logprobs"}
     structure, names = structure_options(given)
     exchange.names |= names
     options = {**chat_options(given, session), **template_options(exchange, given), **structure}
@@ -61,12 +62,17 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
         await exchange.reply(writer.whole(found))
 
 
-def asked(ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> T:
-    """Call `session.chat` or `session.render`. To think not at all is what a model does that can't think."""
+def asked(
+    ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any], *, hint: bool = False
+) -> T:
+    """Call `session.chat` or `session.render`. To think not at all is what a model does that can't think.
+
+    With `hint`, any other effort is left out too where the template does not know it.
+    """
     try:
         return ask(messages, **options)
     except InvalidRequest as error:
-        if error.field != "reasoning_effort" or error.value != "none":
+        if error.field != "reasoning_effort" or not (hint or error.value == "none"):
             raise
     return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
 

@@ -45,7 +45,6 @@ async def completions(exchange: Exchange, given: dict[str, Any]) -> None:
     exchange.names = {**exchange.names, **names}
     options = {**sampling_options(given, session), **structure}
     options["max_tokens"] = given.get("max_tokens", MAX_TOKENS)
-    options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
     if "logprobs" in given:
         options["logprobs"] = given["logprobs"]
         if echo:

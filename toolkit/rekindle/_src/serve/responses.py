@@ -48,7 +48,7 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
     options |= _chat_options(given)
     structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
     options |= structure
-    exchange.names = {**exchange.names, **names}
+    exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     chat = messages_of(given)
     shapes = Shapes(exchange.service.token_names(served.name, session))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +10,8 @@ from rekindle._src.core.contracts import ChatLike
 from rekindle._src.session.prompts import Prompt
 from rekindle._src.session.tools.tool import Tool
 from rekindle._src.text.replies import ReplyFormat, ReplyPlan
+from rekindle._src.text.replies.history import with_calls_as_text
+from rekindle._src.text.template_code import reads, reads_calls, takes_tools
 from rekindle.errors import InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
@@ -36,11 +38,21 @@ def chat_prompt(
         )
     text = chat.text(template, tools=bool(tools))
     format = ReplyFormat.of_template(text)
-    if tools and format.calls is None:
+    if tools and (format.calls is None or not takes_tools(text)):
         raise _unread("tools", [tool.name for tool in tools])
-    if documents is not None and not _reads(text, "documents"):
+    if documents is not None and not reads(text, "documents"):
         raise _unread("documents", documents)
     schemas = tuple(tool.schema for tool in tools)
+    continued = _last_text(messages) if continue_final_message else None
+    if format.calls is not None and not reads_calls(text) and isinstance(messages, list | tuple):
+        messages = with_calls_as_text(messages, format.calls)
+    shown: dict[str, Any] = {}
+    if schemas and not reads(text, "tools"):  # SmolLM3's and Phi-4-mini's templates take functions by other ways
+        functions = [schema.get("function", schema) for schema in schemas]
+        if reads(text, "xml_tools"):
+            shown = {"xml_tools": functions}
+        else:
+            messages = _with_tools(messages, json.dumps(functions, ensure_ascii=False))
     render = chat.prepare(
         messages,
         tools=schemas or None,
@@ -48,9 +60,8 @@ def chat_prompt(
         template=template,
         continue_final_message=continue_final_message,
         **_effort(text, reasoning_effort),
-        **(template_options or {}),
+        **{**shown, **(template_options or {})},
     )
-    continued = _last_text(messages) if continue_final_message else None
     reply = ReplyPlan(format, schemas, continued) if schemas or format.reasoning is not None else None
     # The template writes special tokens itself.
     return Prompt(None, None, add_special_tokens=False, render=render, reply=reply)
@@ -62,15 +73,21 @@ def _effort(text: str, effort: str | None) -> dict[str, Any]:
         return {}
     if not isinstance(effort, str):
         raise InvalidRequest("reasoning_effort", effort, "is not a word", "Use 'none', 'low', 'medium' or 'high'")
-    if _reads(text, "reasoning_effort"):
+    if reads(text, "reasoning_effort"):
         return {"reasoning_effort": effort}
-    if _reads(text, "enable_thinking"):
+    if reads(text, "enable_thinking"):
         return {"enable_thinking": effort != "none"}
     raise _unread("reasoning_effort", effort)
 
 
-def _reads(text: str, name: str) -> bool:
-    return re.search(rf"\b{name}\b", text) is not None
+def _with_tools(messages: Messages, tools: str) -> Messages:
+    """The messages with the tools in the system message."""
+    if not messages:
+        return messages
+    first, *rest = messages
+    if isinstance(first, Mapping) and first.get("role") == "system":
+        return [{**first, "tools": tools}, *rest]
+    return [{"role": "system", "content": "", "tools": tools}, *messages]
 
 
 def _unread(field: str, value: object) -> InvalidRequest:

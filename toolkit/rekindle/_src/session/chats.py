@@ -18,7 +18,7 @@ from rekindle._src.session.handle import Handle
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
 from rekindle._src.session.structures import structure_for
-from rekindle._src.session.tools.choice import ToolChoice, chosen
+from rekindle._src.session.tools.choice import ToolChoice, chosen, forcing
 from rekindle._src.session.tools.loop import MAX_ROUNDS, ToolLoop
 from rekindle._src.session.tools.tool import ToolLike, tools_of
 from rekindle.errors import InvalidRequest
@@ -112,9 +112,10 @@ class ChatRequests:
         before it, and `tool_calls`; `reply.message` is the next message of the conversation.
 
         `tools` are what the model may call: functions, whose name, docstring and type hints it is shown, or JSON
-        schemas as dicts. `tool_choice` is "auto" or "none". With `run_tools` the functions are run (async ones where
-        they are awaited, others in a worker thread) and their results go back to the model, at most `max_rounds`
-        times; the result is a `ToolRun` with the answer and all `messages`.
+        schemas as dicts. `tool_choice` is "auto", "none", "required", or a tool's name: with these two the model has to
+        call one, by a grammar (extra `structured`). With `run_tools` the functions are run (async ones where they are
+        awaited, others in a worker thread) and their results go back to the model, at most `max_rounds` times; the
+        result is a `ToolRun` with the answer and all `messages`.
 
         `documents` are for templates that quote them, `template` replaces the model's own template,
         `template_options` are variables of the template such as {"enable_thinking": False}, and `reasoning_effort` is
@@ -122,14 +123,14 @@ class ChatRequests:
         where the last message ends.
         """
         given = tools_of(tools)
-        offered = chosen(tool_choice, given)
+        choice = chosen(tool_choice, given)
         sampling_ = sampling_of(self._engine, sampling, options)
 
-        def ask(messages: Messages) -> Handle[Any]:
+        def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
             prompt = chat_prompt(
                 self._engine.chat,
                 messages,
-                tools=offered,
+                tools=choice.shown,
                 documents=documents,
                 template=template,
                 continue_final_message=continue_final_message,
@@ -137,7 +138,10 @@ class ChatRequests:
                 template_options=template_options,
             )
             self._host.check()
-            return Handle(self._host, self, prompt, sampling_, structure=structure_for(self._engine, sampling_))
+            asked = sampling_
+            if choice.must and not free and prompt.reply is not None:
+                asked = forcing(choice, sampling_, prompt.reply.format, self._engine.tokenizer)
+            return Handle(self._host, self, prompt, asked, structure=structure_for(self._engine, asked))
 
         if not run_tools:
             return ask(messages)

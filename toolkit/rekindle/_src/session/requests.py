@@ -21,10 +21,11 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown
-from rekindle._src.session.handle import Batch, Handle, SyncStream
+from rekindle._src.session.handle import Batch, Handle
 from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
+from rekindle._src.session.streams import SyncStream
 from rekindle._src.session.structures import structure_for
 from rekindle._src.structured.spec import structure_of
 from rekindle.errors import InvalidRequest, RekindleError

@@ -148,6 +148,10 @@ class Tokenizer:
         one, other = self._backend.token_to_id(first), self._backend.token_to_id(second)
         return None if one is None or other is None else (one, other)
 
+    def added_id(self, text: str) -> int | None:
+        """The id of an added token with this text, such as `<tool_call>`; None if it has none."""
+        return next((i for i, token in self.backend.get_added_tokens_decoder().items() if token.content == text), None)
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of an id, such as `Ġthe` or `<0x0A>`."""
         return self.backend.id_to_token(token_id)

@@ -10,11 +10,13 @@ from typing import Any
 from rekindle._src.core import html
 from rekindle._src.core.records import Completion, TextDelta, Usage
 from rekindle._src.core.reply import ToolCall
+from rekindle._src.dispatch.mailbox import fresh
 from rekindle._src.session.call import Call
-from rekindle._src.session.handle import Handle, SyncStream
+from rekindle._src.session.handle import Handle
+from rekindle._src.session.streams import SyncStream
 from rekindle._src.session.tools.running import run_calls
 from rekindle._src.session.tools.tool import Tool
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, RequestAborted
 
 MAX_ROUNDS = 8
 Message = dict[str, Any]
@@ -99,7 +101,7 @@ class ToolLoop(Call[ToolRun]):
                 "run_tools", True, f"needs functions, and has none for {without}" if without else "needs tools",
                 "Pass tools=[function, …], or run the calls of reply.tool_calls yourself",
             )  # fmt: skip
-        self._ask: Callable[[Sequence[Mapping[str, Any]]], Handle[Completion]] = ask
+        self._ask: Callable[..., Handle[Completion]] = ask
         self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
         self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
         self._given = len(self._messages)
@@ -113,12 +115,12 @@ class ToolLoop(Call[ToolRun]):
     @property
     def done(self) -> bool:
         """Whether the answer is there, or an error in place of it."""
-        return self._run is not None or self._error is not None
+        return self._run is not None or self.error is not None
 
     @property
     def error(self) -> BaseException | None:
         """The error that ended it, or None."""
-        return self._error
+        return self._error or (None if self._handle is None else self._handle.error)
 
     @property
     def content(self) -> str:
@@ -135,8 +137,8 @@ class ToolLoop(Call[ToolRun]):
 
     def completion(self) -> Completion:
         """The last reply, once it is there."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise fresh(self.error)
         if self._run is None:
             raise InvalidRequest("run_tools", True, "has no answer yet", "Await it")
         return self._run.completion
@@ -154,9 +156,9 @@ class ToolLoop(Call[ToolRun]):
     def _current(self) -> Handle[Completion]:
         """The request of the reply that comes next, or is being made."""
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
         if self._handle is None:
-            self._handle = self._ask(self._messages)
+            self._handle = self._ask(self._messages, free=bool(self._rounds))  # a call is forced once
             self._ran = False
         return self._handle
 
@@ -171,8 +173,8 @@ class ToolLoop(Call[ToolRun]):
                 return
             self._messages += await run_calls(done.tool_calls, self._tools)
             self._handle = None
-        except BaseException as error:
-            self._error = error
+        except BaseException:
+            self._error = RequestAborted("the tools of this chat were cancelled. What was said is in its rounds")
             raise
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:

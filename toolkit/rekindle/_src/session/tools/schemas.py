@@ -58,8 +58,6 @@ def schema_of(kind: Any, depth: int = 0) -> Schema:
         return _values(arguments)
     if origin in (typing.Union, types.UnionType):
         return _union(arguments, depth)
-    if origin in (typing.Required, typing.NotRequired):
-        return schema_of(arguments[0], depth)
     base = origin or kind
     if base is tuple and arguments and arguments[-1] is not Ellipsis:
         items = [schema_of(item, depth + 1) for item in arguments]
@@ -114,12 +112,20 @@ def fields_of(kind: type) -> dict[str, tuple[Any, bool]] | None:
         }
     if typing.is_typeddict(kind):
         hints = typing.get_type_hints(kind, include_extras=True)
-        return {name: (hint, name in kind.__required_keys__) for name, hint in hints.items()}  # type: ignore[attr-defined]
+        return {name: _key(hint, name in kind.__required_keys__) for name, hint in hints.items()}  # type: ignore[attr-defined]
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         hints = typing.get_type_hints(kind, include_extras=True)
         defaults = getattr(kind, "_field_defaults", {})
         return {name: (hints.get(name, Any), name not in defaults) for name in kind._fields}
     return None
+
+
+def _key(hint: Any, needed: bool) -> tuple[Any, bool]:
+    """A TypedDict's type of a key; where annotations are text, only the type itself says whether it is needed."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Required, typing.NotRequired):
+        return typing.get_args(hint)[0], origin is typing.Required
+    return hint, needed
 
 
 def _annotated(kind: Any, extras: tuple[Any, ...], depth: int) -> Schema:

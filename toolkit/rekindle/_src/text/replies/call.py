@@ -51,19 +51,15 @@ def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[
     return found
 
 
-def json_calls(text: str, *, complete: bool = False) -> list[Call]:
-    """The calls in a JSON object or in an array of them. Raises `Malformed` if it holds anything else, or nothing.
+def json_call(text: str, *, complete: bool = False) -> Call:
+    """The call that a JSON object describes. Raises `Malformed` if it is none.
 
     A call without arguments has none, or is malformed too if it has to be `complete`.
     """
     try:
-        raws = [raw for _, raw in _items(text)] if text.startswith("[") else [text]
-        made = [_call(raw, complete) for raw in raws]
+        return _call(text, complete)
     except (ValueError, RecursionError):
         raise Malformed from None
-    if not made:
-        raise Malformed
-    return made
 
 
 def named_call(name: str, text: str) -> Call:
@@ -113,18 +109,6 @@ def _members(text: str) -> dict[str, tuple[Any, str]]:
         value, at = _DECODER.raw_decode(text, start)
         found[key] = (value, text[start:at])
         at = _skip(text, at)
-        at = _skip(text, at + 1) if text[at] == "," else at
-    return found
-
-
-def _items(text: str) -> list[tuple[Any, str]]:
-    """The same for the items of an array."""
-    found = []
-    at = _skip(text, 1)
-    while text[at] != "]":
-        value, end = _DECODER.raw_decode(text, at)
-        found.append((value, text[at:end]))
-        at = _skip(text, end)
         at = _skip(text, at + 1) if text[at] == "," else at
     return found
 

@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import re
 
-from rekindle._src.text.replies.call import MAX_NAME, json_calls, named_call
+from rekindle._src.text.replies.call import MAX_NAME, json_call, named_call
 from rekindle._src.text.replies.json_reader import read_json
 from rekindle._src.text.replies.python_reader import read_call
-from rekindle._src.text.replies.source import Malformed, Reading, ahead, peek, skip_space, take
+from rekindle._src.text.replies.source import Malformed, Reading, ahead, close, peek, skip_space, take
 from rekindle._src.text.replies.syntax import Calls, CallSyntax, Opener
 from rekindle._src.text.replies.xml_reader import read_function
 
 _MISTRAL_NAME = re.compile(r"[\w./-]")
+
+
+def _objects(calls: Calls) -> Reading[None]:
+    """One JSON object, or an array of them, whose end may be missing: each is a call as soon as it is whole."""
+    source = calls.source
+    if not (yield from take(source, "[")):
+        calls.found(json_call((yield from read_json(source))))
+        return
+    while True:
+        calls.found(json_call((yield from read_json(source))))
+        more = yield from take(source, ",")
+        if (yield from take(source, "]")) or not more:
+            return
 
 
 def _tagged(calls: Calls) -> Reading[None]:
@@ -23,14 +36,14 @@ def _tagged(calls: Calls) -> Reading[None]:
     if (yield from take(calls.source, "<function=")):
         calls.found((yield from read_function(calls.source, calls.known, only_known=False)))
     else:
-        calls.found(*json_calls((yield from read_json(calls.source))))
-    yield from take(calls.source, "</tool_call>")
+        yield from _objects(calls)
+    yield from close(calls.source, "</tool_call>")
 
 
 def _untagged(calls: Calls) -> Reading[None]:
     """`<function=…>` whose `<tool_call>` the model forgot: only a tool's name counts."""
     calls.found((yield from read_function(calls.source, calls.known, only_known=True)))
-    yield from take(calls.source, "</tool_call>")
+    yield from close(calls.source, "</tool_call>")
 
 
 def _bare_json(calls: Calls) -> Reading[None]:
@@ -39,10 +52,10 @@ def _bare_json(calls: Calls) -> Reading[None]:
     Without a marker, only an object that names one of the tools and has arguments is a call.
     """
     while True:
-        made = json_calls((yield from read_json(calls.source)), complete=True)
-        if any(call.name not in calls.known for call in made):
+        call = json_call((yield from read_json(calls.source)), complete=True)
+        if call.name not in calls.known:
             raise Malformed
-        calls.found(*made)
+        calls.found(call)
         if not (yield from _another(calls)):
             return
 
@@ -50,7 +63,7 @@ def _bare_json(calls: Calls) -> Reading[None]:
 def _marked_json(calls: Calls) -> Reading[None]:
     """The same behind `<|python_tag|>`, where any name counts."""
     while True:
-        calls.found(*json_calls((yield from read_json(calls.source))))
+        calls.found(json_call((yield from read_json(calls.source))))
         if not (yield from _another(calls)):
             return
 
@@ -71,7 +84,7 @@ def _mistral(calls: Calls) -> Reading[None]:
     yield from skip_space(source)
     char = yield from peek(source)
     if char in ("[", "{"):
-        calls.found(*json_calls((yield from read_json(source))))
+        yield from _objects(calls)
         return
     name = yield from _mistral_name(calls)
     if (yield from take(source, "[CALL_ID]")):
@@ -93,10 +106,8 @@ def _mistral_name(calls: Calls) -> Reading[str]:
 
 def _phi(calls: Calls) -> Reading[None]:
     """`functools[{"name": …, "arguments": {…}}]`, or such an array between `<|tool_call|>` and `<|/tool_call|>`."""
-    if not (yield from ahead(calls.source, "[")) and not (yield from ahead(calls.source, "{")):
-        raise Malformed
-    calls.found(*json_calls((yield from read_json(calls.source))))
-    yield from take(calls.source, "<|/tool_call|>")
+    yield from _objects(calls)
+    yield from close(calls.source, "<|/tool_call|>")
 
 
 def _bare_list(calls: Calls) -> Reading[None]:
@@ -122,7 +133,7 @@ def _python_block(calls: Calls) -> Reading[None]:
         yield from _marked_json(calls)
     else:
         calls.found((yield from read_call(calls.source, calls.known, only_known=False)))
-    yield from take(calls.source, "<|python_end|>")
+    yield from close(calls.source, "<|python_end|>")
 
 
 def _function_calls(calls: Calls) -> Reading[None]:
@@ -130,7 +141,7 @@ def _function_calls(calls: Calls) -> Reading[None]:
     while True:
         calls.found((yield from read_call(calls.source, calls.known, only_known=False)))
         yield from take(calls.source, ",")
-        if (yield from take(calls.source, "</function_calls>")):
+        if (yield from close(calls.source, "</function_calls>")):
             return
         yield from skip_space(calls.source)
         if (yield from peek(calls.source)) == "":

@@ -15,6 +15,7 @@ from rekindle._src.text.replies.families import SYNTAXES
 from rekindle._src.text.replies.scanner import ReplyScanner, Tags
 from rekindle._src.text.replies.source import SPACE
 from rekindle._src.text.replies.syntax import CallSyntax
+from rekindle._src.text.template_code import takes_tools
 
 TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # What a template that describes or repeats calls has in it, the most particular first.
@@ -26,7 +27,6 @@ _SIGNS = (
     (re.compile(r"<\|python_start\|>|\[func_name1?\("), "pythonic"),
     (re.compile(r"<\|python_tag\|>|\"parameters\": dictionary"), "llama3_json"),
 )
-_TAKES_TOOLS = re.compile(r"\b(?:xml_|python_)?tools\b")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ReplyFormat:
     def of_template(cls, template: str) -> ReplyFormat:
         """The format that a chat template implies. One that takes tools and shows no syntax gets hermes."""
         name = next((name for sign, name in _SIGNS if sign.search(template)), None)
-        if name is None and _TAKES_TOOLS.search(template):
+        if name is None and takes_tools(template):
             name = "hermes"
         tags = next((tags for tags in TAGS if any(tag in template for tag in tags)), None)
         return cls(None if name is None else SYNTAXES[name], tags)

@@ -1,4 +1,4 @@
-"""Reads one JSON value while it arrives, and stops at the first character that can't be part of one."""
+"""Reads one JSON object while it arrives, and stops at the first character that can't be part of one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _HEX = "0123456789abcdefABCDEF"
 
 
 def read_json(source: Source) -> Reading[str]:
-    """The text of the object or array that comes next, after whitespace. Raises `Malformed` if there is none."""
+    """The text of the JSON object that comes next, after whitespace. Raises `Malformed` if there is none."""
     char = yield from peek(source)
     while char and char in SPACE:
         source.at += 1
         char = yield from peek(source)
-    if char not in ("{", "["):
+    if char != "{":
         raise Malformed
     begun = len(source.since_mark())
     closers: list[str] = []

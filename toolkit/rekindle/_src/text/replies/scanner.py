@@ -5,6 +5,7 @@ Whitespace beside tags and calls belongs to them. What looks like a call and is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ReplyEvent, ToolCallArguments, ToolCallStarted
@@ -30,6 +31,8 @@ class ReplyScanner:
         self.source = Source()
         self.known = known
         self._openers: tuple[Opener, ...] = syntax.openers if syntax is not None else ()
+        self._marked = {opener.text: opener for opener in self._openers if not opener.bare}
+        self._begins = _first_characters([opener.text for opener in self._openers])
         self._tags, self._open = tags, reasoning_open
         self._new_id = new_id
         self._events: list[ReplyEvent] = []
@@ -104,11 +107,14 @@ class ReplyScanner:
         if not (repeated or self._open):
             return
         yield from skip_space(source)
-        openers = {opener.text: opener for opener in self._openers if not opener.bare}
+        openers, ends = self._marked, (closing, *self._marked)
+        begins = _first_characters(ends)
         while (yield from peek(source)):
             source.mark()
-            found = self._first((closing, *openers))
-            end = len(source.text) - self._undecided((closing, *openers)) if found is None else found[0]
+            found, end = None, len(source.text)
+            if begins.search(source.text, source.at) is not None:
+                found = self._first(ends)
+                end = end - self._undecided(ends) if found is None else found[0]
             self._think(source.text[source.at : end])
             source.at = end
             if found is None:
@@ -155,7 +161,11 @@ class ReplyScanner:
         """Say everything before the next opener, which is then what comes next; None if there is none yet."""
         source = self.source
         source.mark()
-        openers = {opener.text: opener for opener in self._openers if not opener.bare}
+        if self._begins.search(source.text, source.at) is None:
+            self._say(source.text[source.at :])
+            source.at = len(source.text)
+            return None
+        openers = self._marked
         found = self._first(tuple(openers))
         first = None if found is None else openers[found[1]]
         end = len(source.text) - self._undecided(tuple(openers)) if found is None else found[0]
@@ -220,3 +230,8 @@ class ReplyScanner:
     def _emit(self, kind: type[ContentDelta] | type[ReasoningDelta], text: str) -> None:
         if text:
             self._events.append(kind(text))
+
+
+def _first_characters(literals: Sequence[str]) -> re.Pattern[str]:
+    """Finds a character that can begin one of the literals. Most pieces of text hold none, and leave at once."""
+    return re.compile("|".join(sorted({re.escape(literal[0]) for literal in literals})) or "(?!)")

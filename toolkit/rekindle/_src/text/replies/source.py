@@ -82,3 +82,14 @@ def take(source: Source, *literals: str) -> Reading[bool]:
     length = yield from ahead(source, *literals)
     source.at += length
     return length > 0
+
+
+def close(source: Source, literal: str) -> Reading[bool]:
+    """Read a closing tag if it comes next, after whitespace, or as much of it as there is at the end of the text."""
+    if (yield from take(source, literal)):
+        return True
+    rest = source.text[source.at :].lstrip(SPACE)
+    cut = source.ended and len(rest) > 0 and literal.startswith(rest)
+    if cut:
+        source.at = len(source.text)
+    return cut
