@@ -33,7 +33,7 @@ pytestmark = [
 ]
 TOKENIZER = Tokenizer.load(tiny.folder())
 VOCAB = 2048
-GENERATIONS = 4  # of each schema
+GENERATIONS = 5  # of each schema
 
 
 class Verdict(NamedTuple):
@@ -47,11 +47,13 @@ def maskbench() -> list[dict[str, Any]]:
 
 
 def suite() -> list[dict[str, Any]]:
-    """Groups of a schema with its instances."""
+    """Groups of a schema with its instances: those that every validator has to pass.
+
+    The optional ones ask for more than a format's shape, such as leap years and the tables of Punycode.
+    """
     with gzip.open(SUITE, "rt") as file:
         files = json.load(file)
-    groups = files.values() if isinstance(files, dict) else files
-    return [group for one in groups for group in (one if isinstance(one, list) else one.get("groups", [one]))]
+    return [group for one in files if not one["file"].startswith("optional/") for group in one["groups"]]
 
 
 def follows(grammars: Grammars, schema: dict[str, Any], instance: Any) -> Verdict:
@@ -130,5 +132,5 @@ def test_what_the_model_writes_at_temperature_one_is_valid() -> None:
         session.check_integrity()
     print(*sorted(counts.items(), key=lambda entry: -entry[1]), sep="\n")
     assert not wrong, wrong[:3]
-    assert sum(counts.values()) >= 2_000
+    assert sum(counts.values()) >= 2_400
     assert counts["complete"] >= 1_000

@@ -23,11 +23,9 @@ from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown
 from rekindle._src.session.handle import Batch, Handle
 from rekindle._src.session.prompts import PromptLike, parse, parse_one
-from rekindle._src.session.sampling_defaults import sampling_of
+from rekindle._src.session.sampling_defaults import same_structure, sampling_of, structure_in
 from rekindle._src.session.signatures import takes_options
 from rekindle._src.session.streams import SyncStream
-from rekindle._src.session.structures import structure_for
-from rekindle._src.structured.spec import structure_of
 from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:
@@ -125,7 +123,7 @@ class Requests:
         check_batch(len(given), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
-        structure = structure_for(self._engine, options_)
+        structure = structure_in(self._engine, options_)
         handles: list[Handle[Any]] = [Handle(self._host, self, one, options_, structure=structure) for one in given]
         if not many:
             return handles[0]
@@ -245,30 +243,28 @@ class Requests:
             sampling = dataclasses.replace(
                 base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
             )
-        options_ = sampling_of(self._engine, sampling, options)
-        self._host.check()
-        prompt = parse_one([*prompt_ids, *made[:at], *edited])
-        if options_.structured and structure_of(options_) == structure_of(base):
-            prompt = dataclasses.replace(prompt, covered=source.covered + at + len(edited))
-        handle: Handle[Any] = Handle(
-            self._host, self, prompt, options_, structure=structure_for(self._engine, options_)
-        )
+        whole = [*prompt_ids, *made[:at], *edited]
+        handle = self._handle(whole, sampling, options, base=base, covered=source.covered + at + len(edited))
         handle.submit()
         return handle
 
     def _handle(
-        self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None,
+        options: Mapping[str, Any],
+        *,
+        scoped: bool = False,
+        base: Sampling | None = None,
+        covered: int = 0,
     ) -> Handle[Any]:
-        options_ = sampling_of(self._engine, sampling, options)
+        """A request. `covered` tokens at the prompt's end belong to the structured text of the options `base`."""
+        asked = sampling_of(self._engine, sampling, options)
         self._host.check()
-        return Handle(
-            self._host,
-            self,
-            parse_one(prompt),
-            options_,
-            scoped=scoped,
-            structure=structure_for(self._engine, options_),
-        )
+        given, structure = parse_one(prompt), structure_in(self._engine, asked)
+        if base is not None and same_structure(asked, base):
+            given = dataclasses.replace(given, covered=covered)
+        return Handle(self._host, self, given, asked, scoped=scoped, structure=structure)
 
     @overload
     def generate_sync(
