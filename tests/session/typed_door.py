@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from typing import assert_type
 
+import jax
+
 import rekindle
 from rekindle import (
     Batch,
     Completion,
     Conversation,
     Handle,
+    MeshReport,
     RekindleError,
     Session,
     SessionStats,
@@ -21,6 +24,13 @@ from rekindle import (
 )  # fmt: skip
 
 
+def meshes(mesh: jax.sharding.Mesh) -> None:
+    rekindle.open("tiny", mesh=4)
+    rekindle.open("tiny", mesh={"model": 4, "expert": 2})
+    rekindle.open("tiny", mesh=mesh)
+    rekindle.open("tiny", mesh="4")  # pyright: ignore[reportArgumentType]
+
+
 async def door(k: int) -> None:
     session = await rekindle.open("tiny", max_requests=4, dtype="bfloat16", seed=None)
     assert_type(session, Session)
@@ -28,6 +38,7 @@ async def door(k: int) -> None:
         assert_type(other, Session)
     with rekindle.open_sync("tiny", quiet=True) as third:
         assert_type(third, Session)
+        assert_type(third.stats().mesh, MeshReport | None)
 
     assert_type(session.generate("x"), Handle[Completion])
     assert_type(await session.generate("x"), Completion)
