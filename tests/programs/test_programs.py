@@ -20,6 +20,7 @@ from helpers.driving import TINY, tiny_config
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import ADMIT, MEMORY, Programs
 from rekindle._src.programs.warming import Warming, warm
@@ -244,10 +245,10 @@ def test_jax_deprecating_the_gpu_kernels_stops_no_program(monkeypatch: pytest.Mo
             warnings.warn(text, DeprecationWarning, stacklevel=1)
             return jnp.zeros(1)
 
-        return lambda key: (traced, (), ())
+        return lambda key: Recipe(traced, (), (), (), WHOLE)
 
-    monkeypatch.setattr(programs, "_function", saying("The Pallas Triton backend is deprecated and will be removed"))
+    monkeypatch.setattr(programs, "_recipe", saying("The Pallas Triton backend is deprecated and will be removed"))
     programs.build(MEMORY)
-    monkeypatch.setattr(programs, "_function", saying("something else is deprecated"))
+    monkeypatch.setattr(programs, "_recipe", saying("something else is deprecated"))
     with pytest.raises(DeprecationWarning, match="something else"):
         programs.build(MEMORY)

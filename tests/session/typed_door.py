@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import assert_type
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +16,7 @@ from rekindle import (
     Completion,
     Conversation,
     Handle,
+    MeshReport,
     RekindleError,
     RowAnswer,
     RowAnswers,
@@ -32,6 +34,13 @@ from rekindle import (
 Vector = NDArray[np.float32]
 
 
+def meshes(mesh: jax.sharding.Mesh) -> None:
+    rekindle.open("tiny", mesh=4)
+    rekindle.open("tiny", mesh={"model": 4, "expert": 2})
+    rekindle.open("tiny", mesh=mesh)
+    rekindle.open("tiny", mesh="4")  # pyright: ignore[reportArgumentType]
+
+
 async def door(k: int) -> None:
     session = await rekindle.open("tiny", max_requests=4, dtype="bfloat16", seed=None)
     assert_type(session, Session)
@@ -39,6 +48,7 @@ async def door(k: int) -> None:
         assert_type(other, Session)
     with rekindle.open_sync("tiny", quiet=True) as third:
         assert_type(third, Session)
+        assert_type(third.stats().mesh, MeshReport | None)
 
     assert_type(session.generate("x"), Handle[Completion])
     assert_type(await session.generate("x"), Completion)

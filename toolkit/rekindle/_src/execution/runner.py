@@ -198,7 +198,8 @@ class Runner:
 
     def prefault(self, pages: int) -> None:
         """Start to prefault the memory of so many pages, because they are likely to be restored soon."""
-        prefault(jax.tree.leaves(self._kv), min(pages, self.programs.kv[0].num_pages - 1))
+        parts = [shard.data for leaf in jax.tree.leaves(self._kv) for shard in leaf.addressable_shards]
+        prefault(parts, min(pages, self.programs.kv[0].num_pages - 1))
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
         """Use other weights from the next step on, without compiling; steps in flight end with the old ones."""

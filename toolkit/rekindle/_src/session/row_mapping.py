@@ -22,9 +22,8 @@ from rekindle._src.session.requests import Requests
 from rekindle._src.session.row_answers import RowAnswer, RowAnswers
 from rekindle._src.session.row_prompts import RowPrompts, Rows, Template
 from rekindle._src.session.rows_file import RowsFile, row_key
-from rekindle._src.session.sampling_defaults import sampling_of
+from rekindle._src.session.sampling_defaults import sampling_of, structure_in
 from rekindle._src.session.signatures import takes_options
-from rekindle._src.session.structures import structure_for
 from rekindle.errors import InvalidRequest, RequestAborted, RequestFailed
 
 if TYPE_CHECKING:
@@ -241,7 +240,7 @@ class RowMapping(Requests, ChatRequests):
             raise InvalidRequest("chat", chat, "needs a chat template, and the model brings none", "Leave it out")
         values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
         changed = {name: value for name, value in values.items() if value is not None and name != "priority"}
-        structure = structure_for(self._engine, asked)
+        structure = structure_in(self._engine, asked)
         if structure is not None:  # a type is the same if its schema is
             changed["schema"] = structure.spec.text
         extra = {} if template_options is None else {"template_options": dict(template_options)}
