@@ -14,6 +14,7 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import ADMIT, Key, Programs
+from rekindle._src.programs.warming import Warming
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import unavailable_reason
 
@@ -65,6 +66,25 @@ def test_kernels_take_over_and_each_kind_is_stored_under_a_name_of_its_own() -> 
     assert not native(again.get(TWO))
     again.end_plain()
     assert native(again.get(TWO)) and again.compilations == 0
+
+
+@pytest.mark.parametrize("mode", ["lazy", "background"])
+def test_a_process_that_ended_too_early_leaves_programs_to_begin_with(mode: str) -> None:
+    """The kernels are there by now, and programs that call them are not stored yet."""
+    store = DictStore()
+    short_lived = programs_of(store)
+    short_lived.begin_plain()
+    for key in (Bucket(2, 32), TWO):
+        short_lived.get(key)
+    programs = programs_of(store)
+    seen: list[str] = []
+    store.load = lambda name: seen.append(name) or DictStore.load(store, name)  # type: ignore[method-assign]
+    warming = Warming(programs, mode)
+    warming._thread.join()
+    asked = [name for name in seen if name.endswith("plain")]
+    assert asked == ["r2t32 plain", "r2t0 plain"]
+    assert {"r2t32", "r1t0"} <= {*store.kept}
+    assert native(programs.get(ONE)) and not programs._provisional and programs.lattice == programs._lattice
 
 
 def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     """The names of all kernels that models of these head sizes use."""
     names = [CHAIN]
     for spec in kernel_table.KERNELS.values():
-        dtypes = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
+        dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
         if spec is kernel_table.GEMM:
             dtypes = tuple(name.removeprefix("gemm_") for name in NEEDED)
         if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
