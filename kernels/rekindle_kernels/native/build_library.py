@@ -124,6 +124,7 @@ def machine_of(level: cpu.Level) -> object:
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
+    llvm.initialize_native_asmparser()  # one kernel has lines of assembly, for x86
     architecture = "arm64" if sys.platform == "darwin" and level.machine == "aarch64" else level.machine
     target = llvm.Target.from_triple(f"{architecture}-{SYSTEMS[sys.platform]}")
     return target.create_target_machine(cpu=level.cpu, features=level.flags, opt=3, reloc="pic", codemodel="default")
