@@ -241,7 +241,7 @@ def test_a_step_is_fused_only_where_there_is_something_to_fuse(monkeypatch: pyte
     monkeypatch.setenv("REKINDLE_CHAIN", "0")
     assert fuse(step) is step
     assert traits() == Traits(single_rows=available, skips_padding=False)
-    assert environment() == {"native": available, "chains": False}
+    assert environment() == {"native": available, "chains": False, **machine_code.identity()}
 
 
 def test_the_cache_folder_is_handed_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ class Programs:
                 with self._alone(key):
                     if not self._load(key):
                         self._make(key)
-                    self._replaced.append(self._provisional.pop(key))
+                    self._replaced.append(self._provisional.pop(key, None))  # None: closed meanwhile
             except CompileError as error:
                 log.warning("%s goes on without native kernels: %s", key.name, error)
 
