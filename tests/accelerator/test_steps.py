@@ -6,7 +6,6 @@ layer's pages can't be mistaken for something else.
 
 from __future__ import annotations
 
-
 import functools
 import time
 from dataclasses import dataclass

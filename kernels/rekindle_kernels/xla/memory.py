@@ -17,4 +17,5 @@ def zeros(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
 
 
 WRITE_KV = Implementation("xla", pages.write_kv, anything)
+WRITE_ROWS = Implementation("rows", pages.write_kv_rows, anything)
 ZEROS = Implementation("xla", zeros, anything)
