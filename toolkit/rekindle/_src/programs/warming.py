@@ -189,7 +189,7 @@ class Warming:
     def _load(
         self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any], *, all_of_them: bool = False
     ) -> bool:
-        """Load programs one after the other, as long as they are stored, or `all_of_them` that are; whether all were."""
+        """Load programs one by one as long as they are stored, or `all_of_them` that are; whether all were."""
         found = True
         with contexts():
             for key in keys:
