@@ -199,7 +199,7 @@ async def test_draining_refuses_new_requests_and_finishes_streams(slow: Session)
 
 async def test_keys(session: Session) -> None:
     served = app(session, api_key=["first", "second"])
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "firs"}):
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "first!"}):
         refused = await get(served, "/v1/models", headers=headers)
         assert refused.status == 401 and refused.error["code"] == "invalid_api_key"
         assert refused.headers["www-authenticate"] == "Bearer"
