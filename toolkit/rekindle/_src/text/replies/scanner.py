@@ -28,8 +28,8 @@ class ReplyScanner:
         known: Known,
         new_id: Callable[[int], str],
     ) -> None:
-        self.source = Source()
-        self.known = known
+        self.source: Source = Source()
+        self.known: Known = known
         self._openers: tuple[Opener, ...] = syntax.openers if syntax is not None else ()
         self._marked = {opener.text: opener for opener in self._openers if not opener.bare}
         self._begins = _first_characters([opener.text for opener in self._openers])

@@ -22,9 +22,9 @@ class Source:
     """Text with a position, and the beginning of what may have to be given back as it stands."""
 
     def __init__(self) -> None:
-        self.text = ""
-        self.at = 0
-        self.ended = False
+        self.text: str = ""
+        self.at: int = 0
+        self.ended: bool = False
         self._marked = 0  # where the mark is in `text`; what was read since and is no longer in `text` is in `_before`
         self._before: list[str] = []
 
