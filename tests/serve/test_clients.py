@@ -58,7 +58,7 @@ def run(*command: str, url: str, cwd: Path | None = None) -> str:
 def test_langchain(url: str) -> None:
     said = run(
         "-m", "pytest", "-q", "-rs", "-o", "asyncio_mode=auto", "-o", "addopts=", "-o", "filterwarnings=",
-        "-p", "no:benchmark", "-p", "no:codspeed", "--rootdir", str(CLIENTS), str(CLIENTS / "langchain_suite.py"),
+        "-p", "no:codspeed", "--benchmark-disable", "--rootdir", str(CLIENTS), str(CLIENTS / "langchain_suite.py"),
         url=url,
     )  # fmt: skip
     print(said[-4_000:])
