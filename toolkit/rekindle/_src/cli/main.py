@@ -68,6 +68,9 @@ def parser() -> argparse.ArgumentParser:
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
     warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a hub id, or 'tiny'")
     _engine_options(warm)
+    warm.add_argument(
+        "--structured", action="store_true", default=None, help="the programs of structured output as well"
+    )
     warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
     warm.add_argument("--json", action="store_true", help="print the programs as JSON")
 
@@ -131,7 +134,7 @@ def _sampling_options(command: argparse.ArgumentParser) -> None:
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of `open()` that were given on the command line."""
-    names = ("dtype", "quantize", "max_model_len", "max_requests", "policy", "prompt_lookup", "cache_dir")
+    names = ("dtype", "quantize", "max_model_len", "max_requests", "policy", "prompt_lookup", "cache_dir", "structured")
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 
 
