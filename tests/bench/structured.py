@@ -55,8 +55,11 @@ def tokenizer(vocab: int, folder: Path) -> Path:
         backend.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         special = ["<|pad|>", "<|start|>", "<|end|>"]
-        trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet)
-        backend.train([str(path) for path in Path(sysconfig.get_path("stdlib")).glob("*/*.py")], trainer)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        sources = Path(sysconfig.get_path("stdlib")).glob("*/*.py")
+        backend.train_from_iterator((path.read_text(errors="ignore") for path in sources), trainer)
         backend.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     return folder

@@ -9,12 +9,12 @@ from typing import Any
 import anyio
 import pytest
 
-from helpers.sessions import byte_tokenizer, expected, opened
+from helpers.sessions import byte_tokenizer, expected, fake_session, opened
 from rekindle import FinishReason, Session
 from rekindle._src.dispatch import guided_intake
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.structured.guide import Reasoning
-from rekindle.errors import InvalidRequest, RequestAborted
+from rekindle.errors import InvalidRequest, RekindleError, RequestAborted
 
 pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
 anyio_test = pytest.mark.anyio
@@ -87,11 +87,11 @@ async def test_a_step_that_is_asked_for_waits_for_the_grammar(session: Session, 
 
 @anyio_test
 async def test_closing_while_a_grammar_compiles(slowly: None) -> None:
-    with opened() as session:
-        handle = session.submit("x", regex="[0-9]{4}")
-        await session.aclose()
-        with pytest.raises(Exception):  # noqa: B017  closed or aborted
-            await handle
+    session = fake_session()
+    handle = session.submit("x", regex="[0-9]{4}")
+    await session.aclose()
+    with pytest.raises(RekindleError):
+        await handle
 
 
 class Parts:

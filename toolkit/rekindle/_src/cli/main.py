@@ -79,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
     warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a hub id, or 'tiny'")
     _engine_options(warm)
+    warm.add_argument(
+        "--structured", action="store_true", default=None, help="the programs of structured output as well"
+    )
     warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
     warm.add_argument("--json", action="store_true", help="print the programs as JSON")
 

@@ -15,7 +15,8 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.chat_prompt import Messages, chat_prompt
 from rekindle._src.session.handle import Handle
-from rekindle._src.session.sampling_defaults import sampling_of, structure_in
+from rekindle._src.session.new_handle import structure_in
+from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
 from rekindle._src.session.tools.choice import ToolChoice, chosen, forcing
 from rekindle._src.session.tools.loop import MAX_ROUNDS, ToolLoop

@@ -22,8 +22,9 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown
 from rekindle._src.session.handle import Batch, Handle
-from rekindle._src.session.prompts import PromptLike, parse, parse_one
-from rekindle._src.session.sampling_defaults import same_structure, sampling_of, structure_in
+from rekindle._src.session.new_handle import new_handle, structure_in
+from rekindle._src.session.prompts import PromptLike, parse
+from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
 from rekindle._src.session.streams import SyncStream
 from rekindle.errors import InvalidRequest, RekindleError
@@ -125,9 +126,8 @@ class Requests:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
         structure = structure_in(self._engine, options_)
         handles: list[Handle[Any]] = [Handle(self._host, self, one, options_, structure=structure) for one in given]
-        if not many:
-            return handles[0]
-        return Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
+        several = Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
+        return several if many else handles[0]
 
     @overload
     def stream(
@@ -243,28 +243,13 @@ class Requests:
             sampling = dataclasses.replace(
                 base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
             )
-        whole = [*prompt_ids, *made[:at], *edited]
-        handle = self._handle(whole, sampling, options, base=base, covered=source.covered + at + len(edited))
+        covered = source.covered + at + len(edited)
+        handle = self._handle([*prompt_ids, *made[:at], *edited], sampling, options, base=base, covered=covered)
         handle.submit()
         return handle
 
-    def _handle(
-        self,
-        prompt: PromptLike,
-        sampling: Sampling | None,
-        options: Mapping[str, Any],
-        *,
-        scoped: bool = False,
-        base: Sampling | None = None,
-        covered: int = 0,
-    ) -> Handle[Any]:
-        """A request. `covered` tokens at the prompt's end belong to the structured text of the options `base`."""
-        asked = sampling_of(self._engine, sampling, options)
-        self._host.check()
-        given, structure = parse_one(prompt), structure_in(self._engine, asked)
-        if base is not None and same_structure(asked, base):
-            given = dataclasses.replace(given, covered=covered)
-        return Handle(self._host, self, given, asked, scoped=scoped, structure=structure)
+    def _handle(self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], **more: Any) -> Any:
+        return new_handle(self, self._host, self._engine, prompt, sampling, options, **more)
 
     @overload
     def generate_sync(

@@ -18,11 +18,12 @@ from rekindle._src.dispatch.mailbox import fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.handle import Handle, one_ended
+from rekindle._src.session.new_handle import structure_in
 from rekindle._src.session.requests import Requests
 from rekindle._src.session.row_answers import RowAnswer, RowAnswers
 from rekindle._src.session.row_prompts import RowPrompts, Rows, Template
 from rekindle._src.session.rows_file import RowsFile, row_key
-from rekindle._src.session.sampling_defaults import sampling_of, structure_in
+from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest, RequestAborted, RequestFailed
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.messages import Engine
-from rekindle._src.structured.spec import Structure, structure_of
-from rekindle.errors import InvalidRequest
 
 
 def sampling_of(engine: Engine, sampling: Sampling | None, options: Mapping[str, Any]) -> Sampling:
@@ -19,18 +17,3 @@ def sampling_of(engine: Engine, sampling: Sampling | None, options: Mapping[str,
     if sampling is not None or engine.sampling is None:
         return Sampling.of(sampling, options)
     return Sampling.of(engine.sampling, {name: value for name, value in options.items() if value is not None})
-
-
-def structure_in(engine: Engine, sampling: Sampling) -> Structure | None:
-    """What the options ask of the text's structure, checked as far as that is possible without compiling it."""
-    structure = structure_of(sampling)
-    if structure is not None and not engine.tokenizer.has_text:
-        kind = structure.spec.kind
-        raise InvalidRequest(kind, getattr(sampling, kind), "needs a tokenizer", "Open a model with tokenizer.json")
-    return structure
-
-
-def same_structure(one: Sampling, other: Sampling) -> bool:
-    """Whether both ask for the same structure, so that a fork goes on in that of its source."""
-    first, second = structure_of(one), structure_of(other)
-    return first is not None and second is not None and first.spec == second.spec
