@@ -224,7 +224,9 @@ class Programs:
                 self.traces += 1
             return function(*args)
 
-        whole = fuse(counted, implementation=self.graph.precision.implementation)
+        # Others call no kernels that could be joined, and asking for the one that joins may compile it.
+        implementation = self.graph.precision.implementation
+        whole = fuse(counted, implementation=implementation) if isinstance(key, Bucket) else counted
         with deprecated.known():
             return jax.jit(whole, donate_argnums=donated).lower(*arguments)
 
