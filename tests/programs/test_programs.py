@@ -23,7 +23,7 @@ from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import ADMIT, MEMORY, Programs
-from rekindle._src.programs.warming import Warming, warm
+from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle.errors import CompileError, ConfigError, StoreError
 from rekindle_kernels.native import build, zeros
 
@@ -178,6 +178,15 @@ def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(
     lazy.opened()
     assert {record.name for record in again.manifest()} == {"r2t32", *(["scatter"] if restoring else [])}
     assert again.compilations == programs.compilations == 0
+
+
+def test_a_restart_needs_what_restores_pages_the_smallest_prefill_and_decoding() -> None:
+    programs = programs_of(store=DictStore())
+    decode = f"r{min(programs.lattice).rows}t0"
+    assert [key.name for key in needed_after_restart(programs)] == ["scatter", "r2t32", decode]
+    assert needed_after_restart(programs_of()) == [], "nothing outlives the process"
+    bare = Programs(CONFIG, GRAPH, LEAVES, tiny_config(host_memory=0, disk_memory=0), store=DictStore())
+    assert needed_after_restart(bare) == [], "no page does"
 
 
 def test_a_program_that_does_not_compile_ends_the_warming() -> None:

@@ -37,6 +37,7 @@ def test_programs_without_kernels_answer_until_those_with_them_take_over(mode: s
     assert all(first["at_last"].values()), "and in the end each program calls kernels"
     assert "r1t0" in first["at_last"], "one row has a program of its own again"
     assert (first["wrong"], first["refused"], first["numba"]) == (0, [], False)
+    assert first["unforeseen"] == [], "`kernels_for` names all that programs call"
     second = serve(mode, tmp_path)
     assert all(second["at_first"].values()) and second["rounds"] == 0
     assert second["wrong"] == 0

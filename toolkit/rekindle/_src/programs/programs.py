@@ -250,9 +250,12 @@ class Programs:
                 self.traces += 1
             return recipe.function(*args)
 
-        whole = self.parts.wrap(recipe, fuse(counted, implementation=self.graph.precision.implementation))
+        # Others call no kernels that could be joined, and asking for the one that joins may compile it.
+        implementation = self.graph.precision.implementation
+        joined = fuse(counted, implementation=implementation) if isinstance(key, Bucket) else counted
         with deprecated.known(), self.parts.tracing():
-            return jax.jit(whole, donate_argnums=recipe.donated).lower(*self.parts.arguments(recipe))
+            whole = jax.jit(self.parts.wrap(recipe, joined), donate_argnums=recipe.donated)
+            return whole.lower(*self.parts.arguments(recipe))
 
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""
