@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rekindle
@@ -272,3 +273,14 @@ async def test_single_steps_of_a_paused_session(session: Session) -> None:
             reports.append(report)
     done = await handle
     assert sum(len(report.rows) for report in reports) >= len(done.token_ids)
+
+
+def test_texts_are_embedded_in_the_steps_of_guided_rows(session: Session) -> None:
+    texts = [f"{NEAR} {number} " * 8 for number in range(4)]
+    alone = session.generate_sync(PROMPT, schema=SCHEMA, max_tokens=60).text
+    vectors = session.embed_sync(texts)
+    guided = [session.submit(PROMPT, schema=SCHEMA, max_tokens=60) for _ in range(2)]
+    beside = session.embed_sync(texts)
+    assert [handle.result_sync().text for handle in guided] == [alone, alone]
+    np.testing.assert_allclose(beside, vectors, atol=1e-5)
+    assert any(program.name.endswith("ef") for program in session.programs()), "no step did both"
