@@ -32,7 +32,7 @@ from rekindle_kernels.ops.rope import RopeCall, rope
 from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, SamplingCall, Wanted, draw, greedy, top_k
 from rekindle_kernels.ops.write_kv import WriteCall, write_kv
 from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
-from rekindle_kernels.xla.linear import narrow_dtype, quantize_rows
+from rekindle_kernels.xla.linear import exact_precision, narrow_dtype, quantize_rows
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AttentionCall",
@@ -61,6 +61,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "draw",
     "ensure_kernels",
     "environment",
+    "exact_precision",
     "fill_pages",
     "fuse",
     "gated",

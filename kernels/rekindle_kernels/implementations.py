@@ -31,6 +31,7 @@ ATTENTION.register("pallas_gpu_interpret", GPU_ATTENTION, "INTERPRETED")  # for 
 ATTENTION.register("pallas_tpu_interpret", TPU_ATTENTION, "INTERPRETED")
 
 WRITE_KV.register("pallas_gpu", GPU_WRITE, "WRITE_KV", platforms=GPU)
+WRITE_KV.register("rows", XLA_MEMORY, "WRITE_ROWS", platforms=TPU)
 WRITE_KV.register("native", NATIVE, "WRITE_KV", platforms=CPU)
 WRITE_KV.register("xla", XLA_MEMORY, "WRITE_KV", platforms=ANYWHERE)
 WRITE_KV.register("pallas_gpu_interpret", GPU_WRITE, "INTERPRETED")

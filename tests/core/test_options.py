@@ -26,6 +26,7 @@ WIDER = {
     "stop": str | Sequence[str] | None,
     "stop_token_ids": Sequence[int] | None,
     "processors": str | Sequence[str] | None,
+    "choice": Sequence[str] | None,
     "cache_dir": str | os.PathLike[str] | None,
 }
 

@@ -132,7 +132,7 @@ class EchoModel(FakeModel):
 
 def allowed_by(guide: GuideLike) -> set[int]:
     """The tokens that a guide allows next."""
-    mask = np.zeros(mask_words(1 << 9), np.int32)
+    mask = np.zeros(mask_words(EOS + 1), np.int32)
     problem = guide.fill(mask)
     assert not problem, problem
     return allowed_in(mask)
@@ -262,7 +262,7 @@ class FakeRunner:
     def run_rows(self, in_flight: FakeInFlight) -> None:
         plan, rows = in_flight.plan, []
         layout = Layout(len(plan.decode), len(plan.prefill), 0, 0, 0)
-        masks = guiding.new_masks(layout, mask_words(1 << 9))
+        masks = guiding.new_masks(layout, mask_words(EOS + 1))
         in_flight.stuck = guiding.fill_masks(plan, layout, masks)
         for index, row in enumerate(plan.rows):
             refused = self.refuse(row)

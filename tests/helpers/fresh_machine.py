@@ -53,11 +53,18 @@ def main(mode: str, folder: str) -> dict[str, Any]:
         done = session.generate_sync(ids, max_tokens=30, ignore_eos=True)
         wrong += done.token_ids != plain(ids, 30)
         session.check_integrity()
+        programs: Any = session._engine.runner.programs
+        foreseen = programs.kernels()
         return {
-            "at_first": at_first[0], "at_last": native(session), "numba": "numba" in sys.modules or at_first[1],
-            "rounds": rounds, "wrong": wrong, "refused": sorted(build._failed),
+            "at_first": at_first[0],
+            "at_last": native(session),
+            "numba": "numba" in sys.modules or at_first[1],
+            "unforeseen": sorted(build._ready - {*foreseen, *build.PYTHON}),
+            "rounds": rounds,
+            "wrong": wrong,
+            "refused": sorted(build._failed),
             "origins": sorted({program.origin for program in session.programs()}),
-        }  # fmt: skip
+        }
 
 
 if __name__ == "__main__":

@@ -40,13 +40,13 @@ def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
     return function
 
 
-def compare(name: str, *meshes: Any, kv_heads: int = 4, **options: Any) -> None:
+def compare(name: str, *meshes: Any, kv_heads: int = 4, close: float = CLOSE, **options: Any) -> None:
     model = case(name, kv_heads)
     expected = generated(model, None, **options)
     for mesh in meshes:
         found = difference(expected, generated(model, mesh, **options))
         print(f"{name} with {kv_heads} kv heads on {mesh} {options or ''}: {found:.1e}", flush=True)
-        assert found < CLOSE, (name, mesh, found)
+        assert found < close, (name, mesh, found)
 
 
 def opened(model: Any, mesh: Any, **options: Any) -> Session:
@@ -127,13 +127,13 @@ def quantised(folder: Path) -> None:
         whole, parts = (generated(model, where, quantize="int8")[0].logprobs or () for where in (None, mesh))
         rounded = abs(whole[0].logprob - parts[0].logprob)
         print(f"{mesh}: {found:.1e} with rounded weights, {rounded:.1e} with rounded activations", flush=True)
-        assert found < 5e-3 and rounded < 0.1
+        assert found < 1e-4 and rounded < 0.3
 
 
 @check
 def int8_pages(folder: Path) -> None:
-    """Quantised pages have scales, which are divided as they are."""
-    compare("llama", 2, 4, kv_dtype="int8")
+    """Quantised pages have scales, which are divided too. Values between two steps may be rounded either way."""
+    compare("llama", 2, 4, kv_dtype="int8", close=1e-3)
 
 
 @check

@@ -14,17 +14,25 @@ from rekindle_kernels.native import build, cpu
 pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here")
 HERE = Path(__file__).parent
 LOWER = cpu.levels()[1:]  # the best one is what the other tests run with
-LOWEST = [(level, ["test_native.py", "-k", "few_rows and 964-576-2 or normed and bfloat16-20"]) for level in LOWER[-1:]]
+FEW = ["test_native.py", "-k", "few_rows and 964-576-2 or normed and bfloat16-20"]
 WHOLE = ["test_native.py", "test_paged_attention.py", "test_ops.py", "test_deterministic.py", "test_chain.py"]
-ALL = [pytest.param(level, [*WHOLE, "-k", "not pallas"], marks=pytest.mark.slow) for level in LOWER]
 
 
-@pytest.mark.skipif(not LOWER, reason="this processor has one level")
-@pytest.mark.parametrize(("level", "tests"), [*LOWEST, *ALL], ids=lambda one: getattr(one, "name", str(one[0])[5:-3]))
-def test_kernels_are_exact_with_fewer_features(level: cpu.Level, tests: list[str]) -> None:
+def passes(level: cpu.Level, tests: list[str]) -> None:
     environment = {**os.environ, cpu.MASK: level.name}
     environment.pop("REKINDLE_CACHE", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, cwd=HERE)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(not LOWER, reason="this processor has one level")
+def test_a_few_kernels_are_exact_at_the_lowest_level() -> None:
+    passes(LOWER[-1], FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LOWER, ids=lambda level: level.name)
+def test_all_kernels_are_exact_at_every_level(level: cpu.Level) -> None:
+    passes(level, [*WHOLE, "-k", "not pallas"])

@@ -45,6 +45,7 @@ def url(session: Session) -> str:
 def run(*command: str, url: str, cwd: Path | None = None) -> str:
     environment = {**os.environ, "REKINDLE_URL": url, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     environment |= {"OPENAI_API_KEY": "none", "LANGSMITH_TRACING": "false", "JAX_PLATFORMS": "cpu"}
+    environment.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD", None)
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=450, cwd=cwd
     )
@@ -57,7 +58,7 @@ def run(*command: str, url: str, cwd: Path | None = None) -> str:
 def test_langchain(url: str) -> None:
     said = run(
         "-m", "pytest", "-q", "-rs", "-o", "asyncio_mode=auto", "-o", "addopts=", "-o", "filterwarnings=",
-        "-p", "no:benchmark", "-p", "no:codspeed", "--rootdir", str(CLIENTS), str(CLIENTS / "langchain_suite.py"),
+        "-p", "no:codspeed", "--benchmark-disable", "--rootdir", str(CLIENTS), str(CLIENTS / "langchain_suite.py"),
         url=url,
     )  # fmt: skip
     print(said[-4_000:])
@@ -127,6 +128,7 @@ def test_schemathesis(tmp_path_factory: pytest.TempPathFactory) -> None:
         try:
             urllib.request.urlopen(f"{url}/openapi.json").close()
         except urllib.error.HTTPError as error:
+            error.close()
             pytest.skip(f"the server has no OpenAPI document yet: {error}")
         said = run(
             str(Path(sys.executable).parent / "schemathesis"), "run", f"{url}/openapi.json", "--phases", "fuzzing",

@@ -126,6 +126,12 @@ async def test_where_it_stopped_and_what_is_left_of_it(app: Any) -> None:
     assert chunks[-1]["choices"][0]["stop_reason"] == whole[5:7]
 
 
+async def test_fewer_tokens_than_may_come_are_refused(app: Any) -> None:
+    """Nothing is accepted and then not applied: 16 tokens at most is the default."""
+    refused = await post(app, "/v1/completions", {"prompt": "x", "min_tokens": 20})
+    assert refused.status == 400 and refused.error["param"] == "min_tokens"
+
+
 async def test_token_ids_and_tokens_named_by_their_ids(app: Any) -> None:
     done = await complete(
         app, prompt="Hey", max_tokens=2, return_token_ids=True, logprobs=0, return_tokens_as_token_ids=True

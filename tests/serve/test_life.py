@@ -57,7 +57,7 @@ async def test_abort_by_id_ends_exactly_that_request_of_the_same_sender(slow: Se
     async with anyio.create_task_group() as group:
         for name in ("a", "ab", "abc"):
             group.start_soon(ask, name)
-        await until(lambda: len(served.state.rekindle.life.active) == 3)
+        await until(lambda: slow.stats().generated_tokens > 9)
         again = await post(served, "/v1/completions", {**LONG, "request_id": "a"}, headers=mine)
         assert again.status == 400 and again.error["param"] == "request_id"
         stolen = await post(served, "/abort", {"request_id": "ab"}, headers=other)
@@ -199,7 +199,7 @@ async def test_draining_refuses_new_requests_and_finishes_streams(slow: Session)
 
 async def test_keys(session: Session) -> None:
     served = app(session, api_key=["first", "second"])
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "firs"}):
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "first!"}):
         refused = await get(served, "/v1/models", headers=headers)
         assert refused.status == 401 and refused.error["code"] == "invalid_api_key"
         assert refused.headers["www-authenticate"] == "Bearer"
@@ -230,3 +230,21 @@ async def test_tokenize_and_back(session: Session) -> None:
     chat = (await post(served, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})).json()
     assert bytes(chat["tokens"]).decode() == "<user>x\n<assistant>"
     assert (await post(served, "/tokenize", {})).status == 400
+
+
+async def test_a_stream_that_waits_sends_comments(crowded: Session) -> None:
+    served = app(crowded)
+    served.state.rekindle.heartbeat = 0.05
+    answers: list[Answer] = []
+
+    async def ask() -> None:
+        answers.append(await post(served, "/v1/completions", {**LONG, "max_tokens": 50, "stream": True}))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await until(lambda: crowded.stats().running == 1)
+        group.start_soon(ask)
+    first, second = answers
+    assert second.body.startswith(b": waiting\n\n") and second.body.count(b": waiting") >= 3
+    assert len(second.events) == len(first.events) == 51
+    assert second.body.endswith(b"data: [DONE]\n\n")

@@ -41,6 +41,13 @@ async def test_an_answer_and_its_events(app: Any) -> None:
     assert names == [event["type"] for event in events]
 
 
+async def test_what_comes_back_is_json_whatever_was_sent(app: Any) -> None:
+    raw = b'{"input": "x", "max_output_tokens": 1, "metadata": {"a": 1e999}}'
+    assert (await post(app, "/v1/responses", raw=raw)).status == 400
+    kept = await post(app, "/v1/responses", body(metadata={"a": "é", "b": [1, None]}))
+    assert kept.json()["metadata"] == {"a": "é", "b": [1, None]}
+
+
 async def test_conversations_become_messages(app: Any) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "What is the weather?"}]},

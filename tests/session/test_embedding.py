@@ -167,3 +167,21 @@ def test_a_text_whose_numbers_are_not_finite_fails_alone(cache_dir: str) -> None
         found = session.embed_sync([[5, 6], [5, 7], [8] * 9], errors="return")
         assert "has no embedding" in str(found[1])
         np.testing.assert_allclose(np.stack([found[0], found[2]]), whole, atol=1e-6)  # type: ignore[list-item]
+
+
+@pytest.mark.slow
+def test_beside_answers_that_follow_a_structure(tmp_path: Path) -> None:
+    """Guided rows split a step into two programs; the first one pools."""
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    options: dict[str, Any] = {"max_requests": 4, "max_model_len": 256, "dtype": "float32", "precompile": "lazy"}
+    with rekindle.open_sync("tiny", cache_dir=str(tmp_path), **options) as session:
+        texts = [f"Once upon a time number {number} went home. " * 4 for number in range(12)]
+        alone = session.embed_sync(texts)
+        choices = ["a long answer about dogs", "another long answer about cats"]
+        asked = {"choice": choices, "max_tokens": 64}
+        expected = session.generate_sync("Tom said:", **asked).text  # type: ignore[arg-type]
+        handles = [session.submit("Tom said:", **asked) for _ in range(3)]  # type: ignore[arg-type]
+        beside = session.embed_sync(texts)
+        assert {handle.result_sync().text for handle in handles} == {expected} and expected in choices
+        np.testing.assert_allclose(beside, alone, atol=1e-5)
+        wait_until_idle(session)

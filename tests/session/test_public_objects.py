@@ -46,6 +46,13 @@ def awaited(call: Call[Any]) -> list[Any]:
     return [call, call.result_sync()]
 
 
+def served(session: Session) -> list[Any]:
+    pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+    call = session.serve(name=EVIL, api_key="secret")
+    server = call.result_sync()
+    return [call, server, server.close(), server]
+
+
 def never_started(call: Call[Any]) -> Call[Any]:
     call.close()
     return call
@@ -72,6 +79,8 @@ SESSION: dict[str, Recipe] = {
             )
         ),
     ],
+    "render": lambda session, path: session.render([{"role": "user", "content": EVIL}]),
+    "serve": lambda session, path: served(session),
     "sampling": lambda session, path: session.sampling,
     "conversation": lambda session, path: [chat := session.conversation(system=EVIL), *awaited(chat.say(EVIL)), chat],
     "embed": lambda session, path: awaited(session.embed([EVIL, "two"])),
@@ -84,6 +93,7 @@ SESSION: dict[str, Recipe] = {
     "stats": lambda session, path: session.stats(),
     "programs": lambda session, path: list(session.programs()),
     "explain": lambda session, path: session.explain(session.generate_sync(EVIL, max_tokens=2)),
+    "allowed": lambda session, path: session.allowed(session.generate_sync(EVIL, choice=["<b>x</b>", EVIL]), at=0),
     "check_integrity": lambda session, path: session.check_integrity(),
     "cache": lambda session, path: session.cache,
     "save": lambda session, path: awaited(session.save("kept")),

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
+import rekindle
 from helpers.sessions import CONFIG, expected, fake_session, opened, wait_until_idle
 from rekindle import Session
 from rekindle._src.session.row_answers import RowAnswer
@@ -243,3 +244,18 @@ def test_without_pandas_it_says_what_to_install(session: Session, monkeypatch: p
     answers = session.map_sync(ROWS[:1], "{text}", max_tokens=2)
     with pytest.raises(MissingExtra, match=r"rekindle\[notebook\]"):
         answers.to_pandas()
+
+
+@pytest.mark.slow
+def test_answers_of_a_structure_are_parsed(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    rows = [{"text": "Tom had a red ball."}, {"text": "Anna was sad."}]
+    with rekindle.open_sync("tiny", max_model_len=256, max_requests=2, cache_dir=str(tmp_path / "cache")) as real:
+        options: Any = {"out": tmp_path / "out", "choice": ["happy", "sad"]}
+        for resumed in (False, True):
+            answers = real.map_sync(rows, "{text} It is", **options)
+            assert all(one.parsed in ("happy", "sad") and one.parsed == one.text for one in answers)
+            assert [one.resumed for one in answers] == [resumed, resumed]
+        asked = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+        cut = real.map_sync(rows[:1], "{text}", out=tmp_path / "out", schema=asked, max_tokens=2)
+        assert not cut[0].resumed and cut[0].parsed is None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import assert_type
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,9 +16,11 @@ from rekindle import (
     Completion,
     Conversation,
     Handle,
+    MeshReport,
     RekindleError,
     RowAnswer,
     RowAnswers,
+    Server,
     Session,
     SessionStats,
     StepReport,
@@ -31,6 +34,13 @@ from rekindle import (
 Vector = NDArray[np.float32]
 
 
+def meshes(mesh: jax.sharding.Mesh) -> None:
+    rekindle.open("tiny", mesh=4)
+    rekindle.open("tiny", mesh={"model": 4, "expert": 2})
+    rekindle.open("tiny", mesh=mesh)
+    rekindle.open("tiny", mesh="4")  # pyright: ignore[reportArgumentType]
+
+
 async def door(k: int) -> None:
     session = await rekindle.open("tiny", max_requests=4, dtype="bfloat16", seed=None)
     assert_type(session, Session)
@@ -38,6 +48,7 @@ async def door(k: int) -> None:
         assert_type(other, Session)
     with rekindle.open_sync("tiny", quiet=True) as third:
         assert_type(third, Session)
+        assert_type(third.stats().mesh, MeshReport | None)
 
     assert_type(session.generate("x"), Handle[Completion])
     assert_type(await session.generate("x"), Completion)
@@ -105,6 +116,8 @@ async def door(k: int) -> None:
     assert_type(stats.compilations, int)
     assert_type(stats.hit_rate, float)
     assert_type(await session.step(), StepReport | None)
+    assert_type(await session.serve(port=0), Server)
+    assert_type(session.render([]), str)
 
 
 def add(a: int, b: int) -> int:
@@ -120,6 +133,7 @@ async def mistakes(session: Session) -> None:
     await session.embed("x", pooling="max")  # pyright: ignore
     await session.embed("x", errors="return", n=2)  # pyright: ignore
     await session.generate("x", temperature="hot")  # pyright: ignore
+    await session.serve(prt=8000)  # pyright: ignore[reportCallIssue]
     session.conversation(temprature=0.8)  # pyright: ignore[reportCallIssue]
     rekindle.Sampling(max_token=3)  # pyright: ignore[reportCallIssue]
     _ = session.stats().runing  # pyright: ignore

@@ -55,24 +55,27 @@ if TYPE_CHECKING:
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
     from rekindle._src.scheduling.explain import Explanation
     from rekindle._src.serve.server import Server
+    from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
     from rekindle._src.session.cache_view import CacheView
     from rekindle._src.session.cache_writer import SaveReport
     from rekindle._src.session.call import Call
     from rekindle._src.session.conversation import Conversation, Turn
     from rekindle._src.session.embedding import Embeddings
-    from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
+    from rekindle._src.session.handle import Batch, Handle
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
     from rekindle._src.session.row_answers import RowAnswer, RowAnswers
     from rekindle._src.session.row_mapping import RowMap
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
+    from rekindle._src.session.streams import Stream, SyncStream
     from rekindle._src.session.tools.choice import ToolChoice
     from rekindle._src.session.tools.loop import ToolLoop, ToolRun
     from rekindle._src.session.tools.tool import ToolLike
 
 _LAZY = {
+    "AllowedTokens": "rekindle._src.session.allowed",
     "Batch": "rekindle._src.session.handle",
     "CacheStats": "rekindle._src.session.cache_report",
     "CacheTree": "rekindle._src.session.cache_report",
@@ -110,8 +113,8 @@ _LAZY = {
     "SnapshotInfo": "rekindle._src.kvcache.persist.snapshot",
     "Status": "rekindle._src.core.records",
     "StepReport": "rekindle._src.session.stats",
-    "Stream": "rekindle._src.session.handle",
-    "SyncStream": "rekindle._src.session.handle",
+    "Stream": "rekindle._src.session.streams",
+    "SyncStream": "rekindle._src.session.streams",
     "TextDelta": "rekindle._src.core.records",
     "Timings": "rekindle._src.core.records",
     "TokenLogprobs": "rekindle._src.core.records",
@@ -131,6 +134,7 @@ _MODULES = ("errors", "models", "serve", "tiny")
 
 __version__ = VERSION
 __all__ = [
+    "AllowedTokens",
     "Batch",
     "CacheStats",
     "CacheTree",

@@ -254,8 +254,8 @@ def _common() -> bytes:
     versions = [_version(package) for package in ("numba", "llvmlite")]
     hasher = hashlib.blake2b()
     masked = cpu.mask()
-    for part in (*versions, cpu.identity(), masked.name if masked else "", *sources):
-        part = part if isinstance(part, bytes) else part.encode()
+    texts = [*versions, cpu.identity(), masked.name if masked else ""]
+    for part in [*(text.encode() for text in texts), *sources]:
         hasher.update(len(part).to_bytes(8, "little") + part)
     return hasher.digest()
 

@@ -32,7 +32,7 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     """The names of all kernels that models of these head sizes use."""
     names = [CHAIN]
     for spec in kernel_table.KERNELS.values():
-        dtypes = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
+        dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
         if spec is kernel_table.GEMM:
             dtypes = tuple(name.removeprefix("gemm_") for name in NEEDED)
         if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
@@ -124,6 +124,7 @@ def machine_of(level: cpu.Level) -> object:
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
+    llvm.initialize_native_asmparser()  # one kernel has lines of assembly, for x86
     architecture = "arm64" if sys.platform == "darwin" and level.machine == "aarch64" else level.machine
     target = llvm.Target.from_triple(f"{architecture}-{SYSTEMS[sys.platform]}")
     return target.create_target_machine(cpu=level.cpu, features=level.flags, opt=3, reloc="pic", codemodel="default")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from rekindle_kernels.ops.registry import Registry, current_platform
-from rekindle_kernels.pages import LayerKV, needs_scales, storage_dtype
+from rekindle_kernels.pages import LayerKV, needs_scales, storage_dtype, stored_head_dim
 
 ZEROS = Registry("zeros")  # run(leaves) -> one array per ShapeDtypeStruct
 FILL_PAGES = Registry("fill_pages")  # run(leaves of all layers, ids, leaves of each page, layers) -> leaves
@@ -71,8 +71,9 @@ def abstract_pages(
     num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
 ) -> LayerKV:
     """The shapes of `init_pages`, without memory and without tracing."""
-    stored = storage_dtype(dtype, platform or current_platform())
-    shape = (num_pages, 2, kv_heads, page_size, head_dim)
+    platform = platform or current_platform()
+    stored = storage_dtype(dtype, platform)
+    shape = (num_pages, 2, kv_heads, page_size, stored_head_dim(head_dim, platform))
     scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs_scales(dtype) else None
     return LayerKV(jax.ShapeDtypeStruct(shape, stored), scales)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions
-from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.ops.registry import Implementation, current_platform
 
 
 def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:
@@ -36,9 +36,19 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
+def exact_precision(x: jax.Array, weight: jax.Array) -> jax.lax.Precision | None:
+    """The precision of a product of float32: by default a GPU rounds its operands to 11 bits and a TPU to 8.
+
+    A CPU has no other than the exact one, and programs for it stay as they are.
+    """
+    exact = x.dtype == weight.dtype == jnp.float32 and current_platform() != "cpu"
+    return jax.lax.Precision.HIGHEST if exact else None
+
+
 def _dot(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    precision = exact_precision(x, weight)
     contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.dtype(dtype))
+    return jax.lax.dot_general(x, weight, contract, precision, preferred_element_type=jnp.dtype(dtype))
 
 
 def run(

@@ -32,5 +32,6 @@ def fill(
 
 
 WRITE_KV = Implementation("xla", pages.write_kv, anything)
+WRITE_ROWS = Implementation("rows", pages.write_kv_rows, anything)
 ZEROS = Implementation("xla", zeros, anything)
 FILL_PAGES = Implementation("xla", fill, anything)

@@ -40,7 +40,7 @@ def main() -> None:
     scored = chat("hosted_vllm", logprobs=True, top_logprobs=2)
     assert len(scored.choices[0].logprobs.content) == scored.usage.completion_tokens
     whole = litellm.text_completion(
-        "hosted_vllm/tiny", prompt="Once upon a time", api_base=BASE, api_key="none", max_tokens=8, temperature=0
+        model="hosted_vllm/tiny", prompt="Once upon a time", api_base=BASE, api_key="none", max_tokens=8, temperature=0
     )
     assert whole.choices[0].text
     vectors = litellm.embedding("hosted_vllm/tiny", input=["one", "two"], api_base=BASE, api_key="none")

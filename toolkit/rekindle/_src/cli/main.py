@@ -8,10 +8,11 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from rekindle._src.core.config import DTYPES, POLICIES, QUANTIZE
+from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE, QUANTIZE
 from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
+from rekindle._src.core.options import GenerationConfig, KVDType
 from rekindle._src.core.version import VERSION
 from rekindle.errors import ConfigError, RekindleError
 
@@ -78,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
     warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a hub id, or 'tiny'")
     _engine_options(warm)
+    warm.add_argument(
+        "--structured", action="store_true", default=None, help="the programs of structured output as well"
+    )
     warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
     warm.add_argument("--json", action="store_true", help="print the programs as JSON")
 
@@ -144,10 +148,27 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--metrics-names", choices=("rekindle", "vllm", "both"), default="rekindle", help="vllm: for its dashboards"
     )
+    serve.add_argument("--grafana", action="store_true", help="print a Grafana dashboard as JSON instead of serving")
     serve.add_argument("--access-log", action="store_true", help="log every request")
     _engine_options(serve)
     serve.add_argument("--max-queue", type=int, help="requests that may wait before others get 429 (default 1024)")
     serve.add_argument("--restore", help="a snapshot to restore, or 'auto' for what the last session left")
+    serve.add_argument(
+        "--precompile",
+        choices=PRECOMPILE,
+        default="background",
+        help="when programs compile (default background: requests are served meanwhile)",
+    )
+    serve.add_argument("--kv-dtype", choices=get_args(KVDType), help="of cached keys and values")
+    serve.add_argument("--max-tokens-per-step", type=int)
+    serve.add_argument("--device-pages", type=int, help="KV pages on the device")
+    serve.add_argument("--host-memory", type=int, metavar="BYTES", help="for pages that left the device")
+    serve.add_argument("--disk-memory", type=int, metavar="BYTES", help="for pages and snapshots")
+    serve.add_argument("--structured", action="store_true", default=None, help="precompile structured output, too")
+    serve.add_argument("--deterministic", action="store_true", default=None, help="the same seed gives the same tokens")
+    serve.add_argument(
+        "--generation-config", choices=get_args(GenerationConfig), help="greedy: sample only where requests ask for it"
+    )
 
 
 def _mesh(text: str) -> MeshShape:
@@ -202,6 +223,15 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "cache_dir",
         "max_queue",
         "restore",
+        "precompile",
+        "kv_dtype",
+        "max_tokens_per_step",
+        "device_pages",
+        "host_memory",
+        "disk_memory",
+        "deterministic",
+        "generation_config",
+        "structured",
     )
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 
 from rekindle._src.cli.main import engine_options
 from rekindle._src.serve.app import app
+from rekindle._src.serve.grafana import dashboard
 from rekindle._src.serve.server import address, warn_if_open
 from rekindle._src.session.opening import open
 from rekindle.errors import ConfigError, MissingExtra, RekindleError
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.grafana:
+        print(json.dumps(dashboard(), indent=1))
+        return 0
     try:
         from rekindle._src.serve.listening import Listener, bind
     except ImportError as error:
@@ -40,12 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
         cors_origins=arguments.cors_origin,
         trust_request_chat_template=arguments.trust_request_chat_template,
         metrics_names=arguments.metrics_names,
+        opened=lambda name: print(f"{name} is ready", file=sys.stderr),
         failed=failed,
     )
     url = address(arguments.host, bound.getsockname()[1])
 
     def started() -> None:
-        print(f"rekindle serves {', '.join(openings)} at {url}/v1, once {url}/health says so", file=sys.stderr)
+        print(f"rekindle listens at {url}/v1 and loads {', '.join(openings)}", file=sys.stderr)
 
     service = made.state.rekindle
     listener = Listener(made, service.life, bound, started=started, access_log=arguments.access_log)

@@ -23,6 +23,7 @@ from rekindle._src.programs.warming import Warmed, warm
 from rekindle._src.session.builder import stored_programs
 from rekindle._src.session.resolve import resolve
 from rekindle.errors import ConfigError
+from rekindle_kernels import build_kernels
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = resolve(options, model.found.config, weight_bytes=weight_bytes, placement=placement)
     programs = stored_programs(model.found.config, model.graph, shapes, config, placement=placement)
     start = time.perf_counter()
+    kernels = build_kernels(programs.kernels())
+    if kernels is not None:
+        kernels.wait()
     warm(programs, progress=None if arguments.json else show)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(record) for record in programs.manifest()], indent=1))

@@ -301,7 +301,8 @@ class Completion:
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
     forced: tuple[bool, ...] = ()  # of each token of a structured text: whether its grammar left no choice
     covered: int = 0  # tokens at the prompt's end that belong to the structured text, in a fork
-    parsing: Parsing | None = dataclasses.field(default=None, repr=False, compare=False)
+    # What makes the object. Any: the signature of a public class names no private type.
+    parsing: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def parsed(self) -> Any:
@@ -314,7 +315,8 @@ class Completion:
     @property
     def parse_error(self) -> str | None:
         """Why `parsed` is None although a structure was asked for; None if it is the object."""
-        return None if self.parsing is None else self.parsing.get().problem
+        parsing: Parsing | None = self.parsing
+        return None if parsing is None else parsing.get().problem
 
     @property
     def seed(self) -> int:
@@ -367,13 +369,21 @@ class Completion:
             # Nothing comes before a prompt's first token, so that it has no probability.
             first = html.Token(self.text_of(self.prompt_token_ids[0]))
             parts.append(html.tokens([first, *map(self._shown, self.prompt_logprobs)]))
-        if self.logprobs is not None:
-            parts.append(html.tokens(map(self._shown, self.logprobs)))
-        elif self.reply is not None:
-            parts.append(self.reply._repr_html_())
+        if self.logprobs is None and self.reply is not None:
+            parts.append(html.Markup(self.reply._repr_html_()))
         else:
-            parts.append(html.text(self.text))
+            parts.append(self._shown_text())
         return str(html.block(*parts))
+
+    def _shown_text(self) -> html.Markup:
+        if self.logprobs is not None:
+            shown = [self._shown(entry) for entry in self.logprobs]
+        elif any(self.forced):
+            shown = [html.Token(text) for text in self.token_texts]
+        else:
+            return html.text(self.text)
+        forced = [*self.forced, *[False] * (len(shown) - len(self.forced))]
+        return html.tokens(token._replace(forced=one) for token, one in zip(shown, forced, strict=True))
 
     def _shown(self, entry: TokenLogprobs) -> html.Token:
         others = zip(map(self.text_of, entry.top_ids), entry.top_logprobs, strict=True)
@@ -391,6 +401,8 @@ class Completion:
             f"{compiling:.1f} s of it compiling" if compiling >= 0.05 else "",
             f"prompt of {html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
             "" if self.sampling.greedy else f"seed {self.seed}",
+            f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
+            "" if self.parse_error is None else f"no object: {html.shortened(self.parse_error, 100)}",
         )
 
     def __getstate__(self) -> list[Any]:

@@ -41,8 +41,7 @@ class OutputState:
     __slots__ = (
         "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_events", "_first",
         "_guided", "_logprobs", "_pooled", "_program_wait", "_prompt_logprobs", "_scanner", "_scores", "_stop_reason",
-        "_structured", "_text", "_tokens",
-        "mailbox", "prompt", "request", "started",
+        "_structured", "_text", "_tokens", "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
     def __init__(

@@ -26,7 +26,6 @@ def prefault(leaves: Sequence[Any], pages: int) -> threading.Thread | None:
     """
     if jax.default_backend() != "cpu" or sys.platform != "linux" or not pages:
         return None
-    leaves = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
     page_bytes = sum(leaf.nbytes // leaf.shape[0] for leaf in leaves)
     count = min(pages, MAX_BYTES // page_bytes)
     ranges = [(leaf.unsafe_buffer_pointer(), leaf.nbytes // leaf.shape[0] * (count + 1)) for leaf in leaves]

@@ -138,17 +138,15 @@ class Runner:
     def _choose(self, in_flight: InFlight) -> None:
         """Fill the masks of a step with guided rows, while the device computes its first half, and start the second."""
         choice, bucket, upload = in_flight.choice, in_flight.bucket, in_flight.upload
+        in_flight.choice = None
         if choice is None or bucket is None or upload is None:
             return
-        in_flight.choice = None
         try:
             in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks)
-            buffers = upload.ints, upload.floats, choice.masks
-            self._state, rows = choice.program(self._state, choice.scores, *buffers)
+            self._state, rows = choice.program(self._state, choice.scores, upload.ints, upload.floats, choice.masks)
             if self._copies:
                 rows.copy_to_host_async()
-            in_flight.output = StepOutput(rows, choice.prompt, choice.pooled)
-            in_flight.masks = choice.masks
+            in_flight.output, in_flight.masks = StepOutput(rows, choice.prompt, choice.pooled), choice.masks
         except Exception as error:
             in_flight.error = error
 
@@ -200,7 +198,8 @@ class Runner:
 
     def prefault(self, pages: int) -> None:
         """Start to prefault the memory of so many pages, because they are likely to be restored soon."""
-        prefault(jax.tree.leaves(self._kv), min(pages, self.programs.kv[0].num_pages - 1))
+        parts = [shard.data for leaf in jax.tree.leaves(self._kv) for shard in leaf.addressable_shards]
+        prefault(parts, min(pages, self.programs.kv[0].num_pages - 1))
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
         """Use other weights from the next step on, without compiling; steps in flight end with the old ones."""

@@ -22,6 +22,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import family
+from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
     from rekindle._src.models.nn.layers import Attend
@@ -128,8 +129,14 @@ def random_model(
     quantize: str | None = None,
     quantize_embeddings: bool = True,
 ) -> LoadedModel:
-    """A model with random weights of a sensible spread, for tests, benchmarks and the start of training."""
+    """A model with random weights of a sensible spread, for tests, benchmarks and the start of training.
+
+    The weights depend on the platform: a GPU or TPU draws them itself, which a host would do for minutes at 8B.
+    """
     graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
+    if (platform := current_platform()) != "cpu":
+        fingerprint = f"random-{platform}-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
+        return LoadedModel(config, graph, drawn_on_device(graph, shapes, seed), fingerprint)
     rng = np.random.default_rng(seed)
     leaves = tuple(
         jax.device_put(_adopted(_random(path, leaf, config, graph.precision, rng)), may_alias=True)
@@ -137,6 +144,41 @@ def random_model(
     )
     fingerprint = f"random-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
     return LoadedModel(config, graph, leaves, fingerprint)
+
+
+def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> tuple[jax.Array, ...]:
+    """Random leaves of a graph, drawn by the default device."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return tuple(_draw(key, path, leaf, graph) for key, path, leaf in zip(keys, graph.paths, shapes, strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(key: jax.Array, path: str, leaf: jax.ShapeDtypeStruct, graph: Graph) -> jax.Array:
+    value = _constant(path, leaf, graph.config)
+    if value is not None:
+        return jnp.full(leaf.shape, value, leaf.dtype)
+    if leaf.dtype == jnp.int8:
+        return jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
+    spread = _spread(path, graph.config)
+    drawn = (jax.random.normal(key, leaf.shape) * spread).astype(graph.precision.value_dtype(leaf.dtype))
+    return drawn if drawn.dtype == leaf.dtype else jax.lax.bitcast_convert_type(drawn, leaf.dtype)
+
+
+def _constant(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig) -> float | None:
+    """The value of a leaf that is the same everywhere; None for one that is drawn."""
+    name = path.rsplit(".", 1)[-1]
+    if leaf.dtype == jnp.int8:
+        return None
+    if name == "scale":
+        return config.hidden_size**-0.5 / 73.0  # 73: the deviation of the integers that are drawn
+    if name == "bias":
+        return 0.0
+    return 1.0 if "norm" in path else None
+
+
+def _spread(path: str, config: ModelConfig) -> float:
+    """The deviation of a matrix."""
+    return config.hidden_size**-0.5 if not path.startswith("embed") or config.tie_embeddings else 1.0
 
 
 def _adopted(values: np.ndarray) -> np.ndarray:
@@ -149,16 +191,11 @@ def _adopted(values: np.ndarray) -> np.ndarray:
 def _random(
     path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, precision: Precision, rng: np.random.Generator
 ) -> Any:
-    name = path.rsplit(".", 1)[-1]
-    spread = config.hidden_size**-0.5
+    value = _constant(path, leaf, config)
+    if value is not None:
+        return np.full(leaf.shape, value, np.float32)
     if leaf.dtype == jnp.int8:
         return rng.integers(-127, 128, leaf.shape, np.int8)
-    if name == "scale":
-        return np.full(leaf.shape, spread / 73.0, np.float32)  # 73: the deviation of the integers above
-    if name == "bias":
-        return np.zeros(leaf.shape, np.float32)
-    if "norm" in path:
-        return np.ones(leaf.shape, np.float32)
     values = rng.standard_normal(leaf.shape, np.float32)
-    values *= spread if not path.startswith("embed") or config.tie_embeddings else 1.0
+    values *= _spread(path, config)
     return values.astype(precision.value_dtype(leaf.dtype)).view(leaf.dtype)

@@ -1,7 +1,7 @@
 """A model on a mesh of devices: where each leaf's parts lie, and the way there and back.
 
-Nothing outside depends on the mesh: leaves come as checkpoints have them, `whole` gives them back like that, and pages
-leave a device as they leave one device alone. So kept weights, pages and snapshots of one mesh serve any other.
+Nothing outside depends on the mesh: leaves come as checkpoints have them, `held` gives them back like that, and pages
+leave the mesh as they leave one device alone. So kept weights, pages and snapshots of one mesh serve any other.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ class Placement:
 
     mesh: Mesh
     partition: Partition
-    config: ModelConfig  # of the whole model
     graph: Graph  # of the whole model
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config of the whole model."""
+        return self.graph.config
 
     @functools.cached_property
     def roles(self) -> Mapping[str, Role]:
@@ -78,13 +82,8 @@ class Placement:
             parts.append(jax.device_put(part, device, may_alias=True))
         return jax.make_array_from_single_device_arrays(described.shape, described.sharding, parts)
 
-    def whole(self, path: str, leaf: jax.Array, shape: tuple[int, ...]) -> NDArray[Any]:
-        """A leaf as checkpoints have it, in host memory."""
-        held = self.hold(path, leaf, shape)
-        return np.asarray(held)
-
     def hold(self, path: str, leaf: jax.Array, shape: tuple[int, ...]) -> Held:
-        """What `whole` gives, put together when it is asked for; on CPU it outlives the leaf."""
+        """A leaf as checkpoints have it, put together when it is read as an array; on CPU it outlives the leaf."""
         by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
         on_host = all(device.platform == "cpu" for device in by_device)
         parts = {
@@ -212,7 +211,7 @@ def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph) -> Placement | Non
         partition.check(graph.config)
         shape = tuple(sizes[axis] for axis in AXES)
         made = jax.make_mesh(shape, AXES, (AxisType.Auto,) * 2, devices=present[: mesh.size])
-        return Placement(made, partition, graph.config, graph)
+        return Placement(made, partition, graph)
     given = np.asarray(mesh.devices)
     if any(device.process_index != jax.process_index() for device in given.flat):
         raise ConfigError(
@@ -223,7 +222,7 @@ def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph) -> Placement | Non
     partition.check(graph.config)
     ordered = np.moveaxis(given, [mesh.axis_names.index(axis) for axis in AXES if axis in sizes], range(given.ndim))
     made = Mesh(ordered.reshape([sizes.get(axis, 1) for axis in AXES]), AXES, axis_types=(AxisType.Auto,) * 2)
-    return Placement(made, partition, graph.config, graph)
+    return Placement(made, partition, graph)
 
 
 def _devices() -> list[Any]:

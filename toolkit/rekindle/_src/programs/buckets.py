@@ -20,6 +20,7 @@ TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
 MIXED_ROWS_STEP = 8  # decode rows beside prefill tokens: 16, 2
 MAX_PREFILL_ROWS = 64
 FORWARD, CHOICE, BOTH = "f", "c", "g"
+GUIDED_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -92,12 +93,18 @@ def lattice(config: EngineConfig, *, processed: bool = False, single: bool = Fal
 
 @functools.cache
 def guided_lattice(plain: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-    """The sizes of steps with guided rows: all without prefill tokens, and beside those the largest numbers of rows.
+    """The sizes of steps with guided rows: fewer than those of others, because each is two programs.
 
-    Each is two programs, and a guided row samples beside prefill tokens only where a prompt comes or ends.
+    Of the decode steps the smallest and those from GUIDED_ROWS rows on, which drafts fill up; beside prefill tokens,
+    where a guided row samples only while a prompt comes in, the largest number of rows.
     """
-    most = max(bucket.rows for bucket in plain)
-    sizes = [bucket for bucket in plain if not bucket.tokens or bucket.rows == most]
+    least, most = min(bucket.rows for bucket in plain), max(bucket.rows for bucket in plain)
+    few = min(GUIDED_ROWS, most)
+    sizes = [
+        bucket
+        for bucket in plain
+        if bucket.rows == most or (not bucket.tokens and (bucket.rows == least or bucket.rows >= few))
+    ]
     return tuple(dataclasses.replace(bucket, part=BOTH) for bucket in sizes)
 
 

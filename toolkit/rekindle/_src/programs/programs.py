@@ -149,7 +149,8 @@ class Programs:
 
     @property
     def _known(self) -> dict[Key, None]:
-        return dict.fromkeys((*self.keys, *self.guided_keys, *self.pooling, *_halves(self.guided_pooling)))
+        padded = _halves(guided_lattice(self._padded))  # steps find them while native kernels are being compiled
+        return dict.fromkeys((*self.keys, *self.guided_keys, *padded, *self.pooling, *_halves(self.guided_pooling)))
 
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
         """The buckets among which a step finds its own."""
@@ -218,7 +219,7 @@ class Programs:
                 with self._alone(key):
                     if not self._load(key):
                         self._make(key)
-                    self._replaced.append(self._provisional.pop(key))
+                    self._replaced.append(self._provisional.pop(key, None))  # None: closed meanwhile
             except CompileError as error:
                 log.warning("%s goes on without native kernels: %s", key.name, error)
 
@@ -249,9 +250,12 @@ class Programs:
                 self.traces += 1
             return recipe.function(*args)
 
-        whole = self.parts.wrap(recipe, fuse(counted, implementation=self.graph.precision.implementation))
+        # Others call no kernels that could be joined, and asking for the one that joins may compile it.
+        implementation = self.graph.precision.implementation
+        joined = fuse(counted, implementation=implementation) if isinstance(key, Bucket) else counted
         with deprecated.known(), self.parts.tracing():
-            return jax.jit(whole, donate_argnums=recipe.donated).lower(*self.parts.arguments(recipe))
+            whole = jax.jit(self.parts.wrap(recipe, joined), donate_argnums=recipe.donated)
+            return whole.lower(*self.parts.arguments(recipe))
 
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""

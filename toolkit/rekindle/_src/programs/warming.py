@@ -141,20 +141,23 @@ class Warming:
         if kernels is not None and precompile != "all":
             programs.begin_plain()
         first = first_needed(programs, restoring=restoring)
+        prefill_and_decode = first[: 3 if restoring else 2]
 
         def work() -> None:
             if precompile == "lazy":
-                self._load(programs, first, contexts)
-                if kernels is not None:
+                started = self._load(programs, prefill_and_decode, contexts)
+                if kernels is not None or not (started or self._opened.is_set()):
                     self._replace(programs, kernels, contexts)
+                self._load(programs, first, contexts)
                 return
             # In the background one worker: the other core serves meanwhile.
             workers = WORKERS if precompile == "all" else 1
             try:
-                if kernels is not None and precompile == "background":
-                    prefill_and_decode = first[: 3 if restoring else 2]
-                    warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts, workers=workers)
-                    self._replace(programs, kernels, contexts)
+                if precompile == "background":
+                    if kernels is not None:
+                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts, workers=workers)
+                    if kernels is not None or not self._load(programs, prefill_and_decode, contexts):
+                        self._replace(programs, kernels, contexts)
                 elif kernels is not None:
                     kernels.wait(self._is_stopped)
                 now = first_needed(programs, restoring=restoring)
@@ -185,18 +188,30 @@ class Warming:
 
     def _load(
         self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any], *, all_of_them: bool = False
-    ) -> None:
+    ) -> bool:
+        """Load programs one by one as long as they are stored, or `all_of_them` that are; whether all were."""
+        found = True
         with contexts():
             for key in keys:
-                if self._stopped.is_set() or (self._opened.is_set() and not all_of_them):
-                    return
-                if not (programs.load(key) or all_of_them):
-                    return
+                if self._is_stopped() or (self._precompile == "lazy" and self._opened.is_set()):
+                    return False
+                found &= programs.load(key)
+                if not (found or all_of_them):
+                    return False
+        return found
 
-    def _replace(self, programs: Programs, kernels: BackgroundBuild, contexts: Callable[[], Any]) -> None:
-        """Wait for the kernels, then put programs that use them in place of those that do without."""
-        if kernels.wait(self._is_stopped):
-            with contexts():
+    def _replace(self, programs: Programs, kernels: BackgroundBuild | None, contexts: Callable[[], Any]) -> None:
+        """Wait for the kernels, then put programs that use them in place of those that do without.
+
+        Without `kernels` all are there, but the last process may have ended before its programs used them: those that
+        it has stored serve until then.
+        """
+        with contexts():
+            if kernels is None:
+                programs.begin_plain()
+                for key in first_needed(programs, restoring=False)[:2]:
+                    programs.load(key)
+            if kernels is None or kernels.wait(self._is_stopped):
                 programs.end_plain(self._is_stopped)
 
     def _is_stopped(self) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, deque
 
-from rekindle._src.core.guides import Guided
 from rekindle._src.core.records import (
     FinishReason,
     IntArray,
@@ -28,6 +27,7 @@ from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.scheduling.admission import Admission
 from rekindle._src.scheduling.drafts import Drafts
+from rekindle._src.scheduling.ending import reason_to_end
 from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
 from rekindle._src.scheduling.failing import holding, not_finite, request_error, step_error, too_short
 from rekindle._src.scheduling.limits import Limits
@@ -328,7 +328,7 @@ class Scheduler:
             if not scores:
                 return None
             return TokenEvent(request.id, prompt_logprobs=scores, cached_tokens=sequence.cached_tokens)
-        reason = _reason(sequence, token, output.guided)
+        reason = reason_to_end(sequence, token, output.guided)
         if reason is FinishReason.GRAMMAR and sequence.generated < request.sampling.min_tokens:
             return self._fail(sequence, too_short(sequence))
         if reason is not None:
@@ -388,20 +388,6 @@ class Scheduler:
 
     def _collect_released(self) -> None:
         self._ledger.collect(self._flights[0].plan.step if self._flights else None)
-
-
-def _reason(sequence: Sequence, token: int | None, guided: Guided | None) -> FinishReason | None:
-    """The reason why a sequence ends with its latest token; None if it goes on."""
-    request = sequence.request
-    # No id ends the request within its first min_tokens tokens, where the device masks them.
-    if sequence.generated > request.sampling.min_tokens:
-        if token in request.eos_ids:
-            return FinishReason.EOS
-        if token in request.stop_ids:
-            return FinishReason.STOP
-    if guided is not None and guided.ended:
-        return FinishReason.EOS if guided.by_eos else FinishReason.GRAMMAR
-    return sequence.limit_reason if sequence.generated >= sequence.limit else None
 
 
 _COUNTS = (

@@ -17,6 +17,7 @@ from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import finished, follow, make, model_of, submit
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.sampling import sampling_options
+from rekindle._src.serve.structure import format_options
 
 _TYPES = {
     400: "invalid_request_error",
@@ -52,11 +53,16 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     options["max_tokens"] = given["max_tokens"]
     if given.get("stop_sequences"):
         options["stop"] = given["stop_sequences"]
+    output = given.get("output_config") or {}
+    format = output.get("format") or given.get("output_format") or {"type": "text"}
+    structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
+    exchange.names = {**exchange.names, **names, "prompt": "messages"}
+    options |= structure
     chat, template = messages_of(given), template_options(given)
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
-        handle = await make(exchange, lambda: asked(session.chat, chat, {**options, **template}))
+        handle = await make(exchange, lambda: asked(session.chat, chat, {**options, **template}, hint=True))
         submit(active, [handle])
         if not given.get("stream"):
             ((done,),) = await finished(exchange, active, [handle])
@@ -81,7 +87,7 @@ async def count_tokens(exchange: Exchange, given: dict[str, Any]) -> None:
     template.pop("tool_choice", None)
 
     def counted() -> int:
-        return len(session.tokenizer.encode(asked(session.render, chat, template), add_special_tokens=False))
+        return len(session.tokenizer.encode(asked(session.render, chat, template, hint=True), add_special_tokens=False))
 
     await exchange.reply({"input_tokens": await anyio.to_thread.run_sync(counted)})
 
@@ -101,8 +107,11 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
             options["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
         case "auto" | "none" as word:
             options["tool_choice"] = word
-    if "thinking" in given and given["thinking"]["type"] != "adaptive":
-        options["template_options"] = {"enable_thinking": given["thinking"]["type"] == "enabled"}
+    thinking = (given.get("thinking") or {}).get("type")
+    if thinking in ("enabled", "disabled"):
+        options["template_options"] = {"enable_thinking": thinking == "enabled"}
+    if (effort := (given.get("output_config") or {}).get("effort")) is not None:
+        options["reasoning_effort"] = effort
     if given["messages"][-1]["role"] == "assistant":
         options["continue_final_message"] = True
     return options
@@ -158,7 +167,7 @@ class _Stream:
             return
         self._begun = True
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
-        ends = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        ends: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         self._out.append(event("message_start", {"message": {**_envelope(self._exchange, self._model), **ends}}))
 
     def take(self, delta: TextDelta) -> None:

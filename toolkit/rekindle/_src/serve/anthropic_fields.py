@@ -16,7 +16,12 @@ TOOL_CHOICE = Shape(
     (("type", Choice(("auto", "any", "tool", "none"))), ("name", Text()), ("disable_parallel_tool_use", Flag())),
     ("type",),
 )
-THINKING = Shape((("type", Choice(("enabled", "disabled", "adaptive"))), ("budget_tokens", whole(0, MOST))), ("type",))
+THINKING = Shape(
+    (("type", Choice(("enabled", "disabled", "adaptive", "between_tools"))), ("budget_tokens", whole(0, MOST))),
+    ("type",),
+)
+
+OUTPUT = Shape((("format", OBJECT), ("effort", Text(most=64))))
 
 _ASKED = (
     Field("model", Text(most=512), "The name of a served model; may be left out."),
@@ -25,7 +30,13 @@ _ASKED = (
     Field("tools", Items(TOOL, most=512), "Functions that the model may call."),
     Field("tool_choice", TOOL_CHOICE, "auto, none, any, or one tool."),
     Field("thinking", THINKING, "Whether the model thinks before it answers, where its template knows that."),
+    Field("output_config", OUTPUT, "format: a json_schema that the text has to follow; effort, where it is known."),
+    Field("output_format", OBJECT, "The older name of output_config.format."),
     ignored("cache_control", "Prefixes are cached by their content."),
+    ignored("speed", "There is one."),
+    ignored("diagnostics", "There are none."),
+    ignored("user_profile_id", "Not used."),
+    ignored("workspace_id", "Not used."),
     refused("mcp_servers", "the server connects to no others", []),
     refused("container", "there are no containers"),
     refused("context_management", "shorten the conversation before sending it"),
@@ -45,8 +56,6 @@ MESSAGES = Endpoint(
         ignored("metadata", "Not stored."),
         ignored("service_tier", "There is one."),
         ignored("inference_geo", "It runs here."),
-        refused("output_config", "structured output is not available yet in this API", {}),
-        refused("output_format", "structured output is not available yet in this API"),
     ),
 )
 COUNT_TOKENS = Endpoint("/v1/messages/count_tokens", "How many tokens a conversation has", _ASKED)

@@ -66,11 +66,14 @@ def app(
     cors_origins: Sequence[str] = (),
     trust_request_chat_template: bool = False,
     metrics_names: Names = "rekindle",
+    opened: Callable[[str], object] | None = None,
     failed: Callable[[BaseException], object] | None = None,
 ) -> Starlette:
     """An ASGI app that serves a session, or several by name, as OpenAI's API; it closes none of them.
 
-    `session` may still be opening: until then /health and requests get 503, and `failed` is called if that fails.
+    `session` may still be opening: until then /health and requests get 503. Then `opened` is called with its
+    name, or `failed` with the error.
+
     Options:
         name: what the model is called; by default the last part of the name that it was opened with.
         api_key: one key or several, of which a request has to bring one.
@@ -115,6 +118,8 @@ def app(
     async def load(served: Any) -> None:
         try:
             await served.load()
+            if opened is not None:
+                opened(served.name)
         except Exception as error:
             log.error("the model %r could not be opened: %s", served.name, error)
             if failed is not None:

@@ -19,13 +19,13 @@ from rekindle._src.serve.app import POSTS
 from rekindle._src.serve.bodies import parse
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.errors import Refused
-from rekindle._src.serve.exchange import Exchange, OpenAI, refusing
+from rekindle._src.serve.exchange import Exchange, refusing
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.models import Models
 from rekindle._src.serve.service import Service
 from rekindle.errors import InvalidRequest
 
-URLS = {endpoint.path: (endpoint, handler) for endpoint, handler, _ in POSTS if endpoint.path.startswith("/v1/")}
+URLS = {post[0].path: post for post in POSTS if post[0].path.startswith("/v1/")}
 _START = '{"id": "batch_req_'
 _FULL = 429  # the queue is full: the line is tried again once another one has ended
 
@@ -142,7 +142,8 @@ class BatchRun:
         if response is None or response["status_code"] != 200:
             self.failed += 1
         else:
-            self.tokens += response["body"].get("usage", {}).get("completion_tokens", 0)
+            usage = response["body"].get("usage", {})
+            self.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
         self._lines.add(entry)
 
     def _checked(self, task: Any) -> tuple[str, Any]:
@@ -164,7 +165,7 @@ class BatchRun:
 
     async def _call(self, task: _Task) -> tuple[int, str, Any]:
         """Status, request id and body of the response that a server would send."""
-        endpoint, handler = URLS[task.url]
+        endpoint, handler, dialect = URLS[task.url]
         parts: list[bytes] = []
 
         async def send(message: MutableMapping[str, Any]) -> None:
@@ -180,7 +181,7 @@ class BatchRun:
 
         self._active += 1
         try:
-            status = await refusing(exchange, OpenAI(), answer)
+            status = await refusing(exchange, dialect, answer)
         finally:
             self._active -= 1
         return status, exchange.request_id, json.loads(b"".join(parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
@@ -65,7 +66,7 @@ def parse(data: bytes | bytearray) -> Any:
     """The JSON value; raises `Refused` for what is none, and for strings that are no Unicode text."""
     try:
         text = data.decode("utf-8-sig")
-        found = json.loads(text, parse_constant=_constant)
+        found = json.loads(text, parse_constant=_constant, parse_float=_finite)
         if "\\ud" in text or "\\uD" in text:  # half a surrogate pair has no UTF-8, and no tokenizer takes it
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
@@ -75,6 +76,13 @@ def parse(data: bytes | bytearray) -> Any:
     except ValueError as error:
         raise Refused(400, f"the body can't be read as JSON: {str(error)[:200]}. Check it") from None
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is out of range")
+    return value
 
 
 def _constant(name: str) -> float:

@@ -28,6 +28,7 @@ from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.messages_in import plain_messages
 from rekindle._src.serve.sampling import rest_of_context, sampling_options
 from rekindle._src.serve.service import FINGERPRINT
+from rekindle._src.serve.structure import structure_options
 from rekindle.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -36,14 +37,17 @@ _OWN_FIELDS = frozenset(
     ("messages", "tools", "template", "documents", "add_generation_prompt", "continue_final_message")
 )
 
+NAMES = {"prompt": "messages", "template": "chat_template", "template_options": "chat_template_kwargs"}
 _OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options of `session.chat` by the same names
 
 
 async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     """Answer a request for chat completions."""
     served, session = model_of(exchange, given)
-    exchange.names = {**exchange.names, "max_tokens": _limit_field(given), "logprobs": "top_logprobs"}
-    options = {**chat_options(given, session), **template_options(exchange, given)}
+    exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(given), "logprobs": "top_logprobs"}
+    structure, names = structure_options(given)
+    exchange.names |= names
+    options = {**chat_options(given, session), **template_options(exchange, given), **structure}
     messages = plain_messages(given["messages"])
     streaming = stream_options(given)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
@@ -58,12 +62,17 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
         await exchange.reply(writer.whole(found))
 
 
-def asked(ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> T:
-    """Call `session.chat` or `session.render`. To think not at all is what a model does that can't think."""
+def asked(
+    ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any], *, hint: bool = False
+) -> T:
+    """Call `session.chat` or `session.render`. To think not at all is what a model does that can't think.
+
+    With `hint`, any other effort is left out too where the template does not know it.
+    """
     try:
         return ask(messages, **options)
     except InvalidRequest as error:
-        if error.field != "reasoning_effort" or error.value != "none":
+        if error.field != "reasoning_effort" or not (hint or error.value == "none"):
             raise
     return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
 

@@ -30,6 +30,7 @@ from rekindle._src.serve.life import Active, estimate
 from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.sampling import sampling_options
 from rekindle._src.serve.service import FINGERPRINT
+from rekindle._src.serve.structure import structure_options
 
 MAX_TOKENS = 16  # OpenAI's default
 
@@ -40,9 +41,10 @@ async def completions(exchange: Exchange, given: dict[str, Any]) -> None:
     n, echo = given.get("n", 1), given.get("echo", False)
     if given.get("best_of", n) != n:
         raise wrong("best_of", given["best_of"], f"is not n, which is {n}", "Remove it: every completion is returned")
-    options = sampling_options(given, session)
+    structure, names = structure_options(given)
+    exchange.names = {**exchange.names, **names}
+    options = {**sampling_options(given, session), **structure}
     options["max_tokens"] = given.get("max_tokens", MAX_TOKENS)
-    options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
     if "logprobs" in given:
         options["logprobs"] = given["logprobs"]
         if echo:

@@ -9,6 +9,7 @@ from typing import Any
 from rekindle.errors import (
     CheckpointError,
     InvalidRequest,
+    MissingExtra,
     OutOfPages,
     PromptTooLong,
     QueueFull,
@@ -91,6 +92,8 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
             return unavailable(str(error), retry_after=None)
         case UnsupportedModel() | CheckpointError():
             return Refused(400, str(error), code="unsupported_by_model")
+        case MissingExtra():
+            return Refused(400, f"the server can't do this: {error}", code="unsupported")
         case RequestFailed():
             return Refused(500, str(error), type="server_error", code="request_failed")
         case _:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
@@ -54,9 +55,12 @@ class Exchange:
     def __init__(self, service: Service, scope: Scope, send: Send) -> None:
         self.service, self.scope = service, scope
         self._send = send
+        self._lock = anyio.Lock(fast_acquire=True)  # the heartbeat sends from a task of its own
+        self._ended = False
         self.size = 0  # bytes of the body
         self.status = 0  # of the response, once it has begun
         self.streaming = False
+        self.sent_at = time.monotonic()  # when something was last sent
         self.model = ""  # the name of the one that it asks
         self.names: dict[str, str] = {}  # our options by the client's fields
         given = header(scope, b"x-request-id")
@@ -79,18 +83,31 @@ class Exchange:
         await self._start(status, [(b"content-type", kind), length, *headers])
         await self._send({"type": "http.response.body", "body": data})
 
-    async def emit(self, data: bytes) -> None:
-        """Send a part of an event stream; the first one begins the response."""
-        if not self.streaming:
-            self.streaming = True
-            # Nginx would hold the events back without the last of these.
-            kind = (b"content-type", b"text/event-stream; charset=utf-8")
-            await self._start(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+    async def emit(self, data: bytes, *, last: bool = False) -> None:
+        """Send a part of an event stream; the first one begins the response, the last one ends it."""
+        async with self._lock:
+            if not self.streaming:
+                self.streaming = True
+                # Nginx would hold the events back without the last of these.
+                kind = (b"content-type", b"text/event-stream; charset=utf-8")
+                await self._start(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+            self.sent_at = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
-    async def end(self) -> None:
-        """End the event stream."""
-        await self._send({"type": "http.response.body", "body": b""})
+    async def end(self, data: bytes = b"") -> None:
+        """End the event stream, after a last part."""
+        self._ended = True
+        await self.emit(data, last=True)
+
+    async def beat(self) -> None:
+        """Send a comment whenever nothing was sent for a while: proxies cut connections that seem to be dead."""
+        seconds = self.service.heartbeat
+        while not self._ended:
+            silent = time.monotonic() - self.sent_at
+            if silent < seconds:
+                await anyio.sleep(seconds - silent)
+            elif not self._ended:
+                await self.emit(b": waiting\n\n")
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -102,8 +119,7 @@ class Exchange:
     async def fail(self, refused: Refused, dialect: Dialect) -> None:
         """Answer with an error: a status and its object, or the last events of a stream that has begun."""
         if self.streaming:
-            await self.emit(dialect.event(refused))
-            await self.end()
+            await self.end(dialect.event(refused))
         else:
             await self.reply(dialect.body(refused), status=refused.status, headers=refused.headers)
 
@@ -135,6 +151,8 @@ class JsonEndpoint:
                 scope, receive, check, limit=service.body_limit, seconds=service.body_seconds
             )
             group.start_soon(_watch, receive, group.cancel_scope)
+            if given.get("stream"):
+                group.start_soon(exchange.beat)
             await self._handler(exchange, given)
             if exchange.streaming:
                 await exchange.end()

@@ -49,8 +49,7 @@ async def finished(exchange: Exchange, active: Active, handles: Sequence[HandleL
             break
         done = await handle
         found.append(done if isinstance(done, list) else [done])
-    for completions in found:
-        exchange.service.metrics.ended(exchange.model, completions, streamed=False)
+    _record(exchange, found, streamed=False)
     return found
 
 
@@ -91,8 +90,14 @@ async def follow(
     for handle in handles:
         done = handle.completion()
         found.append(done if isinstance(done, list) else [done])
-        metrics.ended(exchange.model, found[-1], streamed=True)
+    _record(exchange, found, streamed=True)
     return found
+
+
+def _record(exchange: Exchange, found: Sequence[Sequence[Completion]], *, streamed: bool) -> None:
+    for completions in found:
+        exchange.service.metrics.ended(exchange.model, completions, streamed=streamed)
+    exchange.service.tracing.ended(exchange.scope, exchange.model, exchange.request_id, found)
 
 
 def usage(found: Sequence[Sequence[Completion]], session: SessionLike) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Listener(uvicorn.Server):
         config = uvicorn.Config(
             app,
             log_config=None,
-            log_level="info" if access_log else "warning",
+            log_level="warning",
             access_log=access_log,
             server_header=False,
             ws="none",
@@ -38,6 +38,13 @@ class Listener(uvicorn.Server):
             timeout_graceful_shutdown=None,
         )
         super().__init__(config)
+        if access_log:
+            lines = logging.getLogger("uvicorn.access")
+            lines.setLevel(logging.INFO)
+            lines.propagate = False
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+            lines.handlers = [handler]
         self.life, self.bound = life, bound
         self.drain_seconds = 0.0
         self._on_started = started

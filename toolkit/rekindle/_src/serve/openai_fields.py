@@ -71,6 +71,7 @@ MESSAGE = Shape(
     ),
     ("role",),
 )
+FORMAT = Shape((("type", Text()), ("json_schema", OBJECT)), ("type",))
 TOOL = Shape(
     (
         ("type", Choice(("function",))),
@@ -149,8 +150,8 @@ NOT_SERVED = (
 )
 
 STRUCTURED = (
-    refused("response_format", "structured output is not available yet", {"type": "text"}),
-    refused("structured_outputs", "structured output is not available yet", {}),
+    Field("response_format", FORMAT, "text, json_object, or json_schema with a schema."),
+    Field("structured_outputs", OBJECT, "One of json (a schema), regex, choice, grammar, json_object."),
 )
 
 COMPLETIONS = Endpoint(

@@ -18,6 +18,7 @@ from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.responses_in import choice_of, messages_of, tools_of
 from rekindle._src.serve.sampling import rest_of_context, sampling_options
+from rekindle._src.serve.structure import format_options
 
 _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
 _LOGPROBS = "message.output_text.logprobs"
@@ -45,6 +46,9 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
     if scored:
         options["logprobs"] = given.get("top_logprobs", 0)
     options |= _chat_options(given)
+    structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
+    options |= structure
+    exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     chat = messages_of(given)
     shapes = Shapes(exchange.service.token_names(served.name, session))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
@@ -78,10 +82,6 @@ def _chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
     effort = (given.get("reasoning") or {}).get("effort")
     if effort is not None:
         options["reasoning_effort"] = effort
-    format = (given.get("text") or {}).get("format") or {"type": "text"}
-    if format["type"] != "text":
-        fix = "Use type text"
-        raise wrong("text.format", format, "is not available yet: structured output", fix, code="unsupported")
     return options
 
 

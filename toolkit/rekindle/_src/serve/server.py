@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +40,7 @@ class Server:
         self.models: tuple[str, ...] = tuple(made.state.rekindle.models.by_name)
         self.host: str = host
         self.port: int = bound.getsockname()[1]
+        self._pid = os.getpid()
         self._needs_key = bool(options.get("api_key"))
         self._opened: OneShot[None] = OneShot()
         self._ended: OneShot[None] = OneShot()
@@ -55,6 +59,10 @@ class Server:
 
     async def start(self) -> Self:
         """Start the thread, and wait until it listens."""
+        _servers.add(self)
+        if not _registered:
+            _registered.append(True)
+            atexit.register(_close_all)
         self._thread.start()
         await self._opened.get()
         return self
@@ -73,13 +81,19 @@ class Server:
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close it: no more connections, and answers may go on for `drain` seconds. Closing it again is harmless."""
         if not self._ended.filled:
-            if not self._listener.life.draining:
+            if not (self._listener.life.draining and drain):  # without a drain, what still drains is cut
                 self._listener.stop(drain)
             await self._ended.get()
 
     def close(self, *, drain: float = 0.0) -> None:
         """`aclose` for code without an event loop."""
         run_sync(self.aclose(drain=drain))
+
+    def stop_at_exit(self) -> None:
+        """Cut all answers, and give the thread half a second. In a forked child the thread is the parent's."""
+        if os.getpid() == self._pid and not self._ended.filled:
+            self._listener.stop(0.0)
+            self._thread.join(0.5)
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,6 +128,16 @@ class Server:
                 title=f"rekindle server: {self.url}",
             )
         )
+
+
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+_registered: list[bool] = []
+
+
+def _close_all() -> None:
+    """Close every server at interpreter exit, before the sessions: a thread that ran on would use what is gone."""
+    for server in tuple(_servers):
+        server.stop_at_exit()
 
 
 def address(host: str, port: int) -> str:

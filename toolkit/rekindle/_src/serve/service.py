@@ -9,6 +9,7 @@ from rekindle._src.serve.life import Life
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names
 from rekindle._src.serve.models import Models
+from rekindle._src.serve.tracing import Tracing
 
 FINGERPRINT = f"rekindle-{VERSION}"
 
@@ -24,12 +25,15 @@ class Service:
         strict: bool = False,
         body_limit: int = 32 << 20,
         body_seconds: float = 60.0,
+        heartbeat: float = 15.0,
         trust_templates: bool = False,
         metrics_names: Names = "rekindle",
     ) -> None:
         self.models, self.life, self.strict = models, life, strict
         self.body_limit, self.body_seconds, self.trust_templates = body_limit, body_seconds, trust_templates
         self.metrics: Metrics = Metrics(models, life, metrics_names)
+        self.heartbeat = heartbeat  # seconds of silence after which a stream gets a comment
+        self.tracing: Tracing = Tracing()
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[SessionLike, TokenNames]] = {}
 

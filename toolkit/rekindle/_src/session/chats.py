@@ -15,9 +15,9 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.chat_prompt import Messages, chat_prompt
 from rekindle._src.session.handle import Handle
+from rekindle._src.session.new_handle import structure_in
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
-from rekindle._src.session.structures import structure_for
 from rekindle._src.session.tools.choice import ToolChoice, chosen, forcing
 from rekindle._src.session.tools.loop import MAX_ROUNDS, ToolLoop
 from rekindle._src.session.tools.tool import ToolLike, tools_of
@@ -141,7 +141,7 @@ class ChatRequests:
             asked = sampling_
             if choice.must and not free and prompt.reply is not None:
                 asked = forcing(choice, sampling_, prompt.reply.format, self._engine.tokenizer)
-            return Handle(self._host, self, prompt, asked, structure=structure_for(self._engine, asked))
+            return Handle(self._host, self, prompt, asked, structure=structure_in(self._engine, asked))
 
         if not run_tools:
             return ask(messages)

@@ -18,8 +18,9 @@ from rekindle._src.core import html
 from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.session.call import Call
-from rekindle._src.session.handle import Handle, SyncStream
+from rekindle._src.session.handle import Handle
 from rekindle._src.session.signatures import takes_options
+from rekindle._src.session.streams import SyncStream
 from rekindle._src.session.tools.loop import ToolLoop, described
 from rekindle.errors import InvalidRequest
 

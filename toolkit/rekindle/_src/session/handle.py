@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity
-from rekindle._src.core.records import Completion, Status, TextDelta
+from rekindle._src.core.records import Completion, Status
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
@@ -20,6 +20,7 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.completions import Completions
 from rekindle._src.session.produced import Produced
 from rekindle._src.session.prompts import Prompt, at_index
+from rekindle._src.session.streams import Stream, SyncStream
 from rekindle._src.structured.spec import Structure
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
 
@@ -223,7 +224,7 @@ class Handle(Produced, Call[T]):
         return len(self._mailbox.deltas)
 
     def __aiter__(self) -> Stream:
-        return Stream(self)
+        return Stream(self, self._mailbox, self._following, scoped=self._scoped)
 
     if not TYPE_CHECKING:
 
@@ -258,77 +259,6 @@ class Handle(Produced, Call[T]):
         if (error := self._mailbox.error) is not None:
             return str(html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self._text_so_far)))
         return str(html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion))))
-
-
-class Stream(AsyncIterator[TextDelta]):
-    """An iterator over the deltas of a handle; several can read the same handle, each at its own pace."""
-
-    def __init__(self, handle: Handle[Any]) -> None:
-        self._handle = handle
-        self._seen = 0
-        self._ended = False
-
-    def __repr__(self) -> str:
-        return f"<Stream of {self._handle!r}, {self._seen} deltas read>"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
-
-    async def __anext__(self) -> TextDelta:
-        """The next delta; waits for it."""
-        mailbox, seen = self._handle._mailbox, self._seen
-        if seen >= len(mailbox.deltas):
-            await self._handle._following(seen)
-        if seen < len(mailbox.deltas):
-            self._seen = seen + 1
-            return mailbox.deltas[seen]
-        self._ended = True
-        if mailbox.error is not None:
-            raise fresh(mailbox.error)
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Stop reading. The request of `session.stream` is aborted, as it is by `break`."""
-        self._leave()
-
-    def _leave(self) -> None:
-        if not self._ended and self._handle._scoped:
-            self._ended = True
-            self._handle.cancel()
-
-    def __del__(self) -> None:
-        self._leave()
-
-
-class SyncStream(Iterator[TextDelta]):
-    """A stream for code without an event loop: `for` over it blocks this thread."""
-
-    # Any: a `ToolLoop` has such a stream, too.
-    def __init__(self, handle: Any) -> None:
-        self._stream: Any = aiter(handle)
-
-    def __repr__(self) -> str:
-        return f"<Sync{repr(self._stream)[1:]}"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
-
-    def __next__(self) -> TextDelta:
-        """The next delta; blocks this thread until it is there."""
-        try:
-            delta: TextDelta = run_sync(self._stream.__anext__())
-            return delta
-        except StopAsyncIteration:
-            raise StopIteration from None
-
-    def close(self) -> None:
-        """Stop reading. The request of `session.stream` is aborted, as it is by `break`."""
-        self._stream._leave()
-
-    if not TYPE_CHECKING:
-
-        def __aiter__(self) -> NoReturn:
-            raise TypeError("stream_sync(…) is for plain `for`; with `async for` use session.stream(…)")
 
 
 async def one_ended(handles: Sequence[Handle[Any]]) -> None:

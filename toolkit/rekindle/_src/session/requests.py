@@ -21,12 +21,12 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown
-from rekindle._src.session.handle import Batch, Handle, SyncStream
-from rekindle._src.session.prompts import PromptLike, parse, parse_one
+from rekindle._src.session.handle import Batch, Handle
+from rekindle._src.session.new_handle import new_handle, structure_in
+from rekindle._src.session.prompts import PromptLike, parse
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
-from rekindle._src.session.structures import structure_for
-from rekindle._src.structured.spec import structure_of
+from rekindle._src.session.streams import SyncStream
 from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:
@@ -124,11 +124,10 @@ class Requests:
         check_batch(len(given), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
-        structure = structure_for(self._engine, options_)
+        structure = structure_in(self._engine, options_)
         handles: list[Handle[Any]] = [Handle(self._host, self, one, options_, structure=structure) for one in given]
-        if not many:
-            return handles[0]
-        return Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
+        several: Batch[Any] = Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
+        return several if many else handles[0]
 
     @overload
     def stream(
@@ -244,30 +243,13 @@ class Requests:
             sampling = dataclasses.replace(
                 base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
             )
-        options_ = sampling_of(self._engine, sampling, options)
-        self._host.check()
-        prompt = parse_one([*prompt_ids, *made[:at], *edited])
-        if options_.structured and structure_of(options_) == structure_of(base):
-            prompt = dataclasses.replace(prompt, covered=source.covered + at + len(edited))
-        handle: Handle[Any] = Handle(
-            self._host, self, prompt, options_, structure=structure_for(self._engine, options_)
-        )
+        covered = source.covered + at + len(edited)
+        handle = self._handle([*prompt_ids, *made[:at], *edited], sampling, options, base=base, covered=covered)
         handle.submit()
         return handle
 
-    def _handle(
-        self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
-    ) -> Handle[Any]:
-        options_ = sampling_of(self._engine, sampling, options)
-        self._host.check()
-        return Handle(
-            self._host,
-            self,
-            parse_one(prompt),
-            options_,
-            scoped=scoped,
-            structure=structure_for(self._engine, options_),
-        )
+    def _handle(self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], **more: Any) -> Any:
+        return new_handle(self, self._host, self._engine, prompt, sampling, options, **more)
 
     @overload
     def generate_sync(

@@ -20,6 +20,7 @@ class RowAnswer(html.Record):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: RekindleError | None = None
+    parsed: Any = None  # what schema=, choice= and the like make of the text; None if it is cut short
     resumed: bool = False  # read from the file that an earlier call wrote
 
     def __str__(self) -> str:

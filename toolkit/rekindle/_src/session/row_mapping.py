@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.activity import Activity, State
@@ -18,6 +18,7 @@ from rekindle._src.dispatch.mailbox import fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.handle import Handle, one_ended
+from rekindle._src.session.new_handle import structure_in
 from rekindle._src.session.requests import Requests
 from rekindle._src.session.row_answers import RowAnswer, RowAnswers
 from rekindle._src.session.row_prompts import RowPrompts, Rows, Template
@@ -48,8 +49,9 @@ class RowMap(Call[RowAnswers]):
 
     # Any: only map() makes one, and the signature of a public class names no private type.
     def __init__(
-        self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any
-    ) -> None:
+        self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any,
+        parse: Any,
+    ) -> None:  # fmt: skip
         self._session: RowMapping = session
         self._config: EngineConfig = config
         self._rows: Rows = rows
@@ -57,6 +59,7 @@ class RowMap(Call[RowAnswers]):
         self._sampling, self._options = sampling, options
         self._out: RowsFile | None = None if out is None else RowsFile(out)
         self._chat_options: Mapping[str, Any] = chat
+        self._parse: Callable[[str], Any] | None = parse
         self._found: dict[int, RowAnswer] = {}
         self._live: list[_Asked] = []
         self._made = 0  # tokens of answers that ended
@@ -112,7 +115,8 @@ class RowMap(Call[RowAnswers]):
         known = self._out.find(row, key) if self._out is not None else None
         if known is not None:
             tokens = known.get("prompt_tokens", 0), known.get("completion_tokens", 0)
-            self._keep(RowAnswer(row, known["text"], FinishReason(known["finish_reason"]), *tokens, resumed=True))
+            text, reason = known["text"], FinishReason(known["finish_reason"])
+            self._keep(RowAnswer(row, text, reason, *tokens, parsed=self._parsed(text), resumed=True))
             return None
         try:
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
@@ -141,7 +145,14 @@ class RowMap(Call[RowAnswers]):
 
     def _answered(self, asked: _Asked, done: Completion) -> None:
         usage = done.usage
-        answer = RowAnswer(asked.row, done.content, done.finish_reason, usage.prompt_tokens, usage.completion_tokens)
+        answer = RowAnswer(
+            asked.row,
+            done.content,
+            done.finish_reason,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            parsed=self._parsed(done.content),
+        )
         if self._out is not None:
             self._out.add(
                 asked.row,
@@ -153,6 +164,14 @@ class RowMap(Call[RowAnswers]):
             )
         self._made += usage.completion_tokens
         self._keep(answer)
+
+    def _parsed(self, text: str) -> Any:
+        if self._parse is None:
+            return None
+        try:
+            return self._parse(text)
+        except Exception:  # any type may raise anything for a text that max_tokens has cut
+            return None
 
     def _failed(self, row: int, key: str, error: Any) -> None:
         if self._out is not None:
@@ -220,12 +239,16 @@ class RowMapping(Requests, ChatRequests):
         self._host.check()
         if chat and self._engine.chat is None:
             raise InvalidRequest("chat", chat, "needs a chat template, and the model brings none", "Leave it out")
-        changed = {name: value for name, value in dataclasses.asdict(asked).items() if value is not None}
-        changed.pop("priority")
+        values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
+        changed = {name: value for name, value in values.items() if value is not None and name != "priority"}
+        structure = structure_in(self._engine, asked)
+        if structure is not None:  # a type is the same if its schema is
+            changed["schema"] = structure.spec.text
         extra = {} if template_options is None else {"template_options": dict(template_options)}
         told = json.dumps([self._engine.model, changed, extra], sort_keys=True, default=str)
         prompts = RowPrompts(template, chat=chat, system=system)
-        return RowMap(self, self._engine.config, Rows(rows), prompts, asked, told, out, extra)
+        parse = None if structure is None else structure.parse
+        return RowMap(self, self._engine.config, Rows(rows), prompts, asked, told, out, extra, parse)
 
     @takes_options(Sampling)
     def map_sync(

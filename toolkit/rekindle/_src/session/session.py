@@ -19,6 +19,7 @@ from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine, StepOnce, Stepped
 from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
@@ -166,6 +167,11 @@ class Session(RowMapping, Embedding):
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
             )
         return found
+
+    def allowed(self, request: Handle[Any] | Completion, *, at: int | None = None) -> AllowedTokens:
+        """The tokens that the grammar of a structured text allows behind its first `at` tokens; None is all of them."""
+        self._host.check()
+        return allowed_tokens(self._engine, request, at)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages or requests are unaccounted for; for tests, between requests."""

@@ -82,7 +82,7 @@ class Grammars:
             self._compiling.release()
 
     def _compile(self, spec: Spec) -> Grammar:
-        tokenizer = self._ready()
+        tokenizer = self._ready(spec)
         import llguidance
 
         limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -113,15 +113,26 @@ class Grammars:
                 spec, f"finding the tokens that may begin it took {took * 1e3:.0f} ms, which all would wait for"
             )
 
-    def _ready(self) -> Any:
+    def _ready(self, spec: Spec) -> Any:
         with self._lock:
             if self._llguidance is None:
                 import llguidance
 
-                eos = [token for token in self._tokenizer.eos_ids if 0 <= token < self._vocab_size]
-                text = self._tokenizer.backend.to_str()
-                self._llguidance = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos or None)
+                text, eos = self._tokenizer.backend.to_str(), self._ends()
+                if not eos:
+                    raise InvalidRequest(spec.kind, spec.text, "needs a model with an end token", "Use another model")
+                try:
+                    self._llguidance = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+                except ValueError as error:
+                    problem = f"can't be followed with this model's tokenizer: {first_line(str(error))}"
+                    raise InvalidRequest(spec.kind, spec.text, problem, "Use another model") from None
             return self._llguidance
+
+    def _ends(self) -> list[int]:
+        """The end tokens; of a model without any, a token that no text has, since llguidance needs one."""
+        size = min(self._vocab_size, self._tokenizer.vocab_size)
+        eos = [token for token in self._tokenizer.eos_ids if 0 <= token < size]
+        return eos or [token for token in sorted(self._tokenizer.special_ids) if token < size][:1]
 
 
 def _text(spec: Spec) -> str:
@@ -138,7 +149,7 @@ def _text(spec: Spec) -> str:
         return str(llguidance.LLMatcher.grammar_from_json_schema(spec.text, overrides=options))
     if spec.kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(spec.text))
-    return str(llguidance.grammar_from(spec.kind, spec.text))
+    return str(llguidance.grammar_from("grammar" if spec.kind == "grammar" else "choice", spec.text))
 
 
 def _refused(spec: Spec, message: str) -> InvalidRequest:

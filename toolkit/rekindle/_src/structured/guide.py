@@ -67,18 +67,19 @@ class Guide:
             _clear(mask, self._barred)
             if not mask.any():
                 mask[:] = kept
-        if self._reasoning is not None and not self.consumed:
+        if self._reasoning is not None:  # no token has come yet, and the first may open it
             mask[self._reasoning.opens >> 5] |= np.int32(np.uint32(1 << (self._reasoning.opens & 31)).view(np.int32))
         return "" if mask.any() else "the grammar allows no token"
 
     def consume(self, token: int) -> Guided:
         self.consumed += 1
         reasoning = self._reasoning
-        if reasoning is not None and (self._thinks or (self.consumed == 1 and token == reasoning.opens)):
+        if reasoning is not None and (self._thinks or token == reasoning.opens):
             self._thinks = token != reasoning.closes
             if not self._thinks:
-                self._ahead = self._look_ahead()
+                self._reasoning, self._ahead = None, self._look_ahead()
             return Guided(ahead=self._ahead)
+        self._reasoning = None
         forced = bool(self._ahead) and self._ahead[0] == token
         matcher = self._matcher
         if not matcher.consume_token(token):

@@ -41,24 +41,22 @@ def _of_type(kind: Any) -> Described:
 
 
 def _described(kind: Any) -> Described:
-    fix = "Pass its JSON schema as a dict, or a type whose values JSON can express"
-    if importlib.util.find_spec("pydantic") is None:
-        try:
-            return Described(
-                closed(plain_types.schema_of(kind)), lambda text: plain_types.build(kind, json.loads(text))
-            )
-        except plain_types.NoSchema as error:
-            fix = f"{fix}; with pydantic installed more types are possible"
-            raise InvalidRequest("schema", kind, f"has no JSON schema: {error}", fix) from None
-    import pydantic
+    problem = "with pydantic installed more types are possible"
+    if importlib.util.find_spec("pydantic") is not None:
+        import pydantic
 
+        try:
+            adapter = pydantic.TypeAdapter(kind)
+            # What the model writes is what a validator reads: aliases, and no computed fields.
+            return Described(closed(adapter.json_schema(mode="validation")), adapter.validate_json)
+        except Exception as error:  # classes of users take part in it, and may raise anything
+            problem = str(error).strip().partition("\n")[0] or type(error).__name__
     try:
-        adapter = pydantic.TypeAdapter(kind)
-        # What the model writes is what a validator reads: aliases, and no computed fields.
-        return Described(closed(adapter.json_schema(mode="validation")), adapter.validate_json)
-    except Exception as error:  # classes of users take part in it, and may raise anything
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidRequest("schema", kind, f"has no JSON schema: {first}", fix) from error
+        schema = closed(plain_types.schema_of(kind))  # also before Python 3.12, where pydantic refuses TypedDicts
+    except Exception as error:
+        fix = "Pass its JSON schema as a dict, or a type whose values JSON can express"
+        raise InvalidRequest("schema", kind, f"has no JSON schema: {error} ({problem})", fix) from None
+    return Described(schema, lambda text: plain_types.build(kind, json.loads(text)))
 
 
 def closed(schema: Any) -> Any:

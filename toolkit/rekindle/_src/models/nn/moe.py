@@ -13,7 +13,7 @@ import rekindle_kernels
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.nn.linear import Linear, Matrix, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import LinearOptions, gated, narrow_dtype, quantize_rows
+from rekindle_kernels import LinearOptions, exact_precision, gated, narrow_dtype, quantize_rows
 
 
 class Stack(Matrix):
@@ -142,4 +142,5 @@ def _ragged_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array, dtype: jax.ty
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
-    return jax.lax.ragged_dot_general(x, weight, sizes, numbers, preferred_element_type=jnp.dtype(dtype))
+    precision = exact_precision(x, weight)
+    return jax.lax.ragged_dot_general(x, weight, sizes, numbers, precision, preferred_element_type=jnp.dtype(dtype))

@@ -12,7 +12,8 @@ from rekindle._src.core.records import Completion, TextDelta, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.dispatch.mailbox import fresh
 from rekindle._src.session.call import Call
-from rekindle._src.session.handle import Handle, SyncStream
+from rekindle._src.session.handle import Handle
+from rekindle._src.session.streams import SyncStream
 from rekindle._src.session.tools.running import run_calls
 from rekindle._src.session.tools.tool import Tool
 from rekindle.errors import InvalidRequest, RequestAborted
