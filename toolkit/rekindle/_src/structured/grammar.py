@@ -54,7 +54,7 @@ class Grammars:
         self._compiling = threading.BoundedSemaphore(COMPILING)
         self._llguidance: Any = None  # the tokenizer as llguidance knows it, made when first needed
         self._kept: collections.OrderedDict[Spec, Grammar] = collections.OrderedDict()
-        self.compiled = 0
+        self.compiled: int = 0
 
     def find(self, spec: Spec) -> Grammar | None:
         """A grammar that was compiled before."""
