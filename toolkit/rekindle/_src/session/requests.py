@@ -125,7 +125,7 @@ class Requests:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
         structure = structure_in(self._engine, options_)
         handles: list[Handle[Any]] = [Handle(self._host, self, one, options_, structure=structure) for one in given]
-        several = Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
+        several: Batch[Any] = Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
         return several if many else handles[0]
 
     @overload
