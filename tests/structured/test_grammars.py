@@ -149,7 +149,7 @@ def test_spaces_are_not_allowed_by_default(grammars: Grammars) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"schema": {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}}, "oneOf"),
     ({"schema": {"not": {"type": "string"}}}, "not"),
-    ({"schema": {"type": "strin"}}, "strin"),
+    ({"schema": {"type": "colour"}}, "colour"),
     ({"schema": {"type": "string", "format": "colour"}}, "colour"),
     ({"schema": {"$ref": "https://example.com/schema.json"}}, "is not present"),
     ({"schema": {"$ref": "#"}}, "nothing fits it"),

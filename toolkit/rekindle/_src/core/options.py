@@ -44,7 +44,7 @@ class SamplingOptions(TypedDict, total=False):
     priority: int | None
     processors: str | Sequence[str] | None
     salt: str | None
-    schema: Any
+    schema: Any | None
     regex: str | None
     choice: Sequence[str] | None
     grammar: str | None
