@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import rekindle
-from helpers.calls import MODEL, OPTIONS, prompt
+from helpers.small import MODEL, OPTIONS, prompt
 from helpers.driving import tiny_model
 
 ROOT = Path(__file__).parents[2]
