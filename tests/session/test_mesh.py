@@ -14,8 +14,8 @@ import jax
 import pytest
 
 import rekindle
-from helpers.calls import MODEL, OPTIONS, prompt
 from helpers.driving import tiny_model
+from helpers.small import MODEL, OPTIONS, prompt
 
 ROOT = Path(__file__).parents[2]
 

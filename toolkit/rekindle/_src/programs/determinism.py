@@ -27,13 +27,13 @@ def why_not(model: ModelConfig, config: EngineConfig) -> str | None:
     """Why this model has no deterministic steps here; None if it has."""
     if jax.default_backend() != "cpu":
         return f"it is for CPUs, and this session runs on {jax.default_backend()}"
+    if config.mesh is not None:
+        return "devices that share a model add up what each of them has"
     missing = unavailable_reason("cpu")
     if missing is not None:
         return f"it needs the native kernels, and {missing}"
     if config.kernels not in (None, "native"):
         return f"kernels={config.kernels!r} add in an order that depends on the batch"
-    if config.mesh is not None:
-        return "devices that share a model add up what each of them has"
     if any(model.moe):
         return "experts are multiplied in an order that depends on the batch"
     if model.model_type == "gpt2":
