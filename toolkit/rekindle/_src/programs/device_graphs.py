@@ -14,6 +14,6 @@ from rekindle_kernels import current_platform
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 
 
-def compiler_options(platform: str | None = None) -> dict[str, str] | None:
+def compiler_options(platform: str | None = None) -> dict[str, str | bool] | None:
     """XLA's options for programs on this platform; None for its own defaults."""
     return {"xla_gpu_enable_command_buffer": CAPTURED} if (platform or current_platform()) == "gpu" else None
