@@ -18,7 +18,9 @@ from rekindle_kernels.ops.sampling import TOP_K, SamplingCall
 def test_blocks_find_what_a_sort_finds(width: int, k: int) -> None:
     random = np.random.default_rng(width + k)
     k = min(k, width)
-    rows = np.round(random.standard_normal((4, width)) * [[1e6], [30], [1], [0]]).astype(np.float32)  # ever more ties
+    rows = (
+        np.round(random.standard_normal((4, width)) * [[1e6], [30], [1], [0]]).astype(np.float32) + 0.0
+    )  # ever more ties
     rows[1, random.integers(0, width, width // 2)] = -np.inf
     got, places = jax.jit(lambda x: top_k(x, k, implementation="blocks"))(rows)
     want, there = lax.top_k(jnp.asarray(rows), k)

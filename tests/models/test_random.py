@@ -19,10 +19,11 @@ def test_a_device_draws_what_the_host_draws(name: str, dtype: str, quantize: str
     for path, ours, theirs in zip(graph.paths, device, host, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), path
         left, right = (np.asarray(leaf.astype(jnp.float32)) for leaf in (ours, theirs))
-        if right.std() == 0:
+        if np.ptp(right) == 0:  # norms, biases, scales
             np.testing.assert_allclose(left, right, rtol=1e-6)
         else:
             assert left.std() == pytest.approx(right.std(), rel=0.15), path
             assert abs(left.mean()) < 0.15 * right.std(), path
-    again = drawn_on_device(graph, shapes, 1)
-    assert not np.array_equal(np.asarray(again[0]), np.asarray(device[0])), "the seed changes nothing"
+    at = graph.paths.index("embed.weight")
+    other = drawn_on_device(graph, shapes, 1)[at]
+    assert not np.array_equal(np.asarray(other), np.asarray(device[at])), "the seed changes nothing"

@@ -25,7 +25,10 @@ def top_k(values: Array, k: int) -> tuple[Array, Array]:
 
 
 def top_k_of_blocks(values: Array, k: int) -> tuple[Array, Array]:
-    """`ops.sampling.top_k` by blocks: the same numbers in the same order."""
+    """`ops.sampling.top_k` by blocks: the same numbers at the same places.
+
+    Zeros of both signs are equal to a maximum and not to a sort: where a row has both, other zeros may be named.
+    """
     width = values.shape[-1]
     if width <= 2 * k * BLOCK:
         return top_k(values, k)
