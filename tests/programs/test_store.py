@@ -254,6 +254,7 @@ OTHER_VALUES: dict[str, Any] = {
     "dtype": "float16", "kv_dtype": "int8", "quantize": "int8", "policy": "lpm", "precompile": "all",
     "cache_dir": "elsewhere", "restore": "name", "kernels": "reference", "prefix_cache": False, "quiet": True,
     "page_size": 128, "deterministic": True, "generation_config": "greedy",
+    "structured": True,
 }  # fmt: skip
 
 

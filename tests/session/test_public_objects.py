@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 Recipe = Callable[[Any, Path], Any]
 ENDS = {"aclose", "close", "attached"}  # of a session, or its beginning: nothing comes back that has not been seen
 # No session gives them to a user: types of options, and what a logits processor is called with while it is traced.
-UNSEEN = {"SamplingOptions", "OpenOptions", "LogitsContext"}
+UNSEEN = {"SamplingOptions", "OpenOptions", "LogitsContext", "DeviceMesh"}
 LIVE = {"watch", "view"}  # widgets, which tests/notebook looks at
 
 
