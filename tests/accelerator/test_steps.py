@@ -50,8 +50,8 @@ STEPS = (
 
 
 @functools.cache
-def programs(shape: str, quantize: str | None) -> Programs:
-    """Two layers of a shape, with 2 GiB of pages in each."""
+def programs(platform: str, shape: str, quantize: str | None) -> Programs:
+    """Two layers of a shape, with 2 GiB of pages in each, as the platform that is compiled for lays them out."""
     config = config_from_hf({**hf_config(shape), "num_hidden_layers": 2})
     graph, leaves = abstract_model(config, "bfloat16", quantize)
     page_size = 16
@@ -69,7 +69,7 @@ def test_a_step_is_one_graph_and_copies_no_pages(step: Step, platform: str, row:
         pytest.skip("takes too long to compile")
     start = time.perf_counter()
     with compilers.target(platform), deprecated.known():
-        own = programs(step.shape, step.quantize)
+        own = programs(platform, step.shape, step.quantize)
         made = compilers.compiled(own.build(step.bucket), platform, compiler_options())
     seconds = time.perf_counter() - start
     pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
