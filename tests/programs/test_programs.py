@@ -112,6 +112,16 @@ class DictStore:
         return compile_seconds > 0
 
 
+def test_a_session_may_close_while_its_program_is_stored() -> None:
+    class Closing(DictStore):
+        def save(self, name: str, program: Any, seconds: float) -> None:
+            programs.close()
+
+    programs = programs_of(store=Closing())
+    assert programs.get(MEMORY) is not None
+    assert not programs.ready(MEMORY)
+
+
 def test_what_the_store_has_is_neither_traced_nor_compiled() -> None:
     store = DictStore()
     first = programs_of(store=store)

@@ -48,3 +48,17 @@ def test_all_programs_wait_for_kernels_and_call_them(tmp_path: Path) -> None:
     found = serve("all", tmp_path)
     assert all(found["at_first"].values()) and found["rounds"] == 0
     assert (found["wrong"], found["numba"]) == (0, False)
+
+
+@pytest.mark.slow
+def test_short_processes_end_cleanly_and_come_to_kernels(tmp_path: Path) -> None:
+    """Each ends while programs are being replaced; what it was making is stored all the same."""
+    command = [sys.executable, "-m", "rekindle", "generate", "Once upon a time", "--max-tokens", "8"]
+    environment = {**os.environ, "REKINDLE_CACHE": str(tmp_path), "REKINDLE_BACKGROUND_BUILD": "1"}
+    for _ in range(12):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+        if "compiling" not in done.stderr:
+            break
+    else:
+        pytest.fail("programs were compiled again and again")

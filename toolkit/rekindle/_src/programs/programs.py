@@ -189,7 +189,7 @@ class Programs:
             return found
         with self._alone(key):
             if key not in self._ready and not self._load(key):
-                self._make(key)
+                return self._make(key)  # not from `_ready`: the session may have been closed meanwhile
             return self._ready[key]
 
     def begin_plain(self) -> None:
@@ -304,7 +304,7 @@ class Programs:
         self._put(key, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start), plain=plain)
         return True
 
-    def _make(self, key: Key) -> None:
+    def _make(self, key: Key) -> Compiled:
         """Compile a program, and store it."""
         start = time.perf_counter()
         with self._lock:
@@ -322,6 +322,7 @@ class Programs:
         self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, why), plain=plain)
         if self._store is not None:
             self._store.save(name, compiled, seconds)
+        return compiled
 
     def _put(self, key: Key, program: Compiled, record: ProgramRecord, *, plain: bool) -> None:
         if plain:

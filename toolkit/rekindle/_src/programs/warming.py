@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,6 +16,8 @@ from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import SCATTER, Key, ProgramRecord, Programs
 from rekindle_kernels import BackgroundBuild, build_kernels
 
+_at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
+_registered = False
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
 
@@ -112,6 +116,26 @@ def warm(
         raise errors[0]
 
 
+def _finish_at_exit(warming: Warming) -> None:
+    """Let it finish and store its program at the interpreter's exit, which waits for its thread in any case.
+
+    Orbax stores in thread pools, which take no more work once threading's own exit functions have run, last registered
+    first; see `models.loading.prepared`.
+    """
+    global _registered
+    _at_work.add(warming)
+    if not _registered:
+        import concurrent.futures.thread  # noqa: F401  registers the end of thread pools, which has to come later
+
+        getattr(threading, "_register_atexit", atexit.register)(_finish)
+        _registered = True
+
+
+def _finish() -> None:
+    for warming in tuple(_at_work):
+        warming.stop(None)
+
+
 class Warming:
     """The work of the option `precompile`, which starts while the weights are being read.
 
@@ -169,6 +193,7 @@ class Warming:
                 self._error = error
 
         self._thread = threading.Thread(target=work, name="rekindle warming", daemon=False)
+        _finish_at_exit(self)
         self._thread.start()
 
     def opened(self) -> None:
@@ -181,7 +206,7 @@ class Warming:
             if self._error is not None:
                 raise self._error
 
-    def stop(self, timeout: float = 0.5) -> None:
+    def stop(self, timeout: float | None = 0.5) -> None:
         """Start no further program. A compilation can't be interrupted and is left to end by itself."""
         self._stopped.set()
         self._thread.join(timeout)
