@@ -24,7 +24,7 @@ class Case:
 
 
 class Wrong(AssertionError):
-    """An answer that differs from the one in process, or a response that nobody promised."""
+    """An answer that differs from the one in process, or a response that the server does not promise."""
 
 
 @dataclasses.dataclass

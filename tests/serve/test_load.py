@@ -118,7 +118,7 @@ def test_a_signal_amid_a_load_loses_nothing_that_was_promised(cases: list[Case],
             while found is None:
                 line = process.stderr.readline()
                 assert line, "the server ended"
-                found = re.search(r"http://127\.0\.0\.1:(\d+)/health", line)
+                found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
             port = int(found[1])
 
             async def run() -> Load:
