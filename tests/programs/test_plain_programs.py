@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers.dict_store import DictStore
 from helpers.driving import TINY, tiny_config
 from helpers.small import opening, plain, prompt
 from rekindle._src.models.base import abstract_model
@@ -15,27 +16,13 @@ from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import ADMIT, Key, Programs
 from rekindle._src.programs.warming import Warming
-from rekindle.errors import CompileError, StoreError
+from rekindle.errors import CompileError
 from rekindle_kernels import unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason("cpu") is not None, reason="no native kernels here")
 CONFIG = config_from_hf(TINY)
 GRAPH, LEAVES = abstract_model(CONFIG)
 ONE, TWO = Bucket(1, 0), Bucket(2, 0)
-
-
-class DictStore:
-    def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}
-
-    def load(self, name: str) -> Any:
-        if name not in self.kept:
-            raise StoreError("not stored yet")
-        return self.kept[name]
-
-    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
-        self.kept[name] = compiled
-        return True
 
 
 def programs_of(store: DictStore | None = None) -> Programs:

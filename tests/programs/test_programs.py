@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.dict_store import DictStore
 from helpers.driving import TINY, tiny_config
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
@@ -24,7 +25,7 @@ from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import ADMIT, MEMORY, Programs
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
-from rekindle.errors import CompileError, ConfigError, StoreError
+from rekindle.errors import CompileError, ConfigError
 from rekindle_kernels.native import build, zeros
 
 CONFIG = config_from_hf(TINY)
@@ -96,20 +97,6 @@ def test_processors_are_checked(names: tuple[str, ...]) -> None:
 def test_a_processor_is_validated(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         LogitsProcessor(**{"function": jnp.negative, "name": "n", **changes})
-
-
-class DictStore:
-    def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}
-
-    def load(self, name: str) -> Any:
-        if name not in self.kept:
-            raise StoreError("not stored yet")
-        return self.kept[name]
-
-    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
-        self.kept[name] = compiled
-        return compile_seconds > 0
 
 
 def test_a_session_may_close_while_its_program_is_stored() -> None:
