@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +61,19 @@ def test_what_ends_its_process_is_left_alone(caplog: pytest.LogCaptureFixture) -
         assert found.wait()
     assert "ended with status -9" in caplog.text
     assert not build.builds("prefill_bfloat16_64")
+
+
+@pytest.mark.skipif(not hasattr(os, "getsid"), reason="a matter of Unix")
+def test_its_processes_leave_the_cores_to_the_user_and_the_keyboard_to_the_program() -> None:
+    found = build_kernels(["norm"])
+    assert found is not None
+    process = found._processes[0][0]
+    assert os.getsid(process.pid) == os.getsid(0), "Linux shares cores among sessions first, whatever their niceness"
+    assert os.getpgid(process.pid) != os.getpgid(0), "Ctrl-C is not for them"
+    while found.running and os.getpriority(os.PRIO_PROCESS, process.pid) <= os.getpriority(os.PRIO_PROCESS, 0):
+        time.sleep(0.01)
+    assert found.running, "it became nicer only at its end"
+    assert found.wait()
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def _started(names: Sequence[str]) -> tuple[subprocess.Popen[str], Sequence[str]
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        start_new_session=True,  # Ctrl-C is for the user's program
+        process_group=0,  # Ctrl-C is for the user's program; in a session of its own, Linux would ignore `nice`
     )
     return process, names
 

@@ -174,12 +174,12 @@ class Warming:
                     self._replace(programs, kernels, contexts)
                 self._load(programs, first, contexts)
                 return
-            # In the background one worker: the other core serves meanwhile.
+            # In the background one worker, because the other core serves; but not until the first programs are there.
             workers = WORKERS if precompile == "all" else 1
             try:
                 if precompile == "background":
                     if kernels is not None:
-                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts, workers=workers)
+                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
                     if kernels is not None or not self._load(programs, prefill_and_decode, contexts):
                         self._replace(programs, kernels, contexts)
                 elif kernels is not None:
