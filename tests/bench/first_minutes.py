@@ -66,22 +66,28 @@ class Film:
 
     def see(self, text: str) -> None:
         now = time.perf_counter()
-        if now - self.last > self.silence:
-            self.silence, self.silent_from = now - self.last, self.last - self.start
-        self.last = now
+        self._silent(now)
         if not self._pending:
             self._since = now - self.start
         self._pending += text
         if now - self.start - self._since > 0.5:
             self._print()
 
-    def end(self) -> None:
-        self.see("")
-        self._print()
+    def end(self, at: float | None = None) -> None:
+        at = time.perf_counter() if at is None else at
+        self._silent(at)
+        if self._pending:
+            self._print()
         if self._kept:
             print(self._kept)
-        seconds = time.perf_counter() - self.start
+        seconds = at - self.start
         print(f"  {seconds:5.1f} s  done; longest silence {self.silence:.2f} s, from {self.silent_from:.1f} s on")
+
+    def _silent(self, now: float) -> None:
+        """Something is seen; until now nothing was since the last time."""
+        if now - self.last > self.silence:
+            self.silence, self.silent_from = now - self.last, self.last - self.start
+        self.last = now
 
     def _print(self) -> None:
         shown = ESCAPES.sub("", self._pending).replace("\r\n", "\n").strip("\r")
@@ -121,20 +127,18 @@ def terminal(environment: dict[str, str]) -> None:
 
 def watched(film: Film, page: Any, look: str, busy: Callable[[], bool]) -> None:
     """See what the JavaScript `look` gives until nothing is busy and it stays the same for half a second."""
-    seen, quiet = None, 0
-    while quiet < 5:
+    seen, ended = "", 0.0
+    while not ended or time.perf_counter() - ended < 0.5:
         now = page.evaluate(look)
         if now != seen:
-            film.see(now if seen is None or not now.startswith(seen) else now[len(seen) :])
-            seen, quiet = now, 0
-        elif busy():
-            quiet = 0
-        else:
-            quiet += 1
-            if quiet == 1:
-                last = film.last
-        page.wait_for_timeout(50 if quiet == 0 else 100)
-    film.last = max(film.last, last)  # the half second of looking is not a wait
+            film.see(now.removeprefix(seen))
+            seen, ended = now, 0.0
+        if busy():
+            ended = 0.0
+        elif not ended:
+            ended = time.perf_counter()
+        page.wait_for_timeout(50)
+    film.end(ended)
 
 
 def jupyterlab(environment: dict[str, str], shots: Path | None, when: str) -> None:
@@ -155,7 +159,6 @@ def jupyterlab(environment: dict[str, str], shots: Path | None, when: str) -> No
             handle = cell.element_handle()
             prompt = cell.locator(".jp-InputPrompt").first
             watched(film, page, LAB % index, lambda prompt=prompt: "*" in prompt.inner_text())
-            film.end()
             if shots is not None:
                 shots.mkdir(parents=True, exist_ok=True)
                 handle.screenshot(path=shots / f"lab-{when}-{index}.png")
@@ -237,7 +240,6 @@ def marimo(environment: dict[str, str], shots: Path | None, when: str) -> None:
             MARIMO,
             lambda: "I am" not in page.evaluate(MARIMO) and time.perf_counter() < deadline,
         )
-        film.end()
         if shots is not None:
             shots.mkdir(parents=True, exist_ok=True)
             page.screenshot(path=shots / f"marimo-{when}.png", full_page=True)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
+from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.dispatch import forked
 from rekindle._src.dispatch.admission_limiter import AdmissionLimiter
 from rekindle._src.dispatch.device import Contexts, DeviceThread
@@ -51,6 +52,7 @@ class Host:
         self.opened: OneShot[Engine] = OneShot()
         self.ended: OneShot[None] = OneShot()
         self.limiter: AdmissionLimiter = AdmissionLimiter(0)  # replaced when the engine and so its bounds are known
+        self.program_wait: ProgramWait = ProgramWait()  # replaced by the engine's
         self.crash: BaseException | None = None
         self.paused_by: list[object] = []  # tasks and threads inside `with session.paused()`
         self._build: Callable[[], Engine] | None = build
@@ -249,6 +251,7 @@ class Host:
         places = engine.config.max_queue + engine.config.max_requests
         self._dispatch = Dispatch(engine, device, places)
         self.limiter = AdmissionLimiter(places)
+        self.program_wait = engine.program_wait or self.program_wait
         if self._drain_seconds is not None:  # closed while it was being built
             self.limiter.close(self.refusal())
         self._run_jobs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -208,11 +209,12 @@ class Handle(Produced, Call[T]):
         if not self._mailbox.ended:
             self._host.check_waiting(f"request {self.id}")
         try:
-            await self.admit()
-            if seen is None:
-                await self._mailbox.done()
-            else:
-                await self._mailbox.more(seen)
+            with contextlib.nullcontext() if self._mailbox.deltas else self._host.program_wait.shown_by_caller():
+                await self.admit()
+                if seen is None:
+                    await self._mailbox.done()
+                else:
+                    await self._mailbox.more(seen)
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None  # frames below are the client's own; an interrupted cell need not show them

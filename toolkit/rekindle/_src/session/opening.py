@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 class Opening(Call[Session]):
     """`session = await rekindle.open(...)`, or `async with rekindle.open(...) as session`."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], Engine], progress: Activity) -> None:
         self._build = build
+        self._progress = progress
         # Captured here, in the caller's thread and inside its `with` blocks.
         self._contexts = capture_contexts()
         self._session: Session | None = None
@@ -45,7 +46,8 @@ class Opening(Call[Session]):
             host = Host(self._build, contexts=self._contexts)
             host.start()
             try:
-                self._session = Session.attached(host, await host.opened.get())
+                with self._progress:
+                    self._session = Session.attached(host, await host.opened.get())
             except BaseException as error:
                 host.close()  # an interrupt does not wait until a compilation ends
                 error.__traceback__ = None if not isinstance(error, Exception) else error.__traceback__
@@ -96,7 +98,9 @@ def open(
     much of the weights was read.
     """
     forked.opening()  # before an event loop is asked for anything
-    return Opening(functools.partial(_build, model, EngineConfig.of(options), _listed(processors), progress))
+    config, shown = EngineConfig.of(options), OpeningProgress(model)
+    build = functools.partial(_build, model, config, _listed(processors), progress, shown)
+    return Opening(build, Activity(shown.look, quiet=config.quiet))
 
 
 @takes_options(EngineConfig)
@@ -121,12 +125,10 @@ def _listed(processors: Any) -> tuple[Any, ...]:
         raise ConfigError("processors", processors, "is not a list", fix) from None
 
 
-def _build(model: Any, config: EngineConfig, processors: Any, progress: Any) -> Engine:
+def _build(model: Any, config: EngineConfig, processors: Any, progress: Any, shown: OpeningProgress) -> Engine:
     # JAX is imported on the session's thread: `import rekindle` and the caller's loop stay quick.
-    shown = OpeningProgress(model)
-    with Activity(shown.look, quiet=config.quiet):
-        with gc_paused(stays="jax" not in sys.modules):
-            from rekindle._src.programs.processors import check_processors
-            from rekindle._src.session.builder import OpenRequest, build
+    with gc_paused(stays="jax" not in sys.modules):
+        from rekindle._src.programs.processors import check_processors
+        from rekindle._src.session.builder import OpenRequest, build
 
-        return build(OpenRequest(model, config, check_processors(processors), progress, capture_contexts(), shown))
+    return build(OpenRequest(model, config, check_processors(processors), progress, capture_contexts(), shown))
