@@ -17,8 +17,8 @@ V3 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 # Linux's names of features, where LLVM has others.
 LINUX = {
-    "abm": "lzcnt", "asimd": "neon", "asimddp": "dotprod", "avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni",
-    "avx_vnni": "avxvnni", "bmi1": "bmi",
+    "abm": "lzcnt", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8", "asimd": "neon", "asimddp": "dotprod",
+    "avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "bmi1": "bmi",
 }  # fmt: skip
 
 

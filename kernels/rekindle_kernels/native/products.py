@@ -17,13 +17,21 @@ from rekindle_kernels.native.kernel_table import ARGMAX, DECODE, GEMM, MATVEC, P
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
 DTYPES = ("float32", "bfloat16", "float16", "int8")
+# XLA multiplies by tiles (AMX) where the processor has them: from so many rows on that beats any kernel here.
+_TILES = {"bfloat16": ("amx-bf16", 16), "int8": ("amx-int8", 64)}
 _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multiply two and four of them in a lane
 
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
     """Whether `multiply` takes so many rows and this weight, and beats XLA unless it has to be deterministic."""
     kernel = _kernel(rows, weight, quantize_rows, deterministic)
-    return kernel is not None and builds(kernel.name)
+    by_tiles = not deterministic and _xla_has_tiles(rows, weight)
+    return kernel is not None and not by_tiles and builds(kernel.name)
+
+
+def _xla_has_tiles(rows: int, weight: jax.Array) -> bool:
+    feature, enough = _TILES.get(weight.dtype.name, ("", 0))
+    return has_feature(feature) and rows >= enough
 
 
 def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bool = False) -> Variant | None:
