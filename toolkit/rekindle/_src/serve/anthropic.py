@@ -8,7 +8,13 @@ from typing import Any
 import anyio.to_thread
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
-from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
+from rekindle._src.core.reply import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallDropped,
+    ToolCallStarted,
+)
 from rekindle._src.serve.anthropic_in import arguments, messages_of, tools_of
 from rekindle._src.serve.chat import asked
 from rekindle._src.serve.chat_events import events_of
@@ -57,7 +63,7 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     format = output.get("format") or given.get("output_format") or {"type": "text"}
     structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
     exchange.names = {**exchange.names, **names, "prompt": "messages"}
-    options |= structure
+    options |= structure | ({"stream_tool_calls": True} if given.get("stream") else {})
     chat, template = messages_of(given), template_options(given)
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
@@ -174,7 +180,7 @@ class _Stream:
         """The events of a delta."""
         for one in events_of(delta, parallel=self._parallel):
             match one:
-                case ContentDelta(text):
+                case ContentDelta(text) | ToolCallDropped(_, text):
                     self._block("text", {"type": "text", "text": ""})
                     self._delta({"type": "text_delta", "text": text})
                 case ReasoningDelta(text):

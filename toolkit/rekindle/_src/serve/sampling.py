@@ -10,7 +10,7 @@ from rekindle._src.serve.errors import wrong
 
 _SAME = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n", "stop",
-    "stop_token_ids", "min_tokens", "ignore_eos",
+    "stop_token_ids", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 NAMES = {"include_stop": "include_stop_str_in_output", "salt": "cache_salt"}  # our options by the client's fields
 
