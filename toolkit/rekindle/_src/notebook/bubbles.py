@@ -51,9 +51,7 @@ def answer(
         shown = render(text)
     else:
         return bubble("assistant", tokens)
-    return html.block(
-        bubble("assistant", shown), html.folded("tokens: click one to fork there", tokens, key="tokens")
-    )
+    return html.block(bubble("assistant", shown), html.folded("tokens: click one to fork there", tokens, key="tokens"))
 
 
 def _parts(reply: Reply, key: str) -> str:

@@ -98,4 +98,3 @@ class RestrictedGuide:
         if self._memory:
             self._latest = (*self._latest, token)[-self._memory :]
         return Guided() if self._inner is None else self._inner.consume(token)
-
