@@ -58,7 +58,7 @@ def guide_of(
 
 
 def _guide_of(grammar: Grammar, submission: Submission, ids: IntArray, engine: Engine, eos: Collection[int]) -> Guide:
-    """A guide for one structured sequence. Behind the part of the prompt that the grammar covers, as in a fork, it goes on."""
+    """A guide for one structured sequence. It goes on behind the part of the prompt that the grammar covers."""
     base = len(ids) - submission.covered
     guide = grammar.guide(eos, _reasoning(ids[:base].tolist(), engine, chat=submission.render is not None))
     for token in ids[base:].tolist():
