@@ -54,9 +54,7 @@ def run(*command: str, url: str, cwd: Path | None = None) -> str:
     environment = {**os.environ, "REKINDLE_URL": url, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     environment |= {"OPENAI_API_KEY": "none", "LANGSMITH_TRACING": "false", "JAX_PLATFORMS": "cpu"}
     environment.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD", None)
-    done = subprocess.run(
-        [PYTHON, *command], capture_output=True, text=True, env=environment, timeout=450, cwd=cwd
-    )
+    done = subprocess.run([PYTHON, *command], capture_output=True, text=True, env=environment, timeout=450, cwd=cwd)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-6_000:]
     return said

@@ -17,7 +17,9 @@ SERVER: dict[str, Any] = {"base_url": os.environ["REKINDLE_URL"] + "/v1", "api_k
 
 
 class TestChat(ChatModelIntegrationTests):
-    """What a model of this size can't do, such as calling a tool when it is told to, is declared as not supported."""
+    """Declared as not supported is what this model can't do: its chat template takes no tools, and it is too small to
+    follow an instruction about the keys of an object (`supports_json_mode`), or to read pictures, sound and PDFs.
+    """
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -25,7 +27,7 @@ class TestChat(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "tiny", "temperature": 0, "max_completion_tokens": 24, "stream_usage": True, **SERVER}
+        return {"model": "tiny", "temperature": 0, "max_completion_tokens": 120, "stream_usage": True, **SERVER}
 
     @property
     def has_tool_calling(self) -> bool:
@@ -33,7 +35,11 @@ class TestChat(ChatModelIntegrationTests):
 
     @property
     def has_structured_output(self) -> bool:
-        return False
+        return True
+
+    @property
+    def structured_output_kwargs(self) -> dict[str, Any]:
+        return {"method": "json_schema"}  # by default it is a call of a tool
 
     @property
     def enable_vcr_tests(self) -> bool:

@@ -18,7 +18,7 @@ from rekindle._src.core.reply import (
 from rekindle._src.serve.anthropic_in import arguments, messages_of, tools_of
 from rekindle._src.serve.chat import asked
 from rekindle._src.serve.chat_events import events_of
-from rekindle._src.serve.errors import Refused, wrong
+from rekindle._src.serve.errors import Refused, missing
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import finished, follow, make, model_of, submit
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
@@ -109,7 +109,7 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
             options["tool_choice"] = "required"
         case "tool":
             if not choice.get("name"):
-                raise wrong("tool_choice.name", None, "is missing", "Name the tool")
+                raise missing("tool_choice.name", "Name the tool")
             options["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
         case "auto" | "none" as word:
             options["tool_choice"] = word

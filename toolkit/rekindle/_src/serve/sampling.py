@@ -25,6 +25,10 @@ def sampling_options(given: Mapping[str, Any], session: SessionLike) -> dict[str
     if "seed" in given:
         options["seed"] = given["seed"] % 2**63
     if given.get("priority"):
+        policy = session.config.policy
+        if policy != "priority":
+            fix = 'Remove it, or start the server with the policy "priority"'
+            raise wrong("priority", given["priority"], f"means nothing with the server's policy {policy!r}", fix)
         options["priority"] = -given["priority"]  # vLLM serves the smallest first
     if given.get("logit_bias"):
         options["logit_bias"] = _biases(given["logit_bias"])
