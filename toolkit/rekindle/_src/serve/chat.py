@@ -57,8 +57,7 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     options = {**chat_options(given, session), **template_options(exchange, given), **structure}
     messages = plain_messages(given["messages"])
     streaming = stream_options(given)
-    if given.get("stream"):
-        options["stream_tool_calls"] = True
+    options |= streamed_calls(given)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
         handle = await make(exchange, lambda: asked(session.chat, messages, options))
@@ -84,6 +83,11 @@ def asked(
         if error.field != "reasoning_effort" or not (hint or error.value == "none"):
             raise
     return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
+
+
+def streamed_calls(given: Mapping[str, Any]) -> dict[str, bool]:
+    """The option of `session.chat` by which a stream tells calls of tools while they are written."""
+    return {"stream_tool_calls": True} if given.get("stream") and given.get("tools") else {}
 
 
 def _limit_field(given: Mapping[str, Any]) -> str:

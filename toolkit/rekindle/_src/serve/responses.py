@@ -14,7 +14,7 @@ from rekindle._src.core.reply import (
     ToolCallDropped,
     ToolCallStarted,
 )
-from rekindle._src.serve.chat import asked
+from rekindle._src.serve.chat import asked, streamed_calls
 from rekindle._src.serve.chat_events import events_of
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.errors import Refused, wrong
@@ -53,7 +53,7 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
         options["logprobs"] = given.get("top_logprobs", 0)
     options |= _chat_options(given)
     structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
-    options |= structure | ({"stream_tool_calls": True} if given.get("stream") else {})
+    options |= structure | streamed_calls(given)
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     chat = messages_of(given)
     shapes = Shapes(exchange.service.token_names(served.name, session))
