@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
@@ -27,7 +28,7 @@ class TestChat(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "tiny", "temperature": 0, "max_completion_tokens": 120, "stream_usage": True, **SERVER}
+        return {"model": "tiny", "temperature": 0, "max_completion_tokens": 64, "stream_usage": True, **SERVER}
 
     @property
     def has_tool_calling(self) -> bool:
@@ -42,8 +43,16 @@ class TestChat(ChatModelIntegrationTests):
         return {"method": "json_schema"}  # by default it is a call of a tool
 
     @property
+    def model_override_value(self) -> str:
+        return "tiny"
+
+    @property
     def enable_vcr_tests(self) -> bool:
         return False
+
+    @pytest.mark.xfail(reason="of a model of pydantic 1 LangChain makes a tool, whatever method it was given")
+    def test_structured_output_pydantic_2_v1(self, model: BaseChatModel) -> None:
+        super().test_structured_output_pydantic_2_v1(model)
 
 
 class TestEmbeddings(EmbeddingsIntegrationTests):

@@ -101,8 +101,8 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
         case UnsupportedModel() | CheckpointError():
             return Refused(400, str(error), code="unsupported_by_model")
         case MissingExtra():
-            param = next((names[option] for option in STRUCTURES if option in names), None)
-            return Refused(400, f"the server can't do this: {error}", param=param, code="unsupported")
+            field = next((names[option] for option in STRUCTURES if option in names), None)
+            return Refused(400, f"the server can't do this: {error}", param=field, code="unsupported")
         case RequestFailed():
             return Refused(500, str(error), type="server_error", code="request_failed")
         case _:
