@@ -1,6 +1,7 @@
 """A chat's reply as its parts: what the model says, what it thinks before, and the tools that it calls.
 
-A scanner of `rekindle._src.text.replies` turns text into events. An event is final: no later one takes it back.
+A scanner of `rekindle._src.text.replies` turns text into events. An event is final: no later one takes it back, except
+that a call may be dropped which was told while the model wrote it.
 """
 
 from __future__ import annotations
