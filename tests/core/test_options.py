@@ -25,6 +25,8 @@ from rekindle.errors import ConfigError, InvalidRequest
 WIDER = {
     "stop": str | Sequence[str] | None,
     "stop_token_ids": Sequence[int] | None,
+    "allowed_token_ids": Sequence[int] | None,
+    "bad_words": str | Sequence[str] | None,
     "processors": str | Sequence[str] | None,
     "choice": Sequence[str] | None,
     "cache_dir": str | os.PathLike[str] | None,

@@ -7,6 +7,7 @@ place therefore changes the output, as it would in a real model.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import itertools
@@ -198,6 +199,8 @@ class FakeInFlight:
 class FakeFigures:
     steps: int
     programs: dict[str, int]
+    tokens: int = 0
+    step_sizes: dict[int, int] = dataclasses.field(default_factory=dict)
     compilations: int = 0
     traces: int = 0
 
@@ -298,7 +301,9 @@ class FakeRunner:
         return [(self.memory[page][None].copy(),) for page in pages]
 
     def statistics(self) -> FakeFigures:
-        return FakeFigures(steps=len(self.plans), programs={"fake": len(self.plans)})
+        sizes = [plan.tokens for plan in self.plans if plan.rows]
+        rounded = collections.Counter(1 << (size - 1).bit_length() for size in sizes)
+        return FakeFigures(len(self.plans), {"fake": len(self.plans)}, sum(sizes), dict(rounded))
 
     def close(self) -> None:
         self.closed = True

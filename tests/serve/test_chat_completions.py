@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helpers.asgi import post
+from helpers.asgi import get, post
 from helpers.sessions import expected
 
 pytestmark = pytest.mark.anyio
@@ -142,3 +142,43 @@ async def test_errors_name_the_clients_field(app: Any, body: Any, param: str) ->
 )
 async def test_what_asks_for_nothing_changes_nothing(app: Any, harmless: Any) -> None:
     assert (await chat(app, max_tokens=3, **harmless))["choices"][0]["message"]["content"] == text(3)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/chat/completions", {}, "messages is missing. Add it"),
+        ("/v1/chat/completions", {"messages": []}, "messages=[]: is empty. Add one"),
+        ("/v1/chat/completions", {"messages": [{"content": "Hi"}]}, "messages[0].role is missing. Add it"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "priority": 3},
+            "priority=3: means nothing with the server's policy 'fcfs'. Remove it, or start the server with the policy "
+            '"priority"',
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stop": [""]},
+            "stop=['']: holds something other than non-empty strings. Remove it",
+        ),
+        ("/detokenize", {"tokens": [72, 5_000]}, "tokens=5000: is not a token id of this model. Use ids from 0 to 256"),
+        ("/abort", {}, "request_id is missing. Send request_id or request_ids"),
+    ],
+)
+async def test_what_a_client_reads_that_sends_something_wrong(app: Any, path: str, body: Any, message: str) -> None:
+    answer = await post(app, path, body)
+    assert (answer.status, answer.error["message"]) == (400, message)
+
+
+async def test_the_wrong_method_is_told_the_right_one(app: Any) -> None:
+    answer = await get(app, "/v1/completions")
+    assert answer.status == 405 and answer.error["message"].endswith("Use POST")
+    assert (await post(app, "/health", {})).error["message"].endswith("Use GET")
+
+
+async def test_a_schema_without_the_extra_names_the_field(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rekindle._src.structured.spec.importlib.util.find_spec", lambda name: None)
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    answer = await post(app, "/v1/chat/completions", {"messages": HELLO, "response_format": format})
+    assert answer.status == 400 and "rekindle[structured]" in answer.error["message"]
+    assert answer.error["param"] == "response_format.json_schema.schema"

@@ -174,3 +174,20 @@ async def test_nothing_of_json_that_is_legal_breaks_it(app: Any) -> None:
         answer: Answer = await post(app, "/v1/completions", raw=raw)
         assert answer.status == 400, (raw[:60], answer.body)
         assert set(answer.error) == {"message", "type", "param", "code"}, json.dumps(answer.error)
+
+
+async def test_tokens_and_words_that_may_not_come(app: Any) -> None:
+    body = {"prompt": "Hello", "max_tokens": 30, "temperature": 0}
+    allowed = await post(app, "/v1/completions", {**body, "allowed_token_ids": [97, 98]})
+    text = allowed.json()["choices"][0]["text"]
+    assert set(text) == {"a", "b"} and "ab" in text
+    barred = await post(app, "/v1/completions", {**body, "allowed_token_ids": [97, 98], "bad_words": ["ab"]})
+    text = barred.json()["choices"][0]["text"]
+    assert len(text) == 30 and "ab" not in text
+    for wrong, param in (
+        ({"allowed_token_ids": [5_000]}, "allowed_token_ids"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": "no"}, "bad_words"),
+    ):
+        answer = await post(app, "/v1/completions", {**body, **wrong})
+        assert answer.status == 400 and answer.error["param"] == param

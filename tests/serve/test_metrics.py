@@ -18,7 +18,8 @@ DASHBOARDS = [
     "request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
     "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket",
     "request_decode_time_seconds_bucket", "request_inference_time_seconds_bucket", "request_prompt_tokens_bucket",
-    "request_generation_tokens_bucket", "cache_config_info",
+    "request_generation_tokens_bucket", "iteration_tokens_total_bucket", "iteration_tokens_total_count",
+    "cache_config_info",
 ]  # fmt: skip
 
 
@@ -49,9 +50,14 @@ async def test_counts_and_histograms(session: Session, names: Any, prefixes: lis
         assert found[f"{prefix}request_generation_tokens_sum{label}"] == 20
         assert found[f'{prefix}request_generation_tokens_bucket{{le="5.0",model_name="fake"}}'] == 4
         assert found[f'{prefix}request_generation_tokens_bucket{{le="2.0",model_name="fake"}}'] == 0
+        sizes = f"{prefix}iteration_tokens_total"
+        assert found[f'{sizes}_bucket{{le="+Inf",model_name="fake"}}'] == found[f"{sizes}_count{label}"] > 5
+        assert found[f'{sizes}_bucket{{le="1.0",model_name="fake"}}'] == 0, "n=2: steps have two rows"
+        assert found[f"{sizes}_sum{label}"] >= 20
     assert found['http_requests_total{handler="/v1/completions",status="200"}'] == 2
     assert found['http_requests_total{handler="/v1/completions",status="400"}'] == 1
     assert any(key.startswith("vllm:") for key in found) == (names == "both")
+    assert any(key.startswith("vllm:lora_requests_info{") for key in found) == (names == "both")
 
 
 async def test_paths_that_clients_make_up_are_one_label(session: Session) -> None:

@@ -21,6 +21,7 @@ SAID = (
     '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 )
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather?"}]
+ANTHROPICS = [{"name": one["function"]["name"], "input_schema": one["function"]["parameters"]} for one in TOOLS]
 CALLS = [("weather", {"city": "Paris"}), ("time", {})]
 
 
@@ -75,6 +76,61 @@ async def test_a_stream_adds_up_to_the_same(app: Any) -> None:
         for call in whole["tool_calls"]
     ]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_arguments_stream_while_they_are_written(app: Any, path: str) -> None:
+    """Upstream: openai's own API sends the name first, then the arguments' text as it comes."""
+    body: dict[str, Any] = {"messages": QUESTION, "max_tokens": 400, "tools": TOOLS}
+    if path == "/v1/messages":
+        body["tools"] = ANTHROPICS
+    elif path == "/v1/responses":
+        body = {"input": QUESTION, "tools": [{"type": "function", **one["function"]} for one in TOOLS]}
+    events = (await post(app, path, {**body, "stream": True})).events
+    if path == "/v1/chat/completions":
+        calls = [call for event in events[:-1] for call in event["choices"][0]["delta"].get("tool_calls", ())]
+        assert calls[0]["function"] == {"name": "weather", "arguments": ""} and calls[0]["id"]
+        pieces = [call["function"]["arguments"] for call in calls[1:] if call["index"] == 0]
+    elif path == "/v1/messages":
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta" and event["index"] == 2]
+        pieces = [delta["partial_json"] for delta in deltas]
+    else:
+        told = [event for event in events if event["type"] == "response.function_call_arguments.delta"]
+        pieces = [event["delta"] for event in told if event["output_index"] == 2]
+    assert "".join(pieces) == '{"city": "Paris"}' and len(pieces) == len("".join(pieces)), "one for each token"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_call_that_max_tokens_cuts_is_none(app: Any, path: str) -> None:
+    cut = SAID.index('"Paris"') + 3
+    body: dict[str, Any] = {"messages": QUESTION, "max_tokens": cut, "tools": TOOLS}
+    if path == "/v1/messages":
+        body["tools"] = ANTHROPICS
+    elif path == "/v1/responses":
+        tools = [{"type": "function", **one["function"]} for one in TOOLS]
+        body = {"input": QUESTION, "max_output_tokens": cut, "tools": tools}
+    whole = (await post(app, path, body)).json()
+    events = (await post(app, path, {**body, "stream": True})).events
+    begun = '{"city": "Pa'
+    if path == "/v1/chat/completions":
+        message = whole["choices"][0]["message"]
+        assert message["content"] == SAID[SAID.index("Let") : cut] and "tool_calls" not in message
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == message["content"]
+        calls = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+        assert "".join(calls) == begun, "as far as it was written"
+        assert events[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
+    elif path == "/v1/messages":
+        assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+        starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+        assert starts == ["thinking", "text", "tool_use", "text"]
+        assert [event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta"] == ["max_tokens"]
+    else:
+        assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+        final = events[-1]["response"]
+        assert final["status"] == whole["status"] == "incomplete"
+        call = final["output"][2]
+        assert (call["type"], call["arguments"], call["status"]) == ("function_call", begun, "incomplete")
 
 
 async def test_one_call_no_call_no_reasoning(app: Any) -> None:

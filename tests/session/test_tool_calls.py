@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.chatting import HERMES, MISTRAL, OPENED, saying, with_special_tokens
-from rekindle import Completion, ToolCall
+from rekindle import Completion, ToolCall, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.core.reply import fold
 from rekindle._src.text.replies import ReplyFormat
 from rekindle._src.text.replies.families import SYNTAXES
@@ -49,6 +49,27 @@ async def test_a_reply_has_its_parts(anyio_backend: str) -> None:
             ],
         }
         assert pickle.loads(pickle.dumps(reply)) == reply
+
+
+@anyio_test
+async def test_a_stream_can_tell_calls_while_they_are_written(anyio_backend: str) -> None:
+    with saying(f"<think>Hm.</think>Wait. {CALL}") as session:
+        whole = await session.chat(USER, tools=[weather], seed=5)
+        handle = session.chat(USER, tools=[weather], seed=5, stream_tool_calls=True)
+        deltas = [delta async for delta in handle]
+        events = [event for delta in deltas for event in delta.events or ()]
+        started = next(event for event in events if isinstance(event, ToolCallStarted))
+        pieces = [event.text for event in events if isinstance(event, ToolCallArguments)]
+        assert (started.name, "".join(pieces)) == ("weather", '{"city": "Paris"}') and len(pieces) == len(
+            "".join(pieces)
+        )
+        assert fold(events) == (await handle).reply == whole.reply
+        cut = session.chat(USER, tools=[weather], stream_tool_calls=True, max_tokens=len(whole.text) - 20)
+        events = [event async for delta in cut for event in delta.events or ()]
+        assert isinstance(events[-1], ToolCallDropped) and events[-1].text.lstrip().startswith("<tool_call>")
+        done = await cut
+        assert done.content.startswith("Wait.") and done.content.endswith(events[-1].text) and not done.tool_calls
+        assert "".join([delta.content for delta in cut.deltas]) == done.content
 
 
 @anyio_test

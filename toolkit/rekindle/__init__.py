@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         ReplyEvent,
         ToolCall,
         ToolCallArguments,
+        ToolCallDropped,
         ToolCallStarted,
     )
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
@@ -120,6 +121,7 @@ _LAZY = {
     "TokenLogprobs": "rekindle._src.core.records",
     "ToolCall": "rekindle._src.core.reply",
     "ToolCallArguments": "rekindle._src.core.reply",
+    "ToolCallDropped": "rekindle._src.core.reply",
     "ToolCallStarted": "rekindle._src.core.reply",
     "ToolChoice": "rekindle._src.session.tools.choice",
     "ToolLike": "rekindle._src.session.tools.tool",
@@ -198,6 +200,7 @@ __all__ = [
     "TokenLogprobs",
     "ToolCall",
     "ToolCallArguments",
+    "ToolCallDropped",
     "ToolCallStarted",
     "ToolChoice",
     "ToolLike",

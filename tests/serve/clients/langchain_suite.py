@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
@@ -17,7 +18,9 @@ SERVER: dict[str, Any] = {"base_url": os.environ["REKINDLE_URL"] + "/v1", "api_k
 
 
 class TestChat(ChatModelIntegrationTests):
-    """What a model of this size can't do, such as calling a tool when it is told to, is declared as not supported."""
+    """Declared as not supported is what this model can't do: its chat template takes no tools, and it is too small to
+    follow an instruction about the keys of an object (`supports_json_mode`), or to read pictures, sound and PDFs.
+    """
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -25,7 +28,7 @@ class TestChat(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "tiny", "temperature": 0, "max_completion_tokens": 24, "stream_usage": True, **SERVER}
+        return {"model": "tiny", "temperature": 0, "max_completion_tokens": 64, "stream_usage": True, **SERVER}
 
     @property
     def has_tool_calling(self) -> bool:
@@ -33,11 +36,23 @@ class TestChat(ChatModelIntegrationTests):
 
     @property
     def has_structured_output(self) -> bool:
-        return False
+        return True
+
+    @property
+    def structured_output_kwargs(self) -> dict[str, Any]:
+        return {"method": "json_schema"}  # by default it is a call of a tool
+
+    @property
+    def model_override_value(self) -> str:
+        return "tiny"
 
     @property
     def enable_vcr_tests(self) -> bool:
         return False
+
+    @pytest.mark.xfail(reason="of a model of pydantic 1 LangChain makes a tool, whatever method it was given")
+    def test_structured_output_pydantic_2_v1(self, model: BaseChatModel) -> None:
+        super().test_structured_output_pydantic_2_v1(model)
 
 
 class TestEmbeddings(EmbeddingsIntegrationTests):

@@ -18,6 +18,7 @@ from rekindle._src.text.replies import (
     ReplyEvent,
     ReplyFormat,
     ToolCallArguments,
+    ToolCallDropped,
     ToolCallStarted,
     fold,
 )
@@ -27,8 +28,10 @@ FORMATS = {name: ReplyFormat(syntax, THINK) for name, syntax in SYNTAXES.items()
 WHOLE = [*EXAMPLES, *(Example(family, text, text) for family, text in CONTENT)]
 
 
-def events_of(format: ReplyFormat, pieces: Sequence[str], *, opened: bool = False) -> list[ReplyEvent]:
-    scanner = format.scanner(tools=TOOLS, reasoning_open=opened, seed=b"seed")
+def events_of(
+    format: ReplyFormat, pieces: Sequence[str], *, opened: bool = False, calls_in_pieces: bool = False
+) -> list[ReplyEvent]:
+    scanner = format.scanner(tools=TOOLS, reasoning_open=opened, seed=b"seed", pieces=calls_in_pieces)
     return [*(event for piece in pieces for event in scanner.feed(piece)), *scanner.finish()]
 
 
@@ -47,6 +50,32 @@ def test_every_split_in_two_and_every_character_alone_give_the_same(example: Exa
     for at in range(len(text) + 1):
         assert fold(events_of(example.format, [text[:at], text[at:]], opened=example.opened)) == whole, at
     assert fold(events_of(example.format, list(text), opened=example.opened)) == whole
+
+
+@pytest.mark.parametrize("example", WHOLE, ids=lambda example: f"{example.family}: {example.text[:40]!r}")
+def test_calls_in_pieces_are_the_same_calls_in_every_split(example: Example) -> None:
+    text, opened = example.text, example.opened
+    cuts = ([text], list(text), *([text[:at], text[at:]] for at in range(len(text))))
+    for pieces in cuts:
+        events = events_of(example.format, pieces, opened=opened, calls_in_pieces=True)
+        assert said(fold(events)) == (example.content, example.reasoning, [*example.calls]), pieces
+        check_order(events)
+
+
+def check_order(events: Sequence[ReplyEvent]) -> None:
+    """A call starts, gets its arguments and is whole before anything else comes, or is dropped."""
+    open_call: int | None = None
+    arguments = ""
+    for event in [*events, None]:
+        if isinstance(event, ToolCallArguments):
+            assert event.index == open_call and event.text
+            arguments += event.text
+        elif isinstance(event, ToolCallDropped):
+            assert event.index == open_call and event.text
+            open_call = None
+        else:
+            assert open_call is None or isinstance(json.loads(arguments), dict), "the call before is whole"
+            open_call, arguments = (event.index, "") if isinstance(event, ToolCallStarted) else (None, "")
 
 
 @given(
@@ -76,6 +105,10 @@ def test_whatever_comes_in_whatever_pieces(family: str, parts: list[str], cuts: 
         assert all(isinstance(call.arguments, dict) for call in before.tool_calls)
     events += scanner.finish()
     whole = fold(events)
+    for cut in (pieces, list(text)):
+        in_pieces = events_of(format, cut, opened=opened, calls_in_pieces=True)
+        check_order(in_pieces)
+        assert said(fold(in_pieces)) == said(whole)
     assert whole == fold(events_of(format, [text], opened=opened)) == fold(events_of(format, list(text), opened=opened))
     assert scanner.feed("") == scanner.finish() == []
     # Nothing but tags, calls and whitespace beside them is missing: content and reasoning follow the text's order.
@@ -118,6 +151,57 @@ def test_text_leaves_as_soon_as_it_is_decided() -> None:
     assert scanner.feed("Yes") == [ContentDelta("Yes")]
 
 
+@pytest.mark.parametrize(
+    ("family", "pieces", "told"),
+    [
+        ("hermes", ['<tool_call>{"name": "wea', 'ther", "arguments": {"ci', 'ty": "Par', 'is\n"', "}}</tool_call>"],
+         ['{"ci', 'ty": "Par', 'is\\n"', "}"]),
+        ("llama3_json", ['{"name": "weather", "parameters": {', '"city": 3', "}}"], ["{", '"city": 3', "}"]),
+        ("mistral", ["[TOOL_CALLS]weather[ARGS]", '{"city"', ': "\\', '"a\\"', '"}'],
+         ['{"city"', ': "\\', '"a\\"', '"}']),
+        ("phi4mini", ['functools[{"name": "time", "arguments": {', "}}]"], ["{", "}"]),
+        ("pythonic", ['[weather(city="Ro', 'me", days', "=3,", ")]"], ["{", '"city": "Rome"', ', "days": 3', "}"]),
+        ("olmo", ["<function_calls>weather(", "city='Rome')"], ["{", '"city": "Rome"', "}"]),
+        ("hermes", ["<tool_call><function=weather>", "<parameter=days>3</par", "ameter></function>"],
+         ["{", '"days": 3', "}"]),
+    ],
+)  # fmt: skip
+def test_arguments_leave_while_they_are_written(family: str, pieces: list[str], told: list[str]) -> None:
+    scanner = FORMATS[family].scanner(tools=TOOLS, pieces=True)
+    events = [scanner.feed(piece) for piece in pieces]
+    calls = [event for piece in events for event in piece]
+    assert isinstance(calls[0], ToolCallStarted)
+    assert [event.text for event in calls[1:] if isinstance(event, ToolCallArguments)] == told
+    assert sum(any(isinstance(event, ToolCallArguments) for event in piece) for piece in events) >= len(told) - 1
+    assert not scanner.finish() and len(fold(calls).tool_calls) == 1
+
+
+def test_a_call_that_breaks_off_is_dropped_and_is_content() -> None:
+    scanner = FORMATS["hermes"].scanner(tools=TOOLS, pieces=True)
+    text = '<tool_call>{"name": "write", "arguments": {"path": "a.py", "text": "de'
+    started, arguments = scanner.feed(text)
+    assert isinstance(started, ToolCallStarted) and started.name == "write"
+    assert arguments == ToolCallArguments(0, '{"path": "a.py", "text": "de')
+    assert scanner.finish() == [ToolCallDropped(0, text)]
+    scanner = FORMATS["hermes"].scanner(tools=TOOLS, pieces=True)
+    events = [*scanner.feed('<tool_call>{"name": "time", "arguments": {}, "name": "write"}</tool_call>')]
+    events += [*scanner.feed('<tool_call>{"name": "time", "arguments": {}}</tool_call>'), *scanner.finish()]
+    assert [type(event).__name__ for event in events if not isinstance(event, ContentDelta)] == [
+        "ToolCallStarted", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolCallArguments",
+    ]  # fmt: skip
+    assert [call.name for call in fold(events).tool_calls] == ["time"], "an index is not used twice"
+
+
+def test_calls_of_unknown_tools_and_calls_while_thinking_come_whole() -> None:
+    scanner = FORMATS["hermes"].scanner(tools=TOOLS, pieces=True)
+    assert scanner.feed('<tool_call>{"name": "unknown", "arguments": {') == []
+    assert len(scanner.feed("}}")) == 2
+    scanner = FORMATS["hermes"].scanner(tools=TOOLS, pieces=True, reasoning_open=True)
+    assert scanner.feed('<tool_call>{"name": "time", "arguments": {') == []
+    scanner.feed("}}</tool_call> I could say.</think>No.")
+    assert scanner.finish() == []
+
+
 def test_calls_of_an_array_that_was_cut_are_calls() -> None:
     text = '[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "Pa'
     reply = FORMATS["mistral"].parse(text, tools=TOOLS)
@@ -156,9 +240,10 @@ def test_ids_are_unique_and_follow_the_seed() -> None:
         ("hermes", "<tool_call><function=a><parameter=b>"),
     ],
 )
-def test_the_time_grows_with_the_length_and_no_faster(family: str, piece: str) -> None:
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_time_grows_with_the_length_and_no_faster(family: str, piece: str, pieces: bool) -> None:
     def seconds(count: int) -> float:
-        scanner = FORMATS[family].scanner(tools=TOOLS)
+        scanner = FORMATS[family].scanner(tools=TOOLS, pieces=pieces)
         start = time.process_time()
         for _ in range(count):
             scanner.feed(piece)

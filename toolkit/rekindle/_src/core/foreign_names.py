@@ -42,6 +42,8 @@ SAMPLING: dict[str, Hint] = {
     "repeat_penalty": Hint("repetition_penalty", "Use repetition_penalty with the same value"),
     "top_logprobs": Hint("logprobs", "Use logprobs=k for the k most likely tokens: one option does both"),
     "random_seed": Hint("seed", "Use seed with the same value"),
+    "bad_words_ids": Hint("bad_words", "Use bad_words with the words as text, or logit_bias for single tokens"),
+    "suppress_tokens": Hint("logit_bias", "Use logit_bias={id: float('-inf'), …}, or allowed_token_ids"),
     "logits_processor": Hint("processors", "Give processors to open() and name them here in processors"),
     "logits_processors": Hint("processors", "Give processors to open() and name them here in processors"),
     "cache_salt": Hint("salt", "Use salt with the same value"),

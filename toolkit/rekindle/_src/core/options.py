@@ -34,6 +34,8 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: str | Sequence[str] | None
     seed: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rekindle._src.core import html
 from rekindle._src.core.guides import Guided, GuideLike
 from rekindle._src.core.parsing import Parsing
-from rekindle._src.core.reply import ContentDelta, ReasoningDelta, Reply, ReplyEvent, ToolCall, fold
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, Reply, ReplyEvent, ToolCall, ToolCallDropped, fold
 from rekindle._src.core.sampling import Sampling
 
 IntArray = NDArray[np.int32]
@@ -235,7 +235,7 @@ class TextDelta(html.Record):
         """Its part of the answer itself, without reasoning and calls of tools."""
         if self.events is None:
             return self.text
-        return "".join(event.text for event in self.events if isinstance(event, ContentDelta))
+        return "".join(event.text for event in self.events if isinstance(event, ContentDelta | ToolCallDropped))
 
     @property
     def reasoning(self) -> str:

@@ -1,10 +1,12 @@
 """A chat's reply as its parts: what the model says, what it thinks before, and the tools that it calls.
 
-A scanner of `rekindle._src.text.replies` turns text into events. An event is final: no later one takes it back.
+A scanner of `rekindle._src.text.replies` turns text into events. An event is final: no later one takes it back, except
+that a call may be dropped which was told while the model wrote it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
@@ -44,7 +46,18 @@ class ToolCallArguments(html.Record):
     text: str
 
 
-ReplyEvent = ContentDelta | ReasoningDelta | ToolCallStarted | ToolCallArguments
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ToolCallDropped(html.Record):
+    """A call that has started is none after all, because its text breaks off or breaks its syntax.
+
+    Only a stream with `stream_tool_calls` has such an event, since otherwise a call starts once it is complete.
+    """
+
+    index: int
+    text: str  # the call as the model wrote it so far; it is a part of the answer's content
+
+
+ReplyEvent = ContentDelta | ReasoningDelta | ToolCallStarted | ToolCallArguments | ToolCallDropped
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -86,7 +99,7 @@ class Reply(html.Record):
 
 
 def fold(events: Iterable[ReplyEvent]) -> Reply:
-    """The reply that events add up to."""
+    """The reply that events add up to. A call whose arguments are not complete yet is left out."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, ToolCallStarted] = {}
@@ -101,10 +114,14 @@ def fold(events: Iterable[ReplyEvent]) -> Reply:
                 calls[index] = event
             case ToolCallArguments(index, text):
                 arguments.setdefault(index, []).append(text)
+            case ToolCallDropped(index, text):
+                calls.pop(index, None)
+                content.append(text)
     made = []
     for index, call in calls.items():
         text = "".join(arguments.get(index, ()))
-        made.append(ToolCall(call.id, call.name, json.loads(text or "{}"), text))
+        with contextlib.suppress(ValueError):
+            made.append(ToolCall(call.id, call.name, json.loads(text or "{}"), text))
     return Reply("".join(content), "".join(reasoning), tuple(made))
 
 

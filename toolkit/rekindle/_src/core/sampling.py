@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import foreign_names, html
-from rekindle._src.core.bounds import bounded, bounded_stops, check_n, check_salt
+from rekindle._src.core.bounds import MAX_BAD_WORDS, bounded, bounded_stops, check_n, check_salt, check_words
 from rekindle._src.core.option_checks import advice, defaults_of
 from rekindle._src.core.options import OpenOptions
 from rekindle._src.core.structure_checks import check_structure
@@ -24,6 +24,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
 MAX_CHOICES = 65_536
+MAX_ALLOWED_TOKENS = 1 << 19
 MAX_PROCESSORS = 64  # names in one request; a session has at most 16 of them
 
 
@@ -35,7 +36,8 @@ class Sampling(html.Record):
     asks for sampling; `open(..., generation_config="greedy")` turns that off.
 
     The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
-    penalties, the `min_tokens` mask, the mask of a schema or grammar, `temperature`, `top_k`, `top_p`, `min_p`.
+    penalties, the `min_tokens` mask, the mask of `allowed_token_ids`, `bad_words` and a schema or grammar,
+    `temperature`, `top_k`, `top_p`, `min_p`.
 
     Options:
         max_tokens (256): new tokens at most; 0 only scores the prompt, see prompt_logprobs.
@@ -48,6 +50,8 @@ class Sampling(html.Record):
         presence_penalty (0.0): taken off the logits of tokens in the output, as in OpenAI's API; -2 to 2.
         frequency_penalty (0.0): the same, for each time that the token occurred; -2 to 2.
         logit_bias ({}): added to the logits of these token ids; at most 300.
+        allowed_token_ids (()): only these tokens may come; name an end token among them if the text may end by itself.
+        bad_words (()): words that may not come, as the tokenizer spells them alone and behind a space.
         seed (None): makes the draws repeatable; None draws one, which the completion reports.
         n (1): completions of the same prompt. Above 1 the result is a list.
         stop (()): strings that end the text, which they are not part of; one, or several.
@@ -78,6 +82,8 @@ class Sampling(html.Record):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -146,6 +152,7 @@ class Sampling(html.Record):
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest("stop", self.stop, "holds something other than non-empty strings", "Remove it")
+        check_words(self.bad_words)
         check_structure(self)
         for text in self.processors:
             if not isinstance(text, str):
@@ -156,8 +163,9 @@ class Sampling(html.Record):
             raise InvalidRequest(
                 "stop_token_ids", self.stop_token_ids, f"has more than {MAX_STOP_TOKEN_IDS} ids", "Use fewer"
             )
-        for token in self.stop_token_ids:
-            _check_token("stop_token_ids", token)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _check_token(name, token)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 "logit_bias", f"{len(self.logit_bias)} entries", f"is over {MAX_LOGIT_BIAS}", "Bias fewer tokens"
@@ -178,7 +186,7 @@ class Sampling(html.Record):
             put(self, "stop", bounded_stops(self.stop))
         for name, most in (
             ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS), ("processors", MAX_PROCESSORS),
-            ("choice", MAX_CHOICES),
+            ("choice", MAX_CHOICES), ("allowed_token_ids", MAX_ALLOWED_TOKENS), ("bad_words", MAX_BAD_WORDS),
         ):  # fmt: skip
             if isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), str):
                 put(self, name, bounded(name, getattr(self, name), most))
@@ -189,7 +197,7 @@ class Sampling(html.Record):
         value = getattr(self, name)
         if type(value) is tuple:
             return value
-        if isinstance(value, str) and name != "stop_token_ids":
+        if isinstance(value, str) and not name.endswith("token_ids"):
             return (value,)
         if not isinstance(value, (str, bytes, Mapping)):
             with contextlib.suppress(Exception):
@@ -259,6 +267,11 @@ class Sampling(html.Record):
         return self.schema is not None or bool(self.regex or self.choice or self.grammar or self.json)
 
     @property
+    def restricted(self) -> bool:
+        """Whether some tokens may not come."""
+        return bool(self.allowed_token_ids or self.bad_words)
+
+    @property
     def penalised(self) -> bool:
         """Whether any of the three penalties is on."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
@@ -270,7 +283,10 @@ def _check_token(field: str, token: object) -> None:
 
 
 _SAMPLING_DEFAULTS = defaults_of(Sampling)
-_LISTS = (("stop", "strings"), ("stop_token_ids", "token ids"), ("processors", "names"), ("choice", "strings"))
+_LISTS = (
+    ("stop", "strings"), ("stop_token_ids", "token ids"), ("processors", "names"), ("choice", "strings"),
+    ("allowed_token_ids", "token ids"), ("bad_words", "strings"),
+)  # fmt: skip
 _FLOATS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip

@@ -8,12 +8,14 @@ from collections.abc import Collection
 import anyio
 import anyio.to_thread
 
+from rekindle._src.core.guides import GuideLike
 from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.messages import Engine, Submission
 from rekindle._src.dispatch.structured_output import Structured
 from rekindle._src.structured.grammar import Grammar
 from rekindle._src.structured.guide import Guide, Reasoning
 from rekindle._src.structured.spec import Spec
+from rekindle._src.structured.token_rules import RestrictedGuide, TokenRules
 from rekindle.errors import InvalidRequest
 
 COMPILE_SECONDS = 5.0
@@ -42,8 +44,21 @@ async def grammar_of(submission: Submission, engine: Engine) -> Grammar | None:
     raise InvalidRequest(spec.kind, spec.text, f"took over {COMPILE_SECONDS:g} s to compile", "Use a smaller one")
 
 
-def guide_of(grammar: Grammar, submission: Submission, ids: IntArray, engine: Engine, eos: Collection[int]) -> Guide:
-    """A guide for one sequence. Behind the part of the prompt that the grammar covers, as in a fork, it goes on."""
+def guide_of(
+    grammar: Grammar | None,
+    rules: TokenRules | None,
+    submission: Submission,
+    ids: IntArray,
+    engine: Engine,
+    eos: Collection[int],
+) -> GuideLike | None:
+    """A guide for one sequence, if its tokens are not free."""
+    inner = None if grammar is None else _guide_of(grammar, submission, ids, engine, eos)
+    return inner if rules is None else RestrictedGuide(rules, inner)
+
+
+def _guide_of(grammar: Grammar, submission: Submission, ids: IntArray, engine: Engine, eos: Collection[int]) -> Guide:
+    """A guide for one structured sequence. It goes on behind the part of the prompt that the grammar covers."""
     base = len(ids) - submission.covered
     guide = grammar.guide(eos, _reasoning(ids[:base].tolist(), engine, chat=submission.render is not None))
     for token in ids[base:].tolist():

@@ -18,6 +18,7 @@ from rekindle._src.dispatch.guided_intake import compiled, covered_by, grammar_o
 from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
 from rekindle._src.scheduling.limits import how_to_fit
 from rekindle._src.structured.grammar import Grammar
+from rekindle._src.structured.token_rules import rules_of
 from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted, RequestFailed
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
@@ -199,6 +200,7 @@ def prepare(
         ("prompt", token_ids),
         ("stop_token_ids", np.asarray(sampling.stop_token_ids, np.int64)),
         ("logit_bias", np.asarray(list(sampling.logit_bias), np.int64)),
+        ("allowed_token_ids", np.asarray(sampling.allowed_token_ids, np.int64)),
     ):
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
             wrong = ids[(ids < 0) | (ids >= vocab)][0].item()
@@ -219,6 +221,7 @@ def prepare(
         )
     seed = sampling.seed if sampling.seed is not None else seeds.getrandbits(32)
     eos_ids = frozenset() if sampling.ignore_eos else frozenset(engine.tokenizer.eos_ids)
+    rules = rules_of(sampling, engine.tokenizer, vocab)
     return [
         Request(
             id=submission.id if sampling.n == 1 else f"{submission.id}.{index}",
@@ -230,7 +233,7 @@ def prepare(
             group=submission.id,
             index=index,
             pooling=submission.pooling,
-            guide=None if grammar is None else guide_of(grammar, submission, token_ids, engine, eos_ids),
+            guide=guide_of(grammar, rules, submission, token_ids, engine, eos_ids),
         )
         for index in range(sampling.n)
     ]

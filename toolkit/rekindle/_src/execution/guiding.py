@@ -86,9 +86,17 @@ def dead_end(row: Row) -> RekindleError:
         told.append(f"processors={list(sampling.processors)}")
     options = " and ".join(told) or "the other options"
     return RequestFailed(
-        f"After {row.generated} tokens of request {row.request.id}, none is left that both its grammar and {options} "
-        "allow. Change one of them."
+        f"After {row.generated} tokens of request {row.request.id}, none is left that both its {_limits(row)} and "
+        f"{options} allow. Change one of them."
     )
+
+
+def _limits(row: Row) -> str:
+    """What its guide follows, in words."""
+    sampling = row.request.sampling
+    given = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words}
+    return " with ".join((["grammar"] if sampling.structured or not sampling.restricted else [])
+                         + [name for name, value in given.items() if value])  # fmt: skip
 
 
 def new_masks(layout: Layout, words: int) -> Mask:
@@ -97,7 +105,8 @@ def new_masks(layout: Layout, words: int) -> Mask:
 
 def _stuck(row: Row, problem: str) -> RekindleError:
     return RequestFailed(
-        f"The grammar of request {row.request.id} can't go on after {row.generated} tokens: {problem}. Simplify it."
+        f"The {_limits(row)} of request {row.request.id} can't go on after {row.generated} tokens: {problem}. "
+        "Simplify it."
     )
 
 

@@ -61,3 +61,4 @@ class RunnerStatistics(html.Record):
     programs: dict[str, int]  # steps by program
     pages_out: int
     pages_in: int
+    step_sizes: dict[int, int]  # steps by how many tokens they computed, rounded up to a power of two

@@ -70,6 +70,7 @@ class Runner:
         self._uploads: dict[Bucket, collections.deque[Upload]] = collections.defaultdict(collections.deque)
         self._counts: collections.Counter[str] = collections.Counter()
         self._buckets: collections.Counter[str] = collections.Counter()
+        self._sizes: collections.Counter[int] = collections.Counter()
         self._host_seconds = self._device_seconds = self._last_ready = 0.0
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
@@ -258,6 +259,7 @@ class Runner:
             programs=dict(self._buckets),
             pages_out=self._counts["pages_out"],
             pages_in=self._counts["pages_in"],
+            step_sizes=dict(self._sizes),
         )
 
     def close(self) -> None:
@@ -390,6 +392,7 @@ class Runner:
             self._counts["tokens"] += plan.tokens
             self._counts["padding"] += bucket.cost - plan.tokens
             self._buckets[bucket.name] += 1
+            self._sizes[1 << (plan.tokens - 1).bit_length()] += 1
         self._host_seconds += in_flight.host_seconds
         self._device_seconds += seconds
 

@@ -8,11 +8,17 @@ from typing import Any
 import anyio.to_thread
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
-from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
+from rekindle._src.core.reply import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallDropped,
+    ToolCallStarted,
+)
 from rekindle._src.serve.anthropic_in import arguments, messages_of, tools_of
-from rekindle._src.serve.chat import asked
+from rekindle._src.serve.chat import asked, streamed_calls
 from rekindle._src.serve.chat_events import events_of
-from rekindle._src.serve.errors import Refused, wrong
+from rekindle._src.serve.errors import Refused, missing
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import finished, follow, make, model_of, submit
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
@@ -57,7 +63,7 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     format = output.get("format") or given.get("output_format") or {"type": "text"}
     structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
     exchange.names = {**exchange.names, **names, "prompt": "messages"}
-    options |= structure
+    options |= structure | streamed_calls(given)
     chat, template = messages_of(given), template_options(given)
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
@@ -103,7 +109,7 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
             options["tool_choice"] = "required"
         case "tool":
             if not choice.get("name"):
-                raise wrong("tool_choice.name", None, "is missing", "Name the tool")
+                raise missing("tool_choice.name", "Name the tool")
             options["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
         case "auto" | "none" as word:
             options["tool_choice"] = word
@@ -174,7 +180,7 @@ class _Stream:
         """The events of a delta."""
         for one in events_of(delta, parallel=self._parallel):
             match one:
-                case ContentDelta(text):
+                case ContentDelta(text) | ToolCallDropped(_, text):
                     self._block("text", {"type": "text", "text": ""})
                     self._delta({"type": "text_delta", "text": text})
                 case ReasoningDelta(text):

@@ -125,12 +125,16 @@ def app(
             if failed is not None:
                 failed(error)
 
+    dialects = {endpoint.path: dialect for endpoint, _, dialect in POSTS}
+
     async def http_error(scope: Any, receive: Any, send: Any, status: int) -> None:
         exchange = Exchange(service, scope, send)
         path = scope["path"]
         refused = info.not_found(path)
         if status != 404:
-            refused = Refused(status, f"{scope['method']} is not possible for {path[:200]!r}", code="not_allowed")
+            method = "POST" if path in dialects else "GET"
+            words = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
+            refused = Refused(status, words, code="not_allowed")
         await exchange.fail(refused, OpenAI())
         service.metrics.http("other", status)
 
@@ -159,7 +163,6 @@ def app(
         Route(path.replace("{name}", "{name:path}"), info.Get(service, path, handler), methods=["GET"])
         for path, handler, _ in (*GETS, ("/openapi.json", openapi, ""))
     ]
-    dialects = {endpoint.path: dialect for endpoint, _, dialect in POSTS}
     middleware = [Middleware(Guard, keys=keys, service=service, dialects=dialects)]
     if cors_origins:
         allowed = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}

@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
-from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCall, ToolCallArguments, ToolCallStarted
+from rekindle._src.core.reply import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallDropped,
+    ToolCallStarted,
+)
 from rekindle._src.serve.contract import HandleLike, SessionLike
 from rekindle._src.serve.ends import finish_of
 from rekindle._src.serve.errors import wrong
@@ -50,6 +57,7 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     options = {**chat_options(given, session), **template_options(exchange, given), **structure}
     messages = plain_messages(given["messages"])
     streaming = stream_options(given)
+    options |= streamed_calls(given)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
         handle = await make(exchange, lambda: asked(session.chat, messages, options))
@@ -75,6 +83,11 @@ def asked(
         if error.field != "reasoning_effort" or not (hint or error.value == "none"):
             raise
     return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
+
+
+def streamed_calls(given: Mapping[str, Any]) -> dict[str, bool]:
+    """The option of `session.chat` by which a stream tells calls of tools while they are written."""
+    return {"stream_tool_calls": True} if given.get("stream") and given.get("tools") else {}
 
 
 def _limit_field(given: Mapping[str, Any]) -> str:
@@ -182,7 +195,7 @@ class _Writer:
         """Write chunks while they come."""
         chunks = Chunks({**self._common, "object": "chat.completion.chunk"}, options=options)
         begun: set[int] = set()
-        called: set[int] = set()
+        called: set[tuple[int, int]] = set()  # choices and their calls
         made = 0
 
         async def write(number: int, delta: TextDelta) -> None:
@@ -203,10 +216,13 @@ class _Writer:
             for content in contents:
                 parts.append(chunks.chunk(_choice(delta.index, content, logprobs, more=ids), now))
                 logprobs, ids = None, ""  # they come once, with the first chunk of these tokens
-            if any(isinstance(event, ToolCallStarted) for event in delta.events or ()):
-                called.add(delta.index)
+            for event in delta.events or ():
+                if isinstance(event, ToolCallStarted):
+                    called.add((delta.index, event.index))
+                elif isinstance(event, ToolCallDropped):
+                    called.discard((delta.index, event.index))
             if delta.finish_reason is not None:
-                ended = _finish(delta.finish_reason, called=delta.index in called)
+                ended = _finish(delta.finish_reason, called=any(index == delta.index for index, _ in called))
                 reason = f',"stop_reason":{dumps(delta.stop_reason)}'
                 parts.append(chunks.chunk(_choice(delta.index, "", None, ended, reason), now))
             if parts:
@@ -222,7 +238,7 @@ class _Writer:
         found = []
         for event in delta.events:
             match event:
-                case ContentDelta(text):
+                case ContentDelta(text) | ToolCallDropped(_, text):
                     found.append(f'"content":{dumps(text)}')
                 case ReasoningDelta(text) if self._reasons:
                     found.append(f'"reasoning":{dumps(text)},"reasoning_content":{dumps(text)}')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rekindle._src.core.records import TextDelta
-from rekindle._src.core.reply import ContentDelta, ReplyEvent, ToolCallArguments, ToolCallStarted
+from rekindle._src.core.reply import ContentDelta, ReplyEvent, ToolCallArguments, ToolCallDropped, ToolCallStarted
 
 
 def events_of(delta: TextDelta, *, parallel: bool = True) -> Sequence[ReplyEvent]:
@@ -14,5 +14,5 @@ def events_of(delta: TextDelta, *, parallel: bool = True) -> Sequence[ReplyEvent
         return (ContentDelta(delta.text),) if delta.text else ()
     if parallel:
         return delta.events
-    calls = ToolCallStarted | ToolCallArguments
+    calls = ToolCallStarted | ToolCallArguments | ToolCallDropped
     return [event for event in delta.events if not (isinstance(event, calls) and event.index)]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rekindle._src.core.structure_checks import KINDS as STRUCTURES
 from rekindle.errors import (
     CheckpointError,
     InvalidRequest,
@@ -57,6 +58,11 @@ def wrong(param: str, value: object, problem: str, fix: str, *, code: str | None
     return Refused(400, f"{param}={shown(value)}: {problem}. {fix}", param=param, code=code)
 
 
+def missing(param: str, fix: str = "Add it") -> Refused:
+    """A field that has to be there."""
+    return Refused(400, f"{param} is missing. {fix}", param=param)
+
+
 def unavailable(message: str, *, retry_after: float | None = 5) -> Refused:
     """The server can't take the request now: it loads, drains, or its session is closed."""
     return Refused(503, message, type="server_error", code="unavailable", retry_after=retry_after)
@@ -64,6 +70,8 @@ def unavailable(message: str, *, retry_after: float | None = 5) -> Refused:
 
 def shown(value: object) -> str:
     """A value in an error message, at most 80 characters of it."""
+    if isinstance(value, tuple):  # what was a JSON array
+        value = list(value)
     try:
         text = repr(value)
     except ValueError:  # an int of more than 4,300 digits
@@ -79,7 +87,7 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
         case InvalidRequest():
             param = names.get(error.field, error.field)
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-            if param == error.field and isinstance(error.field, str):
+            if param == error.field and isinstance(error.field, str) and not isinstance(error.value, tuple):
                 return Refused(400, str(error), param=param, code=code)
             return wrong(param, error.value, error.problem, error.fix, code=code)
         case OutOfPages():
@@ -93,7 +101,8 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
         case UnsupportedModel() | CheckpointError():
             return Refused(400, str(error), code="unsupported_by_model")
         case MissingExtra():
-            return Refused(400, f"the server can't do this: {error}", code="unsupported")
+            field = next((names[option] for option in STRUCTURES if option in names), None)
+            return Refused(400, f"the server can't do this: {error}", param=field, code="unsupported")
         case RequestFailed():
             return Refused(500, str(error), type="server_error", code="request_failed")
         case _:

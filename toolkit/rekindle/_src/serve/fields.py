@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from rekindle._src.serve.errors import Refused, wrong
+from rekindle._src.serve.errors import Refused, missing, wrong
 from rekindle._src.serve.kinds import Anything, Kind, nullable
 
 log = logging.getLogger("rekindle.server")
@@ -65,7 +65,7 @@ class Endpoint:
                 given[name] = field.kind.check(value, name)
         for field in self.fields:
             if field.needed and field.name not in given:
-                raise wrong(field.name, None, "is missing", "Add it")
+                raise missing(field.name)
         return given
 
     @functools.cached_property

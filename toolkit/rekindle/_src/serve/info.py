@@ -10,7 +10,7 @@ import anyio.to_thread
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.bodies import Receive, header
 from rekindle._src.serve.chat import asked, template_options
-from rekindle._src.serve.errors import Refused, unavailable, wrong
+from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, refusing
 from rekindle._src.serve.fields import Endpoint, Field, ignored
 from rekindle._src.serve.generation import IN_A_THREAD, model_of
@@ -72,6 +72,9 @@ async def tokenize(exchange: Exchange, given: dict[str, Any]) -> None:
 async def detokenize(exchange: Exchange, given: dict[str, Any]) -> None:
     """Answer with the text of token ids, special tokens included."""
     _, session = model_of(exchange, given)
+    if (unknown := max(given["tokens"])) >= session.tokenizer.vocab_size:
+        fix = f"Use ids from 0 to {session.tokenizer.vocab_size - 1}"
+        raise wrong("tokens", unknown, "is not a token id of this model", fix)
     decode = partial(session.tokenizer.decode, given["tokens"], skip_special_tokens=False)
     text = decode() if exchange.size < IN_A_THREAD else await anyio.to_thread.run_sync(decode)
     await exchange.reply({"prompt": text})
@@ -81,7 +84,7 @@ async def abort(exchange: Exchange, given: dict[str, Any]) -> None:
     """Abort requests; an id that no living request of this sender has is no error."""
     ids = [*given.get("request_ids", ()), *([given["request_id"]] if "request_id" in given else ())]
     if not ids:
-        raise wrong("request_id", None, "is missing", "Send request_id or request_ids")
+        raise missing("request_id", "Send request_id or request_ids")
     life = exchange.service.life
     aborted = [one for one in ids if life.abort(_bare(one), exchange.key)]
     await exchange.reply({"aborted": aborted})

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from rekindle._src.serve.errors import wrong
+from rekindle._src.serve.errors import missing, wrong
 
 
 class Kind(Protocol):
@@ -136,7 +136,8 @@ class Items:
         if not isinstance(value, list):
             raise wrong(path, value, "is not a list", "Pass a JSON array")
         if len(value) < self.least:
-            raise wrong(path, value, f"has fewer than {self.least} entries", "Add one")
+            few = "is empty" if not value else f"has fewer than {self.least} entries"
+            raise wrong(path, value, few, "Add one")
         if self.most is not None and len(value) > self.most:
             raise wrong(path, f"{len(value):,} entries", f"has more than {self.most:,}", "Pass fewer")
         check = self.kind.check
@@ -213,7 +214,7 @@ class Shape:
             raise wrong(path, value, "is not an object", "Pass a JSON object")
         for name in self.needed:
             if value.get(name) is None:
-                raise wrong(f"{path}.{name}", value.get(name), "is missing", "Add it")
+                raise missing(f"{path}.{name}")
         found = dict(value)
         for name, kind in self.members:
             if found.get(name) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rekindle._src.core.records import Completion, TextDelta
@@ -24,6 +24,7 @@ _PREFIXES: dict[str, tuple[str, ...]] = {
 _SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_SIZES = tuple(1 << power for power in range(15))
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -69,6 +70,12 @@ OWN_COUNTERS = {  # rekindle's alone
 
 def _share(stats: Any) -> float:
     return stats.pages_held / stats.pages_total if stats.pages_total else 0.0
+
+
+def _cumulative(step_sizes: Mapping[int, int]) -> list[tuple[str, float]]:
+    """Pairs of upper bounds and how many steps computed no more tokens."""
+    found = [(str(float(size)), float(sum(n for of, n in step_sizes.items() if of <= size))) for size in _SIZES]
+    return [*found, ("+Inf", float(sum(step_sizes.values())))]
 
 
 class Histogram:
@@ -191,7 +198,7 @@ class Metrics:
         return found
 
     def _of_sessions(self, prefix: str, figures: dict[str, Any]) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         tables: list[tuple[Any, dict[str, tuple[str, Callable[[Any], float]]]]] = [
             (GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS),
@@ -213,6 +220,16 @@ class Metrics:
                 layout = (config.page_size, config.device_pages, config.kv_dtype, config.prefix_cache)
                 info.add_metric([model, *map(str, layout)], 1)
         yield info
+
+        sizes = HistogramMetricFamily(prefix + "iteration_tokens_total", "Tokens of a step.", labels=["model_name"])
+        for model, stats in figures.items():
+            sizes.add_metric([model], buckets=_cumulative(stats.step_sizes), sum_value=stats.tokens)
+        yield sizes
+        if prefix == "vllm:":  # dashboards join with it; no adapters are served
+            labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+            adapters = GaugeMetricFamily(prefix + "lora_requests_info", "Adapters of running requests.", labels=labels)
+            adapters.add_metric(["0", "", ""], time.time())
+            yield adapters
 
     def _of_requests(self, prefix: str) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from rekindle._src.core.bounds import MAX_BAD_WORDS, MAX_WORD
+from rekindle._src.core.sampling import MAX_ALLOWED_TOKENS
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.fields import Endpoint, Field, ignored, refused
 from rekindle._src.serve.kinds import (
@@ -94,6 +96,8 @@ SAMPLING = (
     Field("presence_penalty", Number(-2, 2), "Taken off the logits of tokens in the output."),
     Field("frequency_penalty", Number(-2, 2), "The same, for each time that the token occurred."),
     Field("logit_bias", Table(Number(-100, 100), most=300), "Added to the logits of these token ids."),
+    Field("allowed_token_ids", Items(whole(0, MOST), most=MAX_ALLOWED_TOKENS), "Only these tokens may come."),
+    Field("bad_words", Items(Text(most=MAX_WORD, least=1), most=MAX_BAD_WORDS), "Words that may not come."),
     Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
     Field("n", whole(1, MOST_N), "Choices for each prompt."),
     Field("stop", STOP, "Strings that end the text."),
@@ -132,8 +136,6 @@ NOT_SERVED = (
     refused("use_beam_search", "there is no beam search", False),
     refused("length_penalty", "it belongs to beam search", 1, 1.0),
     refused("early_stopping", "it belongs to beam search", False),
-    refused("allowed_token_ids", "use structured_outputs or logit_bias", []),
-    refused("bad_words", "use logit_bias for single tokens", []),
     refused("logits_processors", "processors are given to open()", []),
     refused("truncate_prompt_tokens", "shorten the prompt before sending it"),
     refused("skip_special_tokens", "special tokens have no text here; ask for return_token_ids", True),

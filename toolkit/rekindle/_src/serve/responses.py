@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
-from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
-from rekindle._src.serve.chat import asked
+from rekindle._src.core.reply import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallDropped,
+    ToolCallStarted,
+)
+from rekindle._src.serve.chat import asked, streamed_calls
 from rekindle._src.serve.chat_events import events_of
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.errors import Refused, wrong
@@ -47,7 +53,7 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
         options["logprobs"] = given.get("top_logprobs", 0)
     options |= _chat_options(given)
     structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
-    options |= structure
+    options |= structure | streamed_calls(given)
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     chat = messages_of(given)
     shapes = Shapes(exchange.service.token_names(served.name, session))
@@ -177,8 +183,8 @@ class _Answer:
             self._logprobs += self._shapes.chat(delta.logprobs)["content"]
         for one in events_of(delta, parallel=self._parallel):
             match one:
-                case ContentDelta(text):
-                    self._item("message")
+                case ContentDelta(text) | ToolCallDropped(_, text):
+                    self._item("message", broken=isinstance(one, ToolCallDropped))
                     part = self._items[-1]["content"][0]
                     part["text"] += text
                     part["logprobs"] += self._logprobs
@@ -199,11 +205,11 @@ class _Answer:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
-    def _item(self, kind: str, **more: Any) -> None:
-        """Begin an item, unless the last one is of this kind and open."""
+    def _item(self, kind: str, *, broken: bool = False, **more: Any) -> None:
+        """Begin an item, unless the last one is of this kind and open. The last one may be `broken` off."""
         if self._open == kind:
             return
-        self._close(None)
+        self._close(None, broken=broken)
         self._open = kind
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         name = f"{prefix}_{self._exchange.request_id}_{len(self._items)}"
@@ -218,13 +224,14 @@ class _Answer:
             item["content"] = [_part(kind)]
             self._part("response.content_part.added", part=_part(kind))
 
-    def _close(self, done: Completion | None) -> None:
+    def _close(self, done: Completion | None, *, broken: bool = False) -> None:
         """End the open item."""
         if not self._open:
             return
         kind, self._open = self._open, ""
         item = self._items[-1]
-        item["status"] = "incomplete" if done is not None and done.finish_reason in _CUT else "completed"
+        cut = broken or (done is not None and done.finish_reason in _CUT)
+        item["status"] = "incomplete" if cut else "completed"
         if kind == "function_call":
             self._tell("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"],
                        **self._place)  # fmt: skip

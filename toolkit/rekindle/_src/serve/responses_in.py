@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rekindle._src.serve.errors import wrong
+from rekindle._src.serve.errors import missing, wrong
 from rekindle._src.serve.messages_in import text_of
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -89,7 +89,7 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         if tool["type"] != "function":
             raise wrong(f"tools[{index}].type", tool["type"], "does not run here", "Pass functions")
         if not tool.get("name"):
-            raise wrong(f"tools[{index}].name", None, "is missing", "Add it")
+            raise missing(f"tools[{index}].name")
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         tools.append({"type": "function", "function": function})
     return tools

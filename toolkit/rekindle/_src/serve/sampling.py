@@ -10,7 +10,7 @@ from rekindle._src.serve.errors import wrong
 
 _SAME = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n", "stop",
-    "stop_token_ids", "min_tokens", "ignore_eos",
+    "stop_token_ids", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 NAMES = {"include_stop": "include_stop_str_in_output", "salt": "cache_salt"}  # our options by the client's fields
 
@@ -25,6 +25,10 @@ def sampling_options(given: Mapping[str, Any], session: SessionLike) -> dict[str
     if "seed" in given:
         options["seed"] = given["seed"] % 2**63
     if given.get("priority"):
+        policy = session.config.policy
+        if policy != "priority":
+            fix = 'Remove it, or start the server with the policy "priority"'
+            raise wrong("priority", given["priority"], f"means nothing with the server's policy {policy!r}", fix)
         options["priority"] = -given["priority"]  # vLLM serves the smallest first
     if given.get("logit_bias"):
         options["logit_bias"] = _biases(given["logit_bias"])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle._src.serve.errors import wrong
+from rekindle._src.serve.errors import missing, wrong
 
 _KINDS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "json_object": "json"}
 _WITHOUT_MEANING = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
@@ -43,7 +43,7 @@ def format_options(format: Mapping[str, Any], path: str, schema: Any = None) -> 
         case "json_schema":
             holder = format.get("json_schema") if schema is None and "json_schema" in format else format
             if not isinstance(holder, Mapping) or holder.get("schema") is None:
-                raise wrong(f"{path}.json_schema.schema", None, "is missing", "Add the schema")
+                raise missing(f"{path}.json_schema.schema", "Add the schema")
             # A schema that need not be kept to strictly may ask for what a grammar can't check.
             options: dict[str, Any] = {"schema": _schema(holder["schema"], f"{path}.json_schema.schema")}
             if holder.get("strict") is not True:

@@ -27,6 +27,7 @@ def chat_prompt(
     continue_final_message: bool = False,
     reasoning_effort: str | None = None,
     template_options: Mapping[str, Any] | None = None,
+    stream_tool_calls: bool = False,
 ) -> Prompt:
     """The prompt of a chat, which is rendered when its request is taken in.
 
@@ -62,7 +63,9 @@ def chat_prompt(
         **_effort(text, reasoning_effort),
         **{**shown, **(template_options or {})},
     )
-    reply = ReplyPlan(format, schemas, continued) if schemas or format.reasoning is not None else None
+    reply = None
+    if schemas or format.reasoning is not None:
+        reply = ReplyPlan(format, schemas, continued, pieces=stream_tool_calls)
     # The template writes special tokens itself.
     return Prompt(None, None, add_special_tokens=False, render=render, reply=reply)
 

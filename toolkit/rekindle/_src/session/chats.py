@@ -50,6 +50,7 @@ class ChatRequests:
         continue_final_message: bool = False,
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
+        stream_tool_calls: bool = False,
         n: Literal[1] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Handle[Completion]: ...
@@ -68,6 +69,7 @@ class ChatRequests:
         continue_final_message: bool = False,
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
+        stream_tool_calls: bool = False,
         n: int,
         **options: Unpack[SamplingOptions],
     ) -> Handle[list[Completion]]: ...
@@ -104,6 +106,7 @@ class ChatRequests:
         continue_final_message: bool = False,
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
+        stream_tool_calls: bool = False,
         **options: Any,
     ) -> Any:
         """The model's answer to a conversation, through its chat template; await it or iterate over it.
@@ -115,7 +118,9 @@ class ChatRequests:
         schemas as dicts. `tool_choice` is "auto", "none", "required", or a tool's name: with these two the model has to
         call one, by a grammar (extra `structured`). With `run_tools` the functions are run (async ones where they are
         awaited, others in a worker thread) and their results go back to the model, at most `max_rounds` times; the
-        result is a `ToolRun` with the answer and all `messages`.
+        result is a `ToolRun` with the answer and all `messages`. In a stream, `delta.events` tell a call once it is
+        complete; with `stream_tool_calls` its name and then its arguments, while the model writes them, and
+        `ToolCallDropped` if it breaks off.
 
         `documents` are for templates that quote them, `template` replaces the model's own template,
         `template_options` are variables of the template such as {"enable_thinking": False}, and `reasoning_effort` is
@@ -136,6 +141,7 @@ class ChatRequests:
                 continue_final_message=continue_final_message,
                 reasoning_effort=reasoning_effort,
                 template_options=template_options,
+                stream_tool_calls=stream_tool_calls,
             )
             self._host.check()
             asked = sampling_

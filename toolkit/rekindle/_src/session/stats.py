@@ -198,10 +198,13 @@ class SessionStats(Figures):
                 html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free"),
             ]
         figures.pop("model")  # it is in the title
+        sizes = as_mapping(figures.pop("step_sizes", {}))
         programs, cache = as_mapping(figures.pop("programs", {})), as_mapping(figures.pop("cache", {}))
         folded: list[str] = [*grouped({**figures, **cache})]
         if programs:
             folded.append(html.line("steps by program", *(f"{name}: {steps:,}" for name, steps in programs.items())))
+        if sizes:
+            folded.append(html.line("steps by tokens", *(f"up to {size:,}: {sizes[size]:,}" for size in sorted(sizes))))
         parts.append(html.folded("all figures", *folded))
         return str(html.block(*parts, title=f"Session over {self.model}"))
 

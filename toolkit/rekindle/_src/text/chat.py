@@ -156,7 +156,7 @@ class ChatTemplate:
                 "messages",
                 scope["messages"],
                 f"refused by the chat template: {_words(error)}",
-                "Change roles or content",
+                "Change roles or content" + (", or leave the tools out" if scope.get("tools") else ""),
             ) from error
 
     def _pick(self, template: str | None, with_tools: bool) -> tuple[str, str]:

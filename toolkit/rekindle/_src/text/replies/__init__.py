@@ -7,6 +7,7 @@ from rekindle._src.core.reply import (
     ReplyEvent,
     ToolCall,
     ToolCallArguments,
+    ToolCallDropped,
     ToolCallStarted,
     fold,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "ReplyScanner",
     "ToolCall",
     "ToolCallArguments",
+    "ToolCallDropped",
     "ToolCallStarted",
     "fold",
 ]

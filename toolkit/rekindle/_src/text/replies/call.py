@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rekindle._src.text.replies.source import Malformed
 
 _DECODER = json.JSONDecoder(strict=False)  # takes raw line breaks inside strings
-_ARGUMENTS = ("arguments", "parameters", "args")
+ARGUMENTS = ("arguments", "parameters", "args")
 MAX_NAME = 256
 
 Known = Mapping[str, Mapping[str, Any]]  # names of tools, and for each its parameters' names and schemas
@@ -29,13 +29,19 @@ class Call(NamedTuple):
             raise Malformed
         if not isinstance(arguments, dict):
             raise Malformed
-        try:
-            plain = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            plain.encode()  # half of a surrogate pair is no text
-            name.encode()
-        except (ValueError, TypeError):
-            raise Malformed from None
+        as_json(name)
+        plain = as_json(arguments)
         return cls(name, arguments, plain if text is None else text)
+
+
+def as_json(value: object) -> str:
+    """The value as JSON text; raises `Malformed` for one that JSON does not have."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half of a surrogate pair is no text
+    except (ValueError, TypeError):
+        raise Malformed from None
+    return text
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
@@ -80,7 +86,7 @@ def _call(text: str, complete: bool) -> Call:
             return _call(raw, complete)
         members["name"] = (inner, raw)
     name, _ = members.get("name", (None, ""))
-    given = next((members[key] for key in _ARGUMENTS if key in members), None)
+    given = next((members[key] for key in ARGUMENTS if key in members), None)
     if given is None and complete:
         raise Malformed
     arguments, raw = given or ({}, "{}")

@@ -63,8 +63,9 @@ class ReplyFormat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         reasoning_open: bool = False,
         seed: bytes | None = None,
+        pieces: bool = False,
     ) -> ReplyScanner:
-        """A scanner for one reply.
+        """A scanner for one reply, which with `pieces` emits calls while they arrive.
 
         Calls are looked for only if there are `tools`, given as JSON schemas. `reasoning_open` says that the prompt
         ends inside of reasoning. Ids of calls follow from `seed`; None draws one.
@@ -76,6 +77,7 @@ class ReplyFormat:
             reasoning_open=reasoning_open,
             known=known_tools(tools),
             new_id=call_ids(seed, 0 if calls is None else calls.id_length),
+            pieces=pieces,
         )
 
     def parse(

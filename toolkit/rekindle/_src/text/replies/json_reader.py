@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from rekindle._src.text.replies.source import SPACE, Malformed, Reading, Source, peek
+from rekindle._src.text.replies.source import SPACE, Malformed, Reading, Source, captured, peek
+
+ReadValue = Callable[[str], Reading[bool]]  # reads the value behind a key, or returns False and leaves it unread
 
 MAX_DEPTH = 64
 MAX_WORD = 400  # characters of a number; Python refuses to read whole numbers of more than 4,300 digits
@@ -15,8 +18,12 @@ _ESCAPES = '"\\/bfnrt'
 _HEX = "0123456789abcdefABCDEF"
 
 
-def read_json(source: Source) -> Reading[str]:
-    """The text of the JSON object that comes next, after whitespace. Raises `Malformed` if there is none."""
+def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int = 0) -> Reading[str]:
+    """The text of the JSON object that comes next, after whitespace. Raises `Malformed` if there is none.
+
+    `value_of` is asked to read the values of this object itself, by their keys, which it gets as JSON. The object
+    stands in `depth` others.
+    """
     char = yield from peek(source)
     while char and char in SPACE:
         source.at += 1
@@ -25,6 +32,7 @@ def read_json(source: Source) -> Reading[str]:
         raise Malformed
     begun = len(source.since_mark())
     closers: list[str] = []
+    key = ""  # of a value of this object
     wanted = "value"  # or: "key", "first key", "colon", "comma", "first value"
     while True:
         char = yield from peek(source)
@@ -33,7 +41,10 @@ def read_json(source: Source) -> Reading[str]:
         if char in SPACE:
             source.at += 1
         elif wanted in ("key", "first key") and char == '"':
-            yield from _read_string(source)
+            if value_of is not None and len(closers) == 1:
+                key = yield from captured(source, read_string(source))
+            else:
+                yield from read_string(source)
             wanted = "colon"
         elif wanted == "colon" and char == ":":
             source.at += 1
@@ -48,20 +59,23 @@ def read_json(source: Source) -> Reading[str]:
             source.at += 1
             wanted = "key" if closers[-1] == "}" else "value"
         elif wanted in ("value", "first value"):
-            if char in "{[":
+            if value_of is not None and closers == ["}"] and (yield from value_of(key)):
+                wanted = "comma"
+            elif char in "{[":
                 source.at += 1
                 closers.append("}" if char == "{" else "]")
-                if len(closers) > MAX_DEPTH:
+                if len(closers) + depth > MAX_DEPTH:
                     raise Malformed
                 wanted = "first key" if char == "{" else "first value"
             else:
-                yield from _read_string(source) if char == '"' else _read_word(source)
+                yield from read_string(source) if char == '"' else _read_word(source)
                 wanted = "comma"
         else:
             raise Malformed
 
 
-def _read_string(source: Source) -> Reading[None]:
+def read_string(source: Source) -> Reading[None]:
+    """Read a string, which begins with a quote."""
     source.at += 1
     while True:
         char = yield from peek(source)

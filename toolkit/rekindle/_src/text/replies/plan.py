@@ -18,6 +18,7 @@ class ReplyPlan:
     format: ReplyFormat
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas; calls are looked for only if there are some
     continued: str | None = None  # the last message, if the reply goes on with it
+    pieces: bool = False  # calls are told while they arrive
 
     @property
     def visible(self) -> frozenset[str]:
@@ -33,7 +34,7 @@ class ReplyPlan:
             opened = format.reasoning is not None and is_open(self.continued, *format.reasoning)
             if self.continued.strip() and not opened:
                 format = dataclasses.replace(format, reasoning=None)  # it is past the place where reasoning can be
-        return format.scanner(tools=self.tools, reasoning_open=opened, seed=key.digest())
+        return format.scanner(tools=self.tools, reasoning_open=opened, seed=key.digest(), pieces=self.pieces)
 
 
 def is_open(text: str, opening: str, closing: str) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rekindle._src.text.replies.call import MAX_NAME, Call, Known
+from rekindle._src.text.replies.arguments import Arguments
+from rekindle._src.text.replies.call import MAX_NAME, Call
 from rekindle._src.text.replies.json_reader import MAX_DEPTH, MAX_WORD
 from rekindle._src.text.replies.source import Malformed, Reading, Source, peek, skip_space, take
+from rekindle._src.text.replies.syntax import Calls
 
 _NAME = re.compile(r"[^\W\d][\w.-]*")
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -20,12 +22,13 @@ _ESCAPES = {
 _HEX = {"x": 2, "u": 4, "U": 8}
 
 
-def read_call(source: Source, known: Known, *, only_known: bool) -> Reading[Call]:
+def read_call(calls: Calls, *, only_known: bool) -> Reading[Call]:
     """The call that comes next, after whitespace.
 
     A positional argument is the parameter at its place, if the tool is known. With `only_known` another name than a
     tool's is `Malformed`, which is known at the parenthesis.
     """
+    source, known = calls.source, calls.known
     yield from skip_space(source)
     name = yield from _read_word(source, MAX_NAME)
     if _NAME.fullmatch(name) is None or (only_known and name not in known):
@@ -33,35 +36,35 @@ def read_call(source: Source, known: Known, *, only_known: bool) -> Reading[Call
     if not (yield from take(source, "(")):
         raise Malformed
     places = list(known.get(name, ()))
-    arguments: dict[str, Any] = {}
+    arguments = Arguments(calls.begin(name))
     while not (yield from take(source, ")")):
-        value = yield from _read_argument(source, arguments)
-        if value is not None:
+        key, value = yield from _read_argument(source)
+        if key is None:
             if len(arguments) >= len(places):
                 raise Malformed
-            arguments[places[len(arguments)]] = value[0]
+            key = places[len(arguments)]
+        arguments.add(key, value)
         if not (yield from take(source, ",")):
             if not (yield from take(source, ")")):
                 raise Malformed
             break
-    return Call.of(name, arguments)
+    return arguments.call(name)
 
 
-def _read_argument(source: Source, arguments: dict[str, Any]) -> Reading[tuple[Any] | None]:
-    """Put `name=value` into the arguments, or return the value of a positional one."""
+def _read_argument(source: Source) -> Reading[tuple[str | None, Any]]:
+    """The name and the value of an argument; a positional one has no name."""
     yield from skip_space(source)
     char = yield from peek(source)
     if char == "" or not (char.isalpha() or char == "_"):
-        return ((yield from _read_value(source, 1)),)
+        return None, (yield from _read_value(source, 1))
     word = yield from _read_word(source, MAX_NAME)
     if (yield from take(source, "=")):
-        if word in arguments or _NAME.fullmatch(word) is None:
+        if _NAME.fullmatch(word) is None:
             raise Malformed
-        arguments[word] = yield from _read_value(source, 1)
-        return None
+        return word, (yield from _read_value(source, 1))
     if word not in _WORDS:
         raise Malformed
-    return (_WORDS[word],)
+    return None, _WORDS[word]
 
 
 def _read_value(source: Source, depth: int) -> Reading[Any]:

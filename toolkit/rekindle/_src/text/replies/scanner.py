@@ -1,5 +1,7 @@
 """The scanner: text of a reply in, events out. What it emits is final, and nothing of the text is lost.
 
+By default a call is emitted once it is complete. With `pieces`, a call of a known tool starts as soon as its name is
+known, and its arguments follow as they come; one that turns out to be none is dropped by an event of its own.
 Whitespace beside tags and calls belongs to them. What looks like a call and is none comes out as content.
 """
 
@@ -8,7 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Sequence
 
-from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ReplyEvent, ToolCallArguments, ToolCallStarted
+from rekindle._src.core.reply import (
+    ContentDelta,
+    ReasoningDelta,
+    ReplyEvent,
+    ToolCallArguments,
+    ToolCallDropped,
+    ToolCallStarted,
+)
 from rekindle._src.text.replies.call import Call, Known
 from rekindle._src.text.replies.source import SPACE, Malformed, Reading, Source, peek, skip_space, take
 from rekindle._src.text.replies.syntax import CallSyntax, Opener
@@ -27,6 +36,7 @@ class ReplyScanner:
         reasoning_open: bool,
         known: Known,
         new_id: Callable[[int], str],
+        pieces: bool = False,
     ) -> None:
         self.source: Source = Source()
         self.known: Known = known
@@ -37,6 +47,8 @@ class ReplyScanner:
         self._new_id = new_id
         self._events: list[ReplyEvent] = []
         self._calls = 0
+        self._pieces = pieces
+        self._writing = False  # a call has started and is not complete
         self._held: list[Call] | None = None  # calls inside of reasoning, until it is clear whether they are meant
         self._gap: list[str] = []  # whitespace that counts only if more of the same kind follows
         self._said = False  # some content is out
@@ -54,14 +66,34 @@ class ReplyScanner:
         self.source.ended = True
         return self._go_on()
 
+    # What readers of a family's syntax use.
+
+    def streams(self, name: str) -> bool:
+        """Whether a call of `name` is emitted while it arrives."""
+        return self._pieces and self._held is None and name in self.known
+
+    def begin(self, name: str) -> Callable[[str], None] | None:
+        """Start a call, if it is emitted while it arrives; what takes its arguments in pieces."""
+        if not self.streams(name):
+            return None
+        self._writing = True
+        self._events.append(ToolCallStarted(self._calls, self._new_id(self._calls), name))
+        return self._write
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._events.append(ToolCallArguments(self._calls, text))
+
     def found(self, *calls: Call) -> None:
-        """Emit complete calls; readers of a family's syntax call this."""
+        """Emit complete calls, or the end of the one that has started."""
         if self._held is not None:
             self._held += calls
             return
         for call in calls:
-            self._events.append(ToolCallStarted(self._calls, self._new_id(self._calls), call.name))
-            self._events.append(ToolCallArguments(self._calls, call.text))
+            if not self._writing:
+                self._events.append(ToolCallStarted(self._calls, self._new_id(self._calls), call.name))
+                self._write(call.text)
+            self._writing = False
             self._calls += 1
         self._beside = True
         self.source.mark()
@@ -90,7 +122,13 @@ class ReplyScanner:
             except Malformed:
                 if opener.bare and not self.source.since_mark():
                     self.source.at += len(opener.text)
-                self._say(self.source.since_mark())
+                text = self._sayable(self.source.since_mark())
+                if self._writing:
+                    self._writing = False
+                    self._events.append(ToolCallDropped(self._calls, text))
+                    self._calls += 1
+                else:
+                    self._emit(ContentDelta, text)
         if not self._beside:
             self._emit(ContentDelta, "".join(self._gap))
 
@@ -204,18 +242,21 @@ class ReplyScanner:
         return 0
 
     def _say(self, text: str) -> None:
+        self._emit(ContentDelta, self._sayable(text))
+
+    def _sayable(self, text: str) -> str:
         """Content; whitespace at its end waits for more, and beside tags and calls it is dropped."""
         if not text:
-            return
+            return ""
         line = text.rpartition("\n")[2]
         self._blank = (self._blank or "\n" in text) and not line.strip(SPACE)
         said = self._without_gap(text)
         if not said:
-            return
+            return ""
         if self._beside and not self._said:
             said = said.lstrip(SPACE)
         self._said, self._beside = True, False
-        self._emit(ContentDelta, said)
+        return said
 
     def _without_gap(self, text: str) -> str:
         """`text` behind the whitespace that waited for it, and without its own at the end, which waits."""

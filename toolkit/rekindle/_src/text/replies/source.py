@@ -6,7 +6,7 @@ they do therefore depends on the characters alone, never on the pieces in which 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -93,3 +93,25 @@ def close(source: Source, literal: str) -> Reading[bool]:
     if cut:
         source.at = len(source.text)
     return cut
+
+
+def told(source: Source, reading: Reading[T], tell: Callable[[str], object]) -> Reading[T]:
+    """Do a reading, and tell each piece of text that it has read as soon as it needs more."""
+    start = source.at
+    while True:
+        try:
+            next(reading)
+        except StopIteration as done:
+            tell(source.text[start : source.at])
+            value: T = done.value
+            return value
+        tell(source.text[start : source.at])
+        yield
+        start = source.at  # what was read before is forgotten by now, so that this is 0; or the text has ended
+
+
+def captured(source: Source, reading: Reading[None]) -> Reading[str]:
+    """Do a reading; the text that it has read."""
+    parts: list[str] = []
+    yield from told(source, reading, parts.append)
+    return "".join(parts)

@@ -17,6 +17,17 @@ class Calls(Protocol):
     def source(self) -> Source: ...
     @property
     def known(self) -> Known: ...
+    def streams(self, name: str) -> bool:
+        """Whether a call of `name` is told while it arrives."""
+        ...
+
+    def begin(self, name: str) -> Callable[[str], None] | None:
+        """Start a call of `name`, and get a function that takes its arguments' JSON text in pieces.
+
+        None if the call is told once it is complete. `found` ends it either way.
+        """
+        ...
+
     def found(self, *calls: Call) -> None:
         """Calls that are complete. What was read until now is theirs; what follows may still be malformed."""
 

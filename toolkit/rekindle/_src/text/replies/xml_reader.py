@@ -6,29 +6,32 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle._src.text.replies.call import MAX_NAME, Call, Known
+from rekindle._src.text.replies.arguments import Arguments
+from rekindle._src.text.replies.call import MAX_NAME, Call
 from rekindle._src.text.replies.source import Malformed, Reading, Source, peek, take
+from rekindle._src.text.replies.syntax import Calls
 
 
-def read_function(source: Source, known: Known, *, only_known: bool) -> Reading[Call]:
+def read_function(calls: Calls, *, only_known: bool) -> Reading[Call]:
     """The call whose `<function=` has been read, to the end of `</function>`.
 
     Values are text without quotes: one whose schema allows no string is read as JSON if it is that.
     """
+    source, known = calls.source, calls.known
     name = (yield from _read_to(source, ">", MAX_NAME)).strip()
     if only_known and name not in known:
         raise Malformed
     schemas = known.get(name, {})
-    arguments: dict[str, Any] = {}
+    arguments = Arguments(calls.begin(name))
     while not (yield from take(source, "</function>")):
         if not (yield from take(source, "<parameter=")):
             raise Malformed
         key = (yield from _read_to(source, ">", MAX_NAME)).strip()
         text = yield from _read_to(source, "</parameter>", None)
-        if not key or key in arguments:
+        if not key:
             raise Malformed
-        arguments[key] = _value(text.removeprefix("\n").removesuffix("\n"), schemas.get(key))
-    return Call.of(name, arguments)
+        arguments.add(key, _value(text.removeprefix("\n").removesuffix("\n"), schemas.get(key)))
+    return arguments.call(name)
 
 
 def _read_to(source: Source, end: str, limit: int | None) -> Reading[str]:
