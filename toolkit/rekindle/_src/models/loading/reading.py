@@ -21,6 +21,7 @@ from rekindle._src.models.loading.quantize import quantize_into
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
+UNPACKED = 4 << 20  # bytes of values that a worker unpacks at a time, where they are not stored as plain numbers
 WINDOW = 256 << 20  # bytes of leaves between reading and placing: host memory needed beside an accelerator's own
 SQUARE = 32  # side of the pieces that a matrix is transposed in
 Place = Callable[[str, NDArray[Any]], jax.Array]
@@ -106,7 +107,8 @@ def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Pie
         entry = entries[part.name]
         rows = part.shape[0] if part.shape else 1
         whole = leaf.source.transpose or leaf.source.tiled or len(part.shape) < 2
-        step = rows if whole else max(1, CHUNK // max(1, entry.nbytes // max(1, rows)))
+        size, most = (entry.nbytes, CHUNK) if entry.rows is None else (4 * math.prod(part.shape), UNPACKED)
+        step = rows if whole else max(1, most // max(1, size // max(1, rows)))
         for start in range(0, rows, step):
             yield _Piece(part, entry, start, min(rows, start + step))
 
@@ -127,14 +129,23 @@ def _read(
     target = array[index]
     if not whole:
         target = target[piece.start : piece.stop]
-    direct = target.dtype == entry.numpy_dtype and target.shape == shape and not (source.transpose or source.add)
+    values: NDArray[Any]
+    direct = (
+        entry.rows is None
+        and target.dtype == entry.numpy_dtype
+        and target.shape == shape
+        and not (source.transpose or source.add)
+    )
     if direct and target.flags.c_contiguous:
         read_into(entry, piece.start * row_bytes, target)
         meter.add(target.nbytes)
         return
-    values = _borrow(scratch, shape, entry.numpy_dtype)
-    read_into(entry, piece.start * row_bytes, values)
-    meter.add(values.nbytes)
+    if entry.rows is None:
+        values = _borrow(scratch, shape, entry.numpy_dtype)
+        read_into(entry, piece.start * row_bytes, values)
+    else:
+        values = entry.rows(piece.start, piece.stop)
+    meter.add(row_bytes * (piece.stop - piece.start))
     if source.transpose:
         values = values.T
     if source.add:
