@@ -4,7 +4,9 @@
     weights = dict(zip(model.graph.paths, model.leaves))
     module = rekindle.models.merge(model.graph, model.leaves)
 
-`rekindle.open` takes a `LoadedModel` as well as a folder.
+`rekindle.open` takes a `LoadedModel` as well as a folder. `export` writes a checkpoint as a GGUF file or as a folder:
+
+    rekindle.models.export("Qwen/Qwen3-0.6B", "qwen3.gguf", type="q8_0")
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ from rekindle._src.models.base import Graph, LoadedModel, Model, merge, random_m
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.load_progress import LoadProgress
+from rekindle._src.session.exporting import export
 from rekindle._src.text.tokenizer import Tokenizer
 
-__all__ = ["Graph", "LoadProgress", "LoadedModel", "Model", "ModelConfig", "Tokenizer", "load", "merge", "random_model"]
+__all__ = [
+    "Graph", "LoadProgress", "LoadedModel", "Model", "ModelConfig", "Tokenizer", "export", "load", "merge",
+    "random_model",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -85,6 +85,16 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
     warm.add_argument("--json", action="store_true", help="print the programs as JSON")
 
+    export = commands.add_parser("export", help="write a checkpoint as a GGUF file or as a folder of safetensors")
+    export.add_argument("model", help="a local folder, a GGUF file, a hub id, or 'tiny'")
+    export.add_argument("out", type=Path, help="a name that ends in .gguf, or that of a folder; neither may exist")
+    export.add_argument(
+        "--type",
+        default="auto",
+        choices=("auto", "f32", "f16", "bf16", "q8_0", "q4_0"),
+        help="of matrices; q8_0 and q4_0 for GGUF only (default auto: as they are)",
+    )
+
     cache = commands.add_parser(
         "cache", help="list, prune or clear what is kept on disk: programs, pages, snapshots, weights"
     )

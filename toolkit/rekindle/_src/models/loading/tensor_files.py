@@ -168,12 +168,19 @@ def views(header: Header, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]
     }
 
 
-def write(path: Path, described: Mapping[str, Any], arrays: Iterable[NDArray[Any]]) -> None:
-    """Writes a safetensors file. `described` has each tensor's dtype, shape and nbytes; `arrays` yields them in order.
+def write(
+    path: Path,
+    described: Mapping[str, Any],
+    arrays: Iterable[NDArray[Any]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a safetensors file. `described` has each tensor's dtype, shape and nbytes.
 
-    The first tensor begins at a multiple of `ALIGNMENT`. The format allows no gaps between tensors.
+    `arrays` yields them in order, each whole or as several pieces. The first tensor begins at a multiple of
+    `ALIGNMENT`. The format allows no gaps between tensors.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name, array in described.items():
         header[name] = {

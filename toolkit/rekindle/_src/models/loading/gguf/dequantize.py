@@ -29,7 +29,7 @@ def dequantize(kind: BlockType, blocks: NDArray[Any]) -> Values:
         return _FUNCTIONS[kind.name](blocks).reshape(len(blocks), kind.values)
 
 
-def _parts(packed: NDArray[np.uint8], bits: int, width: int) -> NDArray[np.uint8]:
+def _parts(packed: NDArray[np.uint8], bits: int, width: int) -> NDArray[Any]:
     """Unpacks bytes [N, B] to [N, B / width, 8 / bits, width]: the low bits of `width` bytes come first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (packed.reshape(len(packed), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)
@@ -65,7 +65,8 @@ def _q5_1(blocks: Blocks) -> Values:
 
 
 def _q8_0(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * blocks["low"]
+    values: Values = _single(blocks["scale"]) * blocks["low"]
+    return values
 
 
 def _iq4_nl(blocks: Blocks) -> Values:

@@ -74,7 +74,7 @@ def _attention_cap(config: ModelConfig) -> list[tuple[str, float | None]]:
     caps = {spec.soft_cap for spec in config.attention}
     if len(caps) > 1:
         raise _refuse(config, "its layers cap scores differently")
-    return [("attn_logit_softcapping", *caps)]
+    return [("attn_logit_softcapping", cap) for cap in caps]
 
 
 def _windows(config: ModelConfig) -> dict[str, Any]:

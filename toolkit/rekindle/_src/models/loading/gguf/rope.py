@@ -84,7 +84,7 @@ def _stretched(header: GgufHeader, tensors: dict[str, GgufTensor], rotated: int,
     if "rope_freqs.weight" not in tensors:
         return None
     factors = _factors(header, tensors, "rope_freqs.weight", rotated)
-    usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": max(factors)}
+    usual: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": max(factors)}
     plain = RopeSpec(theta=theta, dim=rotated)
     scaled = RopeSpec(theta=theta, dim=rotated, kind="llama3", original_length=_LLAMA3_LENGTH, **usual)
     if np.allclose(plain.frequencies() / scaled.frequencies(), factors, rtol=1e-5):

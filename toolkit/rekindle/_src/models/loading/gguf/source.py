@@ -15,7 +15,7 @@ from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, rea
 from rekindle._src.models.loading.gguf.names import Place, place
 from rekindle._src.models.loading.gguf.rows import GgufRows
 from rekindle._src.models.loading.manifest import Manifest
-from rekindle._src.models.loading.tensor_files import Header, TensorEntry
+from rekindle._src.models.loading.tensor_files import Header, ReadRows, TensorEntry
 from rekindle.errors import CheckpointError
 
 # Tensors that say how the model rotates, which its config has taken from them, or that llama.cpp writes and derives.
@@ -107,4 +107,5 @@ def _readable(entry: TensorEntry, name: str, paired: int) -> TensorEntry:
         paired = 0
     if kind.plain and not entry.has_numbers:
         return entry  # integers: no weights of any family
-    return entry._replace(rows=GgufRows(entry.file, name, kind, entry.shape, entry.offset, paired))
+    rows: ReadRows = GgufRows(entry.file, name, kind, entry.shape, entry.offset, paired)
+    return entry._replace(rows=rows)
