@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.gguf import source as gguf
 from rekindle._src.models.loading.manifest import Manifest
+from rekindle._src.models.loading.quantized.schemes import NOT_WEIGHTS, scheme, with_matrices
 from rekindle._src.models.loading.stored import Stored
 from rekindle._src.models.loading.tensor_files import TensorEntry
 from rekindle._src.models.registry import manifest
@@ -19,7 +22,13 @@ def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[s
     if stored.is_gguf:
         return gguf.tensors(stored.headers, config, declared)
     entries = {entry.name: entry for header in stored.headers for entry in header.entries}
-    return declared, _with_prefix(entries, declared)
+    entries = _with_prefix(entries, declared)
+    found = scheme(stored.raw)
+    if found is None:
+        return declared, entries
+    names = dict.fromkeys(name for source in declared.sources.values() for name in source.names)
+    declared = dataclasses.replace(declared, ignored=(*declared.ignored, *NOT_WEIGHTS))
+    return declared, with_matrices(entries, names, found)
 
 
 def shown_name(stored: Stored, config: ModelConfig, name: str) -> str:
