@@ -14,11 +14,14 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.models.loading import quantize_int4
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.loading.load_progress import Meter
 from rekindle._src.models.loading.manifest import Part, Source
 from rekindle._src.models.loading.quantize import quantize_into
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
+from rekindle._src.models.nn.packing import Packing
+from rekindle_kernels import int4
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
 WINDOW = 256 << 20  # bytes of leaves between reading and placing: host memory needed beside an accelerator's own
@@ -41,10 +44,51 @@ class LeafPlan(NamedTuple):
 
     path: str
     source: Source
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of what the checkpoint's tensors make up, which a matrix of four bits is not stored in
     dtype: np.dtype[Any]
     scale: str | None = None
     stored: np.dtype[Any] | None = None  # the leaf's dtype, if the leaf holds the bits of values of another dtype
+    packing: Packing | None = None  # of a matrix of four bits
+    minimum: str | None = None
+
+
+class _Arrays(NamedTuple):
+    """What workers fill for one parameter. A matrix of four bits is packed once it is there as a whole."""
+
+    values: NDArray[Any]
+    scale: NDArray[Any] | None = None
+    minimum: NDArray[Any] | None = None
+
+    @classmethod
+    def of(cls, leaf: LeafPlan) -> _Arrays:
+        if leaf.packing is None:
+            scale = None if leaf.scale is None else aligned(leaf.shape[:-1], np.float32)
+            return cls(aligned(leaf.shape, leaf.dtype), scale)
+        groups = (*leaf.shape[:-1], leaf.shape[-1] // leaf.packing.group)
+        scale, minimum = (
+            np.empty(groups, leaf.packing.scales) if one else None for one in (True, leaf.packing.minimum)
+        )
+        return cls(np.empty(leaf.shape, np.uint8), scale, minimum)
+
+    def quantize(self, values: NDArray[Any], index: Any) -> None:
+        """Quantise rows [out, in] into the place that `index` says."""
+        assert self.scale is not None, "what is quantised has scales"
+        if self.values.dtype == np.int8:
+            quantize_into(values, self.values[index], self.scale[index])
+            return
+        minimum = None if self.minimum is None else self.minimum[index]
+        quantize_int4.quantize_into(values, self.values[index], self.scale[index], minimum)
+
+    def leaves(self, leaf: LeafPlan) -> dict[str, NDArray[Any]]:
+        """The finished leaves by path."""
+        if leaf.packing is None:
+            found = {leaf.path: self.values if leaf.stored is None else self.values.view(leaf.stored)}
+            return found if leaf.scale is None or self.scale is None else found | {leaf.scale: self.scale}
+        assert leaf.scale is not None and self.scale is not None, "integers have scales"
+        found = {leaf.path: int4.pack(self.values), leaf.scale: int4.pack_scales(self.scale)}
+        if leaf.minimum is not None and self.minimum is not None:
+            found[leaf.minimum] = int4.pack_scales(self.minimum)
+        return {path: _adopted(array) for path, array in found.items()}
 
 
 class _Piece(NamedTuple):
@@ -61,32 +105,27 @@ def read_leaves(
 ) -> dict[str, jax.Array]:
     """The leaves by path, on their devices. `checkpoint.plan` has checked every part in `entries`."""
     done: dict[str, jax.Array] = {}
-    pending: collections.deque[tuple[LeafPlan, NDArray[Any], NDArray[Any] | None, list[Future[None]]]] = (
-        collections.deque()
-    )
+    pending: collections.deque[tuple[LeafPlan, _Arrays, list[Future[None]]]] = collections.deque()
     in_flight = 0
     scratch = threading.local()
 
     def finish() -> int:
-        leaf, array, scale, futures = pending.popleft()
+        leaf, arrays, futures = pending.popleft()
         for future in futures:
             future.result()
             meter.tell()
-        done[leaf.path] = place(leaf.path, array if leaf.stored is None else array.view(leaf.stored))
-        if leaf.scale is not None and scale is not None:
-            done[leaf.scale] = place(leaf.scale, scale)
-        return array.nbytes
+        done.update({path: place(path, array) for path, array in arrays.leaves(leaf).items()})
+        return arrays.values.nbytes
 
     pool = ThreadPoolExecutor(workers(), thread_name_prefix="rekindle-load")
     try:
         for leaf in sorted(leaves, key=lambda leaf: _position(leaf, entries)):
-            array = aligned(leaf.shape, leaf.dtype)
-            scale = None if leaf.scale is None else aligned(leaf.shape[:-1], np.float32)
+            arrays = _Arrays.of(leaf)
             futures = [
-                pool.submit(_read, piece, leaf.source, array, scale, scratch, meter) for piece in _pieces(leaf, entries)
+                pool.submit(_read, piece, leaf.source, arrays, scratch, meter) for piece in _pieces(leaf, entries)
             ]
-            pending.append((leaf, array, scale, futures))
-            in_flight += array.nbytes
+            pending.append((leaf, arrays, futures))
+            in_flight += arrays.values.nbytes
             while in_flight > WINDOW:
                 in_flight -= finish()
         while pending:
@@ -114,8 +153,7 @@ def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Pie
 def _read(
     piece: _Piece,
     source: Source,
-    array: NDArray[Any],
-    scale: NDArray[np.float32] | None,
+    arrays: _Arrays,
     scratch: threading.local,
     meter: Meter,
 ) -> None:
@@ -124,10 +162,15 @@ def _read(
     whole = piece.stop - piece.start == (part.shape[0] if part.shape else 1)
     shape = part.shape if whole else (piece.stop - piece.start, *part.shape[1:])
     row_bytes = entry.nbytes // max(1, part.shape[0] if part.shape else 1)
-    target = array[index]
+    target = arrays.values[index]
     if not whole:
         target = target[piece.start : piece.stop]
-    direct = target.dtype == entry.numpy_dtype and target.shape == shape and not (source.transpose or source.add)
+    direct = (
+        arrays.scale is None
+        and target.dtype == entry.numpy_dtype
+        and target.shape == shape
+        and not (source.transpose or source.add)
+    )
     if direct and target.flags.c_contiguous:
         read_into(entry, piece.start * row_bytes, target)
         meter.add(target.nbytes)
@@ -139,11 +182,19 @@ def _read(
         values = values.T
     if source.add:
         values = values.astype(np.float32) + np.float32(source.add)
-    if scale is None:
+    if arrays.scale is None:
         _copy(values, target)
     else:
-        scales = scale[index]
-        quantize_into(values, target, scales if whole else scales[piece.start : piece.stop])
+        *stack, rows = index
+        assert isinstance(rows, slice), "tensors fill rows"
+        arrays.quantize(values, (*stack, slice(rows.start + piece.start, rows.start + piece.stop)))
+
+
+def _adopted(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy in memory that the device uses as it is."""
+    memory = aligned(array.shape, array.dtype)
+    memory[...] = array
+    return memory
 
 
 def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:
