@@ -85,7 +85,7 @@ class Partition:
         return max(1, self.size // config.num_kv_heads)
 
     def check_packed(self, graph: Graph) -> None:
-        """Raise ConfigError for a 4-bit matrix whose parts would not be whole blocks of outputs and groups of inputs."""
+        """Raise ConfigError for a 4-bit matrix whose parts are not whole blocks of outputs and groups of inputs."""
         sources = manifest(graph.config).sources
         for path, packed in packings_of(graph).items():
             source = sources[path]

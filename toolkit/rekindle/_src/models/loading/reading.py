@@ -14,14 +14,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.loading import quantize_int4
-from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.loading.leaf_arrays import LeafArrays, LeafPlan
 from rekindle._src.models.loading.load_progress import Meter
 from rekindle._src.models.loading.manifest import Part, Source
-from rekindle._src.models.loading.quantize import quantize_into
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
-from rekindle._src.models.nn.packing import Packing
-from rekindle_kernels import int4
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
 WINDOW = 256 << 20  # bytes of leaves between reading and placing: host memory needed beside an accelerator's own
@@ -39,58 +35,6 @@ def place_on_default_device(path: str, array: NDArray[Any]) -> jax.Array:
     return jax.device_put(array, may_alias=True)
 
 
-class LeafPlan(NamedTuple):
-    """One parameter to read, and the path of its scale if it is quantised."""
-
-    path: str
-    source: Source
-    shape: tuple[int, ...]  # of what the checkpoint's tensors make up, which a matrix of four bits is not stored in
-    dtype: np.dtype[Any]
-    scale: str | None = None
-    stored: np.dtype[Any] | None = None  # the leaf's dtype, if the leaf holds the bits of values of another dtype
-    packing: Packing | None = None  # of a matrix of four bits
-    minimum: str | None = None
-
-
-class _Arrays(NamedTuple):
-    """What workers fill for one parameter. A matrix of four bits is packed once it is there as a whole."""
-
-    values: NDArray[Any]
-    scale: NDArray[Any] | None = None
-    minimum: NDArray[Any] | None = None
-
-    @classmethod
-    def of(cls, leaf: LeafPlan) -> _Arrays:
-        if leaf.packing is None:
-            scale = None if leaf.scale is None else aligned(leaf.shape[:-1], np.float32)
-            return cls(aligned(leaf.shape, leaf.dtype), scale)
-        groups = (*leaf.shape[:-1], leaf.shape[-1] // leaf.packing.group)
-        scale, minimum = (
-            np.empty(groups, leaf.packing.scales) if one else None for one in (True, leaf.packing.minimum)
-        )
-        return cls(np.empty(leaf.shape, np.uint8), scale, minimum)
-
-    def quantize(self, values: NDArray[Any], index: Any) -> None:
-        """Quantise rows [out, in] into the place that `index` says."""
-        assert self.scale is not None, "what is quantised has scales"
-        if self.values.dtype == np.int8:
-            quantize_into(values, self.values[index], self.scale[index])
-            return
-        minimum = None if self.minimum is None else self.minimum[index]
-        quantize_int4.quantize_into(values, self.values[index], self.scale[index], minimum)
-
-    def leaves(self, leaf: LeafPlan) -> dict[str, NDArray[Any]]:
-        """The finished leaves by path."""
-        if leaf.packing is None:
-            found = {leaf.path: self.values if leaf.stored is None else self.values.view(leaf.stored)}
-            return found if leaf.scale is None or self.scale is None else found | {leaf.scale: self.scale}
-        assert leaf.scale is not None and self.scale is not None, "integers have scales"
-        found = {leaf.path: int4.pack(self.values), leaf.scale: int4.pack_scales(self.scale)}
-        if leaf.minimum is not None and self.minimum is not None:
-            found[leaf.minimum] = int4.pack_scales(self.minimum)
-        return {path: _adopted(array) for path, array in found.items()}
-
-
 class _Piece(NamedTuple):
     """Rows [start, stop) of one part: what one worker reads at a time."""
 
@@ -105,7 +49,7 @@ def read_leaves(
 ) -> dict[str, jax.Array]:
     """The leaves by path, on their devices. `checkpoint.plan` has checked every part in `entries`."""
     done: dict[str, jax.Array] = {}
-    pending: collections.deque[tuple[LeafPlan, _Arrays, list[Future[None]]]] = collections.deque()
+    pending: collections.deque[tuple[LeafPlan, LeafArrays, list[Future[None]]]] = collections.deque()
     in_flight = 0
     scratch = threading.local()
 
@@ -120,7 +64,7 @@ def read_leaves(
     pool = ThreadPoolExecutor(workers(), thread_name_prefix="rekindle-load")
     try:
         for leaf in sorted(leaves, key=lambda leaf: _position(leaf, entries)):
-            arrays = _Arrays.of(leaf)
+            arrays = LeafArrays.of(leaf)
             futures = [
                 pool.submit(_read, piece, leaf.source, arrays, scratch, meter) for piece in _pieces(leaf, entries)
             ]
@@ -153,7 +97,7 @@ def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Pie
 def _read(
     piece: _Piece,
     source: Source,
-    arrays: _Arrays,
+    arrays: LeafArrays,
     scratch: threading.local,
     meter: Meter,
 ) -> None:
@@ -188,13 +132,6 @@ def _read(
         *stack, rows = index
         assert isinstance(rows, slice), "tensors fill rows"
         arrays.quantize(values, (*stack, slice(rows.start + piece.start, rows.start + piece.stop)))
-
-
-def _adopted(array: NDArray[Any]) -> NDArray[Any]:
-    """A copy in memory that the device uses as it is."""
-    memory = aligned(array.shape, array.dtype)
-    memory[...] = array
-    return memory
 
 
 def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:

@@ -70,7 +70,7 @@ class Matrix(nnx.Module):
         self.minimum: Any = None
 
     def store(self, path: str, kind: str) -> None:
-        """Have the leaves that matrices of a kind have. Raises ConfigError for a matrix that can't be stored like it."""
+        """Have the leaves of matrices of this kind. Raises ConfigError for one that can't be stored like that."""
         self.packing = packing(kind, path, self.shape)
         if self.packing is None:
             self.quantize, self.weight = kind, parameter(self.shape, jnp.int8)
