@@ -1,4 +1,4 @@
-"""A parameter of a checkpoint on its way into the model's leaves: what it is read as, and the arrays that it becomes."""
+"""A parameter of a checkpoint on its way into the model: what it is read as, and the leaves that it becomes."""
 
 from __future__ import annotations
 
