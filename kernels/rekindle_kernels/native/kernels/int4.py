@@ -1,8 +1,8 @@
 """Rows times a 4-bit matrix: rows become 8-bit integers with a scale for each group of inputs.
 
 A group's products are exact integers, and groups are added in their order, so a row's results are the same to the last
-bit whatever is computed beside it. One row reads the matrix as fast as memory gives it; tiles of 12 rows unpack
-it on the way, which costs less than a tenth of their products.
+bit whatever is computed beside it. Few rows read the matrix as fast as memory gives it. Tiles of 12 rows unpack it on
+the way, a tenth of their work; for more than a few tiles it is unpacked before.
 """
 
 from __future__ import annotations
@@ -14,12 +14,24 @@ import numpy as np
 from rekindle_kernels.int4 import OFFSET, ROW_BYTES
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_table import INT4
-from rekindle_kernels.native.kernels.int4_tile import NUMBERS, STEP, multiply_tile
+from rekindle_kernels.native.kernels.int4_tile import (
+    BACK,
+    BEGIN,
+    MAGIC,
+    MAGIC_BITS,
+    NUMBERS,
+    SCALE,
+    STEP,
+    UNPACKED,
+    VALUES,
+    multiply_tile,
+    unpack,
+)
 from rekindle_kernels.native.kernels.rms_norm import normalise
 from rekindle_kernels.native.language.dot_products import store_i8
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout, wait_for_blocks
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import LINE, free, malloc, set_f32, set_i32
+from rekindle_kernels.native.language.memory import LINE, f32, free, i32, malloc, set_f32, set_i32
 from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.vector import (
     LANES,
@@ -41,7 +53,9 @@ AT_ONCE = 4  # rows that are packed by the calling thread: to wake another takes
 PACKED_BYTES = 64 << 10  # of rows that a block packs
 BLOCK_BYTES = 384 << 10  # of weights that a block reads, where rows are few
 FEWEST = 96  # rows of a group, where several blocks have the same weights
+SEVERAL = 3 * ROWS  # rows for which weights are unpacked into memory
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
+MINUS_MAGIC = np.float32(-MAGIC)
 
 JOB = job_layout(
     "int4",
@@ -94,16 +108,18 @@ def pack_row(job: Any, r: int, scratch: int) -> None:
         highest = splat(TINY)
         for k in range(begin, begin + group, LANES):
             highest = larger(highest, magnitude(load_f32(x, k)))
-        scale = largest(highest) / TOP
+        set_f32(numbers, SCALE * groups + g, largest(highest) / TOP)
+        set_i32(numbers, SCALE * groups + g, (i32(numbers, SCALE * groups + g) + 3) & -4)  # 22 bits, rounded up
+        scale = f32(numbers, SCALE * groups + g)
         factor, sums = splat(ONE / scale), splat(ZERO)
         for k in range(begin, begin + group, LANES):
             integers = nearest(multiply(load_f32(x, k), factor))
             sums = add(sums, integers)
             store_i8(out, k, integers)
         whole = total(sums)
-        set_f32(numbers, g, scale)
-        set_i32(numbers, groups + g, 0 if job.minimum > 0 else -OFFSET * int(whole))
-        set_f32(numbers, 2 * groups + g, scale * whole)
+        set_i32(numbers, BEGIN * groups + g, MAGIC_BITS - (0 if job.minimum > 0 else OFFSET * int(whole)))
+        set_f32(numbers, VALUES * groups + g, scale * whole)
+        set_f32(numbers, BACK * groups + g, MINUS_MAGIC * scale)
 
 
 @jit
@@ -132,7 +148,9 @@ def kernel(dtype: str) -> Kernel:
     instruction = "vnni" if has_feature("avx512vnni") else "avx2" if has_feature("avx2") else "any"
     large = instruction == "vnni"
     one, two, four = (multiply_tile(rows, 1, instruction, wide=wide, prefetches=True) for rows in (1, 2, 4))
-    many = multiply_tile(ROWS, 2, instruction, wide=wide, prefetches=False) if large else None
+    many, many_unpacked = (
+        multiply_tile(ROWS, 2, instruction, wide=wide, unpacked=ahead) if large else None for ahead in (False, True)
+    )
 
     @jit
     def few(job: Any, block: int, first: int, end: int, sums: int) -> None:
@@ -153,13 +171,17 @@ def kernel(dtype: str) -> Kernel:
                 r += 1
 
     @jit
-    def twelve(job: Any, block: int, behind: int, r: int, sums: int) -> None:
-        """ROWS rows times the block of outputs and the one so many blocks behind it; sums are [2, ROWS, 16]."""
+    def twelve(job: Any, block: int, behind: int, r: int, sums: int, strip: int) -> None:
+        """ROWS rows times the block of outputs and the one so many blocks behind it, both of them unpacked in `strip`
+        or as they are if it is 0; sums are [2, ROWS, 16]."""
         weight, scale = job.weight + block * job.block_bytes, job.scale + block * job.scale_bytes
         minimum = job.minimum + block * job.scale_bytes if job.minimum > 0 else 0
         further, further_scales = behind * job.block_bytes, behind * job.scale_bytes
         x, stride = job.packed + r * job.stride, job.stride
-        many(weight, scale, minimum, further, further_scales, x, stride, job.groups, job.steps, sums)
+        if strip > 0:
+            many_unpacked(strip, scale, minimum, 0, further_scales, x, stride, job.groups, job.steps, sums)
+        else:
+            many(weight, scale, minimum, further, further_scales, x, stride, job.groups, job.steps, sums)
 
     @jit
     def put(job: Any, block: int, first: int, count: int, sums: int, behind: int) -> None:
@@ -233,13 +255,18 @@ def kernel(dtype: str) -> Kernel:
         return job.packs + parts * ((rows + job.group - 1) // job.group)
 
     @jit
-    def multiply_rows(job: Any, block: int, behind: int, first: int, end: int, sums: int) -> None:
+    def multiply_rows(job: Any, block: int, behind: int, first: int, end: int, sums: int, memory: int) -> None:
         """The rows [first, end) times one block of results, and the next one if `behind` is 1 and nothing is gated."""
         r, ups = first, job.ups
         half = ROWS * LANES * 4
         if large and behind > 0:
+            strip = 0
+            if first + SEVERAL <= end:
+                strip, tiles = memory, job.width // 8
+                unpack(job.weight + block * job.block_bytes, strip, tiles)
+                unpack(job.weight + (block + behind) * job.block_bytes, strip + LANES * 4, tiles)
             while r + ROWS <= end:
-                twelve(job, block, behind, r, sums)
+                twelve(job, block, behind, r, sums, strip)
                 put(job, block, r, ROWS, sums, half)
                 if ups == 0:
                     put(job, block + behind, r, ROWS, sums + half, 0)
@@ -264,11 +291,13 @@ def kernel(dtype: str) -> Kernel:
         parts, size, ups = job.parts, unit(job), job.ups
         part, first = (index - packs) % parts, (index - packs) // parts * job.group
         last = job.results // LANES
-        sums = malloc(2 * ROWS * LANES * 4)
+        several = large and first + SEVERAL <= min(rows, first + job.group)
+        sums = malloc(2 * ROWS * LANES * 4 + (job.width // 8 * UNPACKED if several else 0))
+        strip = sums + 2 * ROWS * LANES * 4
         for u in range(first_unit(part, parts, units(job)), first_unit(part + 1, parts, units(job))):
             at = u * size
             behind = ups if ups > 0 else 1 if size == 2 and at + 1 < last else 0
-            multiply_rows(job, at, behind, first, min(rows, first + job.group), sums)
+            multiply_rows(job, at, behind, first, min(rows, first + job.group), sums, strip)
         free(sums)
 
     @jit

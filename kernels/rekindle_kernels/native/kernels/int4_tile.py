@@ -5,6 +5,10 @@ A load fills a vector with eight inputs of each of 16 outputs (`rekindle_kernels
 bytes meet four 8-bit inputs of a row each, spread over a vector. What a group adds up to is an exact integer; it is
 multiplied by the row's scale of that group, then by the outputs' and added to what earlier groups have given. So the
 result of a row is the same to the last bit whatever tile computes it, with whatever instructions.
+
+Sums of integers begin at the bits of MAGIC, so that as a float they are MAGIC plus the sum, without a conversion. A
+row's scale has 22 bits, so that MAGIC times the scale is exact, and (MAGIC + sum) · scale - MAGIC · scale, in one
+operation, is the sum times the scale, rounded once.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rekindle_kernels.int4 import OFFSET, OUTPUTS, TILE
+from rekindle_kernels.int4 import OUTPUTS, TILE
 from rekindle_kernels.native.language.memory import WORD
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call
 
@@ -27,19 +31,24 @@ _LOW_BITS = 0x0F0F0F0F
 STEP = 4  # tiles of the smallest group
 AHEAD = 8 << 10  # bytes by which weights are prefetched, as in `matvec`
 
-# What a row is packed into: its 8-bit integers, then for each group three numbers of four bytes each: its scale, what
-# the offset of the weights adds to the sum of its products, and the sum of its values.
-NUMBERS = 3
+# What a row is packed into: its 8-bit integers, then for all groups four numbers of four bytes each: their scales, what
+# the sums of their products begin at, the sums of their values, and -MAGIC times their scales.
+SCALE, BEGIN, VALUES, BACK = range(4)
+NUMBERS = 4
+MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000  # 1.5 · 2^23: one more is one more in its bits
+UNPACKED = 4 * LANES * 4  # bytes of a tile of two blocks of outputs, an integer in each byte
 assert OUTPUTS == LANES, "an output has a lane"
 
 
-def multiply_tile(rows: int, vectors: int, instruction: str, *, wide: bool, prefetches: bool) -> Any:
+def multiply_tile(
+    rows: int, vectors: int, instruction: str, *, wide: bool, prefetches: bool = False, unpacked: bool = False
+) -> Any:
     """`tile(weights, scales, minimums, further, further_scales, x, stride, groups, steps, sums)`.
 
     Packed rows lie `stride` bytes apart at x. The second block of outputs has its weights `further` bytes behind those
     of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP tiles; `minimums`
     may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is "vnni", "avx2" or "any"; scales are float32 if they
-    are `wide`, else float16.
+    are `wide`, else float16. With `unpacked`, weights are what `unpack` made of two blocks.
     """
     in_registers = rows * vectors <= 8
     stored = FLOATS if wide else ir.VectorType(ir.HalfType(), LANES)
@@ -88,20 +97,27 @@ def multiply_tile(rows: int, vectors: int, instruction: str, *, wide: bool, pref
             with cgutils.for_range(builder, groups) as outer:
                 group = outer.index
                 for row in range(rows):
-                    offset = number(row, group, 1, INT)
+                    offset = number(row, group, BEGIN, INT)
                     for vector in range(vectors):
                         builder.store(offset, totals[vector * rows + row])
                 with cgutils.for_range(builder, steps) as inner:
                     first = times(builder.add(times(group, steps), inner.index), STEP)
                     for each in range(STEP):
                         number_of_tile = builder.add(first, WORD(each))
-                        address = builder.add(weights, times(number_of_tile, TILE))
+                        address = builder.add(weights, times(number_of_tile, UNPACKED if unpacked else TILE))
                         if prefetches:
                             _prefetch(builder, builder.add(address, WORD(AHEAD)))
-                        pairs = [builder.load(at(address, _INTS), align=4)]
-                        if vectors == 2:
-                            pairs.append(builder.load(at(builder.add(address, further), _INTS), align=4))
-                        halves = zip(*(_halves(builder, pair) for pair in pairs), strict=True)
+                        if unpacked:
+                            found = [
+                                builder.load(at(builder.add(address, WORD(4 * LANES * index)), _INTS), align=64)
+                                for index in range(4)
+                            ]
+                            halves = [found[:2], found[2:]]
+                        else:
+                            pairs = [builder.load(at(address, _INTS), align=4)]
+                            if vectors == 2:
+                                pairs.append(builder.load(at(builder.add(address, further), _INTS), align=4))
+                            halves = [*zip(*(_halves(builder, pair) for pair in pairs), strict=True)]
                         for half, columns in enumerate(halves):
                             inputs = builder.add(times(number_of_tile, 8), WORD(4 * half))
                             for row in range(rows):
@@ -117,8 +133,9 @@ def multiply_tile(rows: int, vectors: int, instruction: str, *, wide: bool, pref
                     factors = numbers(builder.add(scales, behind))
                     for row in range(rows):
                         index = vector * rows + row
-                        exact = builder.sitofp(builder.load(totals[index]), FLOATS)
-                        scaled = builder.fmul(exact, number(row, group, 0, ir.FloatType()))
+                        exact = builder.bitcast(builder.load(totals[index]), FLOATS)
+                        factor, back = (number(row, group, which, ir.FloatType()) for which in (SCALE, BACK))
+                        scaled = fma(builder, exact, factor, back)
                         added = fma(builder, scaled, factors, builder.load(kept[index], align=4))
                         builder.store(added, kept[index], align=4)
                 has_minimums = builder.icmp_signed("!=", minimums, WORD(0))
@@ -128,7 +145,7 @@ def multiply_tile(rows: int, vectors: int, instruction: str, *, wide: bool, pref
                         lowest = numbers(builder.add(minimums, behind))
                         for row in range(rows):
                             index = vector * rows + row
-                            values = number(row, group, 2, ir.FloatType())
+                            values = number(row, group, VALUES, ir.FloatType())
                             added = fma(builder, values, lowest, builder.load(kept[index], align=4))
                             builder.store(added, kept[index], align=4)
             if in_registers:
@@ -215,6 +232,22 @@ def _with_any(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
     return total
 
 
-def offset_of(sum_of_inputs: int) -> int:
-    """What a group's products are to begin with, so that weights count from -OFFSET on."""
-    return -OFFSET * sum_of_inputs
+@intrinsic
+def unpack(typing_context: Any, weights: Any, target: Any, tiles: Any) -> Any:
+    """The weights of a block of outputs, one in each byte: at `target` those of the low halves of its first tile, two
+    vectors behind them those of the high halves, and four vectors behind each tile the next one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weights, target, tiles = args
+
+        def vector(start: Any, index: Any, size: int, behind: int = 0) -> Any:
+            address = builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
+            return builder.inttoptr(address, _INTS.as_pointer())
+
+        with cgutils.for_range(builder, tiles) as loop:
+            low, high = _halves(builder, builder.load(vector(weights, loop.index, TILE), align=4))
+            builder.store(low, vector(target, loop.index, UNPACKED), align=64)
+            builder.store(high, vector(target, loop.index, UNPACKED, UNPACKED // 2), align=64)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
