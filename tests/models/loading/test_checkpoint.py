@@ -310,7 +310,7 @@ def test_config_problems_are_named(folder: Path) -> None:
 
 def test_an_unknown_quantisation_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="int8-weight"):
-        checkpoint.load(folder, quantize="int4")
+        checkpoint.load(folder, quantize="int3")
 
 
 # Where the folder comes from

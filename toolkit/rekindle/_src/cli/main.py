@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE, QUANTIZE
+from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE
 from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle._src.core.options import GenerationConfig, KVDType
+from rekindle._src.core.quantize_plan import KINDS, checked_quantize
 from rekindle._src.core.version import VERSION
 from rekindle.errors import ConfigError, RekindleError
 
@@ -72,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         "--plan", metavar="SHAPE", help="only tell what a folder or a shape such as 70b needs on each device of --mesh"
     )
     doctor.add_argument("--device", default="H100", help="with --plan: the kind of device (default H100)")
-    doctor.add_argument("--quantize", choices=[name for name in QUANTIZE if name], help="with --plan")
+    doctor.add_argument("--quantize", type=_quantize, metavar="KIND", help="with --plan")
     doctor.add_argument("--context", type=int, default=8192, help="with --plan: tokens of a request (default 8192)")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
 
@@ -188,6 +189,13 @@ def _mesh(text: str) -> MeshShape:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _quantize(text: str) -> str | None:
+    try:
+        return checked_quantize(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", default="tiny", help="a local folder, a hub id, or 'tiny' (the default)")
     _engine_options(command)
@@ -195,7 +203,9 @@ def _model_options(command: argparse.ArgumentParser) -> None:
 
 def _engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, default="auto")
-    command.add_argument("--quantize", choices=[name for name in QUANTIZE if name])
+    command.add_argument(
+        "--quantize", type=_quantize, metavar="KIND", help=f"{', '.join(KINDS)}, or by part: mlp=int4,attention=int8"
+    )
     command.add_argument("--max-model-len", type=int)
     command.add_argument("--max-requests", type=int)
     command.add_argument("--policy", choices=POLICIES)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle._src.models.base import Graph, LoadedModel, abstract_model
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import fingerprint as fingerprints
@@ -22,10 +23,10 @@ from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
 from rekindle._src.models.loading.stored import Stored, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry
+from rekindle._src.models.nn.packing import matrix_shape, packing_of
 from rekindle._src.models.placement import Placement
-from rekindle._src.models.precision import QUANTIZE
 from rekindle._src.models.registry import config_from_hf
-from rekindle.errors import CheckpointError, ConfigError, StoreError
+from rekindle.errors import CheckpointError, StoreError
 
 __all__ = ["Checkpoint", "Described", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
 # Buffers that older versions of transformers saved with the weights; they follow from the config.
@@ -92,13 +93,12 @@ def describe(
     model: str | Path,
     *,
     dtype: str = "auto",
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
     cache_dir: str | Path | None = None,
 ) -> Described:
     """Checks a folder or hub id and describes the model that `load` would return for it."""
-    if quantize not in QUANTIZE:
-        raise ConfigError("quantize", quantize, "is not known", f"Use one of {', '.join(map(repr, QUANTIZE))}")
+    quantize = checked_quantize(quantize)
     seen = look(model)
     kept = known = reads = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
@@ -158,7 +158,7 @@ def load(
     model: str | Path,
     *,
     dtype: str = "auto",
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
     progress: Report | None = None,
     cache_dir: str | Path | None = None,
@@ -213,11 +213,13 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
     leaves, used, problems = [], set[str](), list[str]()
     for path, source in declared.sources.items():
         leaf = wanted[path]
-        scale = path.removesuffix("weight") + "scale" if leaf.dtype == jnp.int8 else None
-        dtype = graph.precision.value_dtype(leaf.dtype)
+        shape, dtype = matrix_shape(leaf), graph.precision.value_dtype(leaf.dtype)
         stored = None if dtype == leaf.dtype else np.dtype(leaf.dtype)
-        leaves.append(reading.LeafPlan(path, source, tuple(leaf.shape), dtype, scale, stored))
-        for part in source.parts(tuple(leaf.shape)):
+        beside = {name: path.removesuffix("weight") + name for name in ("scale", "minimum")}
+        scale, minimum = (other if other in wanted and other != path else None for other in beside.values())
+        packed = packing_of(leaf, *(wanted[other] for other in (scale, minimum) if other))
+        leaves.append(reading.LeafPlan(path, source, shape, dtype, scale, stored, packed, minimum))
+        for part in source.parts(shape):
             used.add(part.name)
             entry = entries.get(part.name)
             if entry is None:

@@ -14,10 +14,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.loading.leaf_arrays import LeafArrays, LeafPlan
 from rekindle._src.models.loading.load_progress import Meter
 from rekindle._src.models.loading.manifest import Part, Source
-from rekindle._src.models.loading.quantize import quantize_into
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
@@ -37,17 +36,6 @@ def place_on_default_device(path: str, array: NDArray[Any]) -> jax.Array:
     return jax.device_put(array, may_alias=True)
 
 
-class LeafPlan(NamedTuple):
-    """One parameter to read, and the path of its scale if it is quantised."""
-
-    path: str
-    source: Source
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    scale: str | None = None
-    stored: np.dtype[Any] | None = None  # the leaf's dtype, if the leaf holds the bits of values of another dtype
-
-
 class _Piece(NamedTuple):
     """Rows [start, stop) of one part: what one worker reads at a time."""
 
@@ -62,32 +50,27 @@ def read_leaves(
 ) -> dict[str, jax.Array]:
     """The leaves by path, on their devices. `checkpoint.plan` has checked every part in `entries`."""
     done: dict[str, jax.Array] = {}
-    pending: collections.deque[tuple[LeafPlan, NDArray[Any], NDArray[Any] | None, list[Future[None]]]] = (
-        collections.deque()
-    )
+    pending: collections.deque[tuple[LeafPlan, LeafArrays, list[Future[None]]]] = collections.deque()
     in_flight = 0
     scratch = threading.local()
 
     def finish() -> int:
-        leaf, array, scale, futures = pending.popleft()
+        leaf, arrays, futures = pending.popleft()
         for future in futures:
             future.result()
             meter.tell()
-        done[leaf.path] = place(leaf.path, array if leaf.stored is None else array.view(leaf.stored))
-        if leaf.scale is not None and scale is not None:
-            done[leaf.scale] = place(leaf.scale, scale)
-        return array.nbytes
+        done.update({path: place(path, array) for path, array in arrays.leaves(leaf).items()})
+        return arrays.values.nbytes
 
     pool = ThreadPoolExecutor(workers(), thread_name_prefix="rekindle-load")
     try:
         for leaf in sorted(leaves, key=lambda leaf: _position(leaf, entries)):
-            array = aligned(leaf.shape, leaf.dtype)
-            scale = None if leaf.scale is None else aligned(leaf.shape[:-1], np.float32)
+            arrays = LeafArrays.of(leaf)
             futures = [
-                pool.submit(_read, piece, leaf.source, array, scale, scratch, meter) for piece in _pieces(leaf, entries)
+                pool.submit(_read, piece, leaf.source, arrays, scratch, meter) for piece in _pieces(leaf, entries)
             ]
-            pending.append((leaf, array, scale, futures))
-            in_flight += array.nbytes
+            pending.append((leaf, arrays, futures))
+            in_flight += arrays.values.nbytes
             while in_flight > WINDOW:
                 in_flight -= finish()
         while pending:
@@ -116,8 +99,7 @@ def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Pie
 def _read(
     piece: _Piece,
     source: Source,
-    array: NDArray[Any],
-    scale: NDArray[np.float32] | None,
+    arrays: LeafArrays,
     scratch: threading.local,
     meter: Meter,
 ) -> None:
@@ -126,12 +108,13 @@ def _read(
     whole = piece.stop - piece.start == (part.shape[0] if part.shape else 1)
     shape = part.shape if whole else (piece.stop - piece.start, *part.shape[1:])
     row_bytes = entry.nbytes // max(1, part.shape[0] if part.shape else 1)
-    target = array[index]
+    target = arrays.values[index]
     if not whole:
         target = target[piece.start : piece.stop]
     values: NDArray[Any]
     direct = (
         entry.rows is None
+        and arrays.scale is None
         and target.dtype == entry.numpy_dtype
         and target.shape == shape
         and not (source.transpose or source.add)
@@ -150,11 +133,12 @@ def _read(
         values = values.T
     if source.add:
         values = values.astype(np.float32) + np.float32(source.add)
-    if scale is None:
+    if arrays.scale is None:
         _copy(values, target)
     else:
-        scales = scale[index]
-        quantize_into(values, target, scales if whole else scales[piece.start : piece.stop])
+        *stack, rows = index
+        assert isinstance(rows, slice), "tensors fill rows"
+        arrays.quantize(values, (*stack, slice(rows.start + piece.start, rows.start + piece.stop)))
 
 
 def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:

@@ -53,11 +53,12 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     tokens, kinds = _tokens(tokenizer, model, vocab_size)
     found[f"{_KEY}.tokens"], found[f"{_KEY}.token_type"] = tokens, kinds
     if model["type"] == "BPE":
-        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+        merges: list[str] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
         found[f"{_KEY}.merges"] = merges
         if found[f"{_KEY}.model"] == "gpt2":
             name = pre_tokenizer_name(tokenizer.backend)
-            found |= {f"{_KEY}.pre": name} if name is not None else {}
+            if name is not None:
+                found[f"{_KEY}.pre"] = name
         else:
             found[f"{_KEY}.scores"] = _scores(tokens, merges)
             found[f"{_KEY}.pre"] = "default"

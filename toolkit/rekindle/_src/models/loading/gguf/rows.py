@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,8 @@ from rekindle._src.models.loading.read_bytes import read_exactly
 VALUES = 1 << 18  # that are unpacked at a time: they and what is made on the way stay in the cache
 
 
-class GgufRows(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class GgufRows:
     """Part of a tensor as a matrix of rows [count, columns]; called with a range of rows, it returns their values.
 
     With `paired`, the file's rows are those of heads of so many rows each, rotated pairs side by side; the rows that
