@@ -90,9 +90,14 @@ def abstract_model(
     quantize: str | Mapping[str, str | None] | None = None,
     *,
     quantize_embeddings: bool = True,
+    kinds: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The graph and the shapes of the leaves: enough to compile programs and to know what to load."""
+    """The graph and the shapes of the leaves: enough to compile programs and to know what to load.
+
+    `kinds` are those of matrices by their paths, as in `Precision`.
+    """
     precision = Precision.of(dtype, quantize, quantize_embeddings=quantize_embeddings)
+    precision = dataclasses.replace(precision, kinds=kinds)
     _, state = _split(config, precision)
     keyed, _ = jax.tree_util.tree_flatten_with_path(state)
     paths = tuple(".".join(str(key.key) for key in path[:-1]) for path, _ in keyed)

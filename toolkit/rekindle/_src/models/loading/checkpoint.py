@@ -19,6 +19,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import prepared, reading
 from rekindle._src.models.loading.differences import listed
+from rekindle._src.models.loading.four_bits import stored_kinds
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
 from rekindle._src.models.loading.stored import Stored, look, read_config
@@ -97,20 +98,26 @@ def describe(
     quantize_embeddings: bool = True,
     cache_dir: str | Path | None = None,
 ) -> Described:
-    """Checks a folder or hub id and describes the model that `load` would return for it."""
+    """Checks a folder or hub id and describes the model that `load` would return for it.
+
+    With dtype "auto" and no `quantize`, matrices that are stored in four bits stay as they are.
+    """
     quantize = checked_quantize(quantize)
     seen = look(model)
+    keeps_four_bits = quantize is None and dtype == "auto" and seen.may_be_quantized
     kept = known = reads = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         asked = resolve_dtype(dtype, None)
-        kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings)
+        as_stored = ("as stored",) if keeps_four_bits else ()
+        kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings, *as_stored)
         with _damage_warns():
             known = prepared.known(kept)
     if known is None:
         config = config_from_hf(seen.raw)
         _check_counts(seen, config)
         name = resolve_dtype(dtype, config)
-        graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings)
+        kinds = stored_kinds(*named_tensors(seen, config)) if keeps_four_bits else ()
+        graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings, kinds=kinds)
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)
         known = prepared.Known(graph, shapes, name)
@@ -189,7 +196,9 @@ def read(
     """
     place = place if placement is None else placement.place
     found, graph, shapes, dtype, quantize, quantize_embeddings, kept, reads = described
-    fingerprint = fingerprints.with_precision(found.fingerprint, dtype, quantize, quantize_embeddings)
+    kinds = graph.precision.kinds  # of matrices that stay as they are stored
+    name = quantize if not kinds else "as stored"
+    fingerprint = fingerprints.with_precision(found.fingerprint, dtype, name, quantize_embeddings)
     if kept is not None:
         with _damage_warns():
             arrays = prepared.load(kept, graph, shapes, place=place, report=progress)

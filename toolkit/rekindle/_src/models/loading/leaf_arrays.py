@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.loading import quantize_int4
+from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.loading.manifest import Source
 from rekindle._src.models.loading.quantize import quantize_into
@@ -52,6 +53,13 @@ class LeafArrays(NamedTuple):
             return
         minimum = None if self.minimum is None else self.minimum[index]
         quantize_int4.quantize_into(values, self.values[index], self.scale[index], minimum)
+
+    def fill(self, found: Integers, index: Any) -> None:
+        """Put rows that are stored in four bits into the place that `index` says."""
+        assert self.scale is not None, "integers have scales"
+        self.values[index], self.scale[index] = found.integers, found.scales
+        if self.minimum is not None:
+            self.minimum[index] = found.minimums
 
     def leaves(self, leaf: LeafPlan) -> dict[str, NDArray[Any]]:
         """The finished leaves by path."""

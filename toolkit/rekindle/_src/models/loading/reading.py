@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.models.loading.four_bits import FourBitRows, fills, fitted
 from rekindle._src.models.loading.leaf_arrays import LeafArrays, LeafPlan
 from rekindle._src.models.loading.load_progress import Meter
-from rekindle._src.models.loading.manifest import Part, Source
+from rekindle._src.models.loading.manifest import Part
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
@@ -66,9 +67,7 @@ def read_leaves(
     try:
         for leaf in sorted(leaves, key=lambda leaf: _position(leaf, entries)):
             arrays = LeafArrays.of(leaf)
-            futures = [
-                pool.submit(_read, piece, leaf.source, arrays, scratch, meter) for piece in _pieces(leaf, entries)
-            ]
+            futures = [pool.submit(_read, piece, leaf, arrays, scratch, meter) for piece in _pieces(leaf, entries)]
             pending.append((leaf, arrays, futures))
             in_flight += arrays.values.nbytes
             while in_flight > WINDOW:
@@ -98,13 +97,16 @@ def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Pie
 
 def _read(
     piece: _Piece,
-    source: Source,
+    leaf: LeafPlan,
     arrays: LeafArrays,
     scratch: threading.local,
     meter: Meter,
 ) -> None:
-    part, entry = piece.part, piece.entry
+    part, entry, source = piece.part, piece.entry, leaf.source
     index = part.place
+    if fills(leaf.packing, entry, source):
+        _keep(piece, leaf, arrays, meter)
+        return
     whole = piece.stop - piece.start == (part.shape[0] if part.shape else 1)
     shape = part.shape if whole else (piece.stop - piece.start, *part.shape[1:])
     row_bytes = entry.nbytes // max(1, part.shape[0] if part.shape else 1)
@@ -136,9 +138,25 @@ def _read(
     if arrays.scale is None:
         _copy(values, target)
     else:
-        *stack, rows = index
-        assert isinstance(rows, slice), "tensors fill rows"
-        arrays.quantize(values, (*stack, slice(rows.start + piece.start, rows.start + piece.stop)))
+        arrays.quantize(values, _rows(piece))
+
+
+def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays, meter: Meter) -> None:
+    """Puts rows of four bits into a matrix of four bits as they are."""
+    entry = piece.entry
+    assert isinstance(entry.rows, FourBitRows), entry.name
+    assert entry.rows.packing is not None, entry.name
+    assert leaf.packing is not None, leaf.path
+    found = entry.rows.integers(piece.start, piece.stop)
+    arrays.fill(fitted(found, entry.rows.packing, leaf.packing), _rows(piece))
+    meter.add(entry.nbytes // entry.shape[0] * (piece.stop - piece.start))
+
+
+def _rows(piece: _Piece) -> tuple[int | slice, ...]:
+    """The rows of the parameter that a piece is."""
+    *stack, rows = piece.part.place
+    assert isinstance(rows, slice), "tensors fill rows"
+    return (*stack, slice(rows.start + piece.start, rows.start + piece.stop))
 
 
 def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:

@@ -28,6 +28,11 @@ class Stored(NamedTuple):
     is_gguf: bool = False
 
     @property
+    def may_be_quantized(self) -> bool:
+        """Whether some of its tensors may not be stored as plain numbers."""
+        return self.is_gguf or bool(self.raw.get("quantization_config") or self.raw.get("compression_config"))
+
+    @property
     def described_by(self) -> str:
         """Where the model's description lies, in words."""
         return "its metadata" if self.is_gguf else "its config.json"

@@ -77,7 +77,7 @@ def template_metadata(template: ChatTemplate | None) -> dict[str, Any]:
         return {}
     key = "tokenizer.chat_template"
     others = sorted(template.templates.keys() - {"default"})
-    found = {f"{key}.{name}": template.templates[name] for name in others}
+    found: dict[str, Any] = {f"{key}.{name}": template.templates[name] for name in others}
     if others:
         found["tokenizer.chat_templates"] = others
     return found | ({key: template.templates["default"]} if "default" in template.templates else {})

@@ -8,14 +8,17 @@ Each class is called with a range [start, stop) of outputs and returns their val
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.models.loading.four_bits import Integers, packing_for
 from rekindle._src.models.loading.rows_of import rows_of
 from rekindle._src.models.loading.tensor_files import TensorEntry
+from rekindle._src.models.nn.packing import Packing
 
 # The place in a word of eight integers: AWQ interleaves them.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -33,6 +36,15 @@ class Grouped(NamedTuple):
         zeros, scales = self.zeros[:, groups], self.scales.astype(np.float32)[:, groups]
         found: NDArray[np.float32] = (self.integers - zeros).astype(np.float32) * scales
         return found
+
+    def kept(self, group: int, packing: Packing | None) -> Integers:
+        """The same as matrices of four bits keep it, whose groups may be parts of these of `group` inputs."""
+        assert packing is not None, "integers are asked for where they can be kept"
+        scales = np.repeat(self.scales.astype(packing.scales), group // packing.group, axis=1)
+        if not packing.minimum:
+            return Integers(self.integers, scales)
+        zeros = np.repeat(self.zeros.astype(np.float32), group // packing.group, axis=1)
+        return Integers(self.integers, scales, -scales * zeros)
 
 
 def unpacked(words: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) -> NDArray[np.uint8]:
@@ -73,7 +85,7 @@ class AwqRows:
     def __init__(self, weight: TensorEntry, zeros: TensorEntry | None, scales: TensorEntry, bits: int) -> None:
         self.outputs, self.inputs = scales.shape[1], weight.shape[0]
         self.group = self.inputs // scales.shape[0]
-        self._bits, self._has_zeros = bits, zeros is not None
+        self._bits, self._has_zeros, self._scales = bits, zeros is not None, scales.numpy_dtype
         self._held = Held(self.outputs, weight, scales, *([zeros] if zeros is not None else []))
 
     def grouped(self, start: int, stop: int) -> Grouped:
@@ -89,6 +101,16 @@ class AwqRows:
             return Grouped(integers, chosen, np.full(chosen.shape, 1 << (self._bits - 1), np.int16))
         found = unpacked(zeros[0][:, words], self._bits, order)[:, cut].T.astype(np.int16)
         return Grouped(integers, chosen, found)
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the matrix can be kept in four bits."""
+        dtype = np.float32 if self._has_zeros else self._scales
+        return packing_for(self.group, minimum=self._has_zeros, dtype=dtype) if self._bits == 4 else None
+
+    def integers(self, start: int, stop: int) -> Integers:
+        """What is stored of the outputs [start, stop)."""
+        return self.grouped(start, stop).kept(self.group, self.packing)
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
         return self.grouped(start, stop).values(np.arange(self.inputs) // self.group)
@@ -113,6 +135,7 @@ class GptqRows:
         self.outputs, self.inputs = weight.shape[1], weight.shape[0] * 32 // bits
         self.group = self.inputs // scales.shape[0]
         self._bits, self._offset, self._has_zeros, self._groups = bits, offset, zeros is not None, g_idx
+        self._scales, self._zeros = scales.numpy_dtype, zeros
         self._held = Held(self.outputs, weight, scales, *(e for e in (zeros, g_idx) if e is not None))
 
     def _read(self, start: int, stop: int) -> tuple[Grouped, NDArray[np.int64]]:
@@ -131,10 +154,27 @@ class GptqRows:
         groups = usual if self._groups is None else others[-1].astype(np.int64) % len(scales)
         return Grouped(integers, chosen, zeros), groups
 
-    def grouped(self, start: int, stop: int) -> Grouped | None:
-        """The integers, scales and zeros of some outputs; None where groups are not consecutive inputs."""
-        found, groups = self._read(start, stop)
-        return found if np.array_equal(groups, np.arange(self.inputs) // self.group) else None
+    @functools.cached_property
+    def packing(self) -> Packing | None:
+        """How the matrix can be kept in four bits; None where groups are not consecutive inputs."""
+        if self._bits != 4 or not self._in_order():
+            return None
+        minimum = self._zeros is not None and not self._symmetric(self._zeros)
+        return packing_for(self.group, minimum=minimum, dtype=np.float32 if minimum else self._scales)
+
+    def integers(self, start: int, stop: int) -> Integers:
+        """What is stored of the outputs [start, stop)."""
+        return self._read(start, stop)[0].kept(self.group, self.packing)
+
+    def _symmetric(self, zeros: TensorEntry) -> bool:
+        """Whether all zeros are half of the integers' range."""
+        return bool((rows_of(zeros, 0, zeros.shape[0]).view(np.uint32) == 0x11111111 * (8 - self._offset)).all())
+
+    def _in_order(self) -> bool:
+        if self._groups is None:
+            return True
+        stored = rows_of(self._groups, 0, self.inputs)
+        return bool((stored == np.arange(self.inputs) // self.group).all())
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
         found, groups = self._read(start, stop)
@@ -173,6 +213,18 @@ class PackedRows:
         words = rows_of(self._zeros, first, -(-stop // each))
         zeros = unpacked(np.ascontiguousarray(words.T), self._bits).T[start - first * each : stop - first * each]
         return Grouped(integers, scales, zeros.astype(np.int16))
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the matrix can be kept in four bits; None where inputs are in the order of their activations."""
+        if self._bits != 4 or self._g_idx is not None or self.inputs % self.group:
+            return None
+        minimum = self._zeros is not None
+        return packing_for(self.group, minimum=minimum, dtype=np.float32 if minimum else self._scales.numpy_dtype)
+
+    def integers(self, start: int, stop: int) -> Integers:
+        """What is stored of the outputs [start, stop)."""
+        return self.grouped(start, stop).kept(self.group, self.packing)
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
         groups = np.arange(self.inputs) // self.group
