@@ -20,11 +20,6 @@ from rekindle_kernels import int4
 RAW = checkpoints.CASES["qwen3"] | {
     "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4
 }  # fmt: skip
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "head_dim": 64,
-    "num_attention_heads": 4,
-}
 
 
 def leaves_of(model: LoadedModel) -> dict[str, jax.Array]:
