@@ -59,6 +59,13 @@ def test_a_session_opens_it_and_says_the_same(tmp_path: Path) -> None:
     assert said[0] == said[1] == said[2]
 
 
+def test_a_session_computes_with_the_four_bits_of_a_file(tmp_path: Path) -> None:
+    file = export("tiny", tmp_path / "tiny.gguf", type="q4_0")
+    with rekindle.open_sync(file, max_requests=2, max_model_len=256, quiet=True) as session:
+        done = session.generate_sync(PROMPT, max_tokens=24, ignore_eos=True)
+        assert len(done.token_ids) == 24 and done.text.startswith((",", " "))
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
 def test_types_are_read_by_the_gguf_package_and_are_what_it_would_write(kind: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the oracle: pip install gguf")

@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
-    warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a hub id, or 'tiny'")
+    warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny'")
     _engine_options(warm)
     warm.add_argument(
         "--structured", action="store_true", default=None, help="the programs of structured output as well"
@@ -197,7 +197,9 @@ def _quantize(text: str) -> str | None:
 
 
 def _model_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", default="tiny", help="a local folder, a hub id, or 'tiny' (the default)")
+    command.add_argument(
+        "--model", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny' (the default)"
+    )
     _engine_options(command)
 
 

@@ -65,7 +65,7 @@ class LoadedModel:
     graph: Graph
     leaves: tuple[jax.Array, ...]
     fingerprint: str  # names config and weights; everything persistent is keyed by it
-    folder: Path | None = None  # holds the tokenizer and the chat template
+    folder: Path | None = None  # the folder or GGUF file that holds the tokenizer and the chat template
 
     @property
     def nbytes(self) -> int:

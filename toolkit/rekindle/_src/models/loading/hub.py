@@ -32,10 +32,10 @@ def locate(model: str | Path) -> Path:
     if folder.exists():
         return folder
     asked = None if isinstance(model, Path) else _HUB_ID.fullmatch(model)
-    if asked is None:
+    if asked is None or asked[1].lower().endswith(gguf_files.SUFFIX):  # a repository is not called so, a file is
         raise CheckpointError(
-            f"{folder} does not exist. Pass a checkpoint's folder, a hub id such as 'owner/name', or 'tiny' for the "
-            "embedded model."
+            f"{folder} does not exist. Pass a checkpoint's folder or GGUF file, a hub id such as 'owner/name', or "
+            "'tiny' for the embedded model."
         )
     name, file, revision = asked.groups()
     try:
