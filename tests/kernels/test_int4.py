@@ -218,3 +218,18 @@ def test_a_derivative_is_that_of_the_values() -> None:
         return jnp.sum(linear(x, weight, scale=scale, options=LinearOptions("int4")))
 
     np.testing.assert_allclose(jax.grad(total)(jnp.ones((2, 128))), np.tile(values.sum(0), (2, 1)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_it_lowers_for_platforms_that_widen_weights(platform: str) -> None:
+    shapes = [((4, 256), jnp.bfloat16), ((6, 2048), jnp.uint8), ((6, 64), jnp.float16), ((6, 64), jnp.float16)]
+    x, weight, scale, minimum = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
+
+    def product(x: jax.Array, weight: jax.Array, scale: jax.Array, minimum: jax.Array) -> jax.Array:
+        options = LinearOptions("int4", "silu")
+        kind = {"cuda": "gpu"}.get(platform, platform)
+        return linear(x, weight, scale=scale, minimum=minimum, options=options, platform=kind)
+
+    found = jax.export.export(jax.jit(product), platforms=[platform])(x, weight, scale, minimum)
+    assert found.out_avals[0].shape == (4, 48)
+    assert "dot_general" in found.mlir_module()

@@ -128,25 +128,23 @@ def multiply_tile(
                                 for total, value in zip(here, after, strict=True):
                                     builder.store(value, total)
                 at_scales = times(group, LANES * (4 if wide else 2))
-                for vector in range(vectors):
-                    behind = builder.add(at_scales, further_scales) if vector else at_scales
-                    factors = numbers(builder.add(scales, behind))
-                    for row in range(rows):
+                behind = [builder.add(at_scales, further_scales) if vector else at_scales for vector in range(vectors)]
+                factors = [numbers(builder.add(scales, place)) for place in behind]
+                for row in range(rows):
+                    factor, back = (number(row, group, which, ir.FloatType()) for which in (SCALE, BACK))
+                    for vector in range(vectors):
                         index = vector * rows + row
                         exact = builder.bitcast(builder.load(totals[index]), FLOATS)
-                        factor, back = (number(row, group, which, ir.FloatType()) for which in (SCALE, BACK))
                         scaled = fma(builder, exact, factor, back)
-                        added = fma(builder, scaled, factors, builder.load(kept[index], align=4))
+                        added = fma(builder, scaled, factors[vector], builder.load(kept[index], align=4))
                         builder.store(added, kept[index], align=4)
-                has_minimums = builder.icmp_signed("!=", minimums, WORD(0))
-                with builder.if_then(has_minimums):
-                    for vector in range(vectors):
-                        behind = builder.add(at_scales, further_scales) if vector else at_scales
-                        lowest = numbers(builder.add(minimums, behind))
-                        for row in range(rows):
+                with builder.if_then(builder.icmp_signed("!=", minimums, WORD(0))):
+                    lowest = [numbers(builder.add(minimums, place)) for place in behind]
+                    for row in range(rows):
+                        values = number(row, group, VALUES, ir.FloatType())
+                        for vector in range(vectors):
                             index = vector * rows + row
-                            values = number(row, group, VALUES, ir.FloatType())
-                            added = fma(builder, values, lowest, builder.load(kept[index], align=4))
+                            added = fma(builder, values, lowest[vector], builder.load(kept[index], align=4))
                             builder.store(added, kept[index], align=4)
             if in_registers:
                 for place, one in zip(places, kept, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rekindle import tiny
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle._src.models.base import LoadedModel
@@ -39,7 +40,7 @@ def calibrate(
     plan = checked_quantize(quantize)
     if plan is None or "int4" not in plan:
         raise ConfigError("quantize", quantize, "has no part in four bits", "Use 'int4', or a dict that names it")
-    loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
+    loaded = model if isinstance(model, LoadedModel) else load(tiny.folder() if model == "tiny" else model, dtype=dtype)
     if loaded.graph.precision.quantizes:
         raise ConfigError("model", loaded, "is quantised already", "Load it without quantize")
     sequences = [*_cut(loaded, texts, max_tokens)]

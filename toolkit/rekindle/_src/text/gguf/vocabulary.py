@@ -24,8 +24,11 @@ HUGGINGFACE = "tokenizer.huggingface.json"
 _SPACE = "▁"  # stands for a space in SentencePiece's pieces
 _KEY = "tokenizer.ggml"
 # The names of special tokens in the file and in a Hugging Face folder.
-SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
-           "seperator": "sep_token", "cls": "cls_token", "mask": "mask_token"}  # fmt: skip
+SPECIAL = {
+    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "cls": "cls_token",
+    "mask": "mask_token",
+    "seperator": "sep_token",  # codespell:ignore seperator
+}  # fmt: skip
 
 
 class Vocabulary(NamedTuple):
