@@ -131,6 +131,19 @@ def quantised(folder: Path) -> None:
 
 
 @check
+def four_bits(folder: Path) -> None:
+    """Parts of 4-bit matrices are whole groups, so that rows are rounded as on one device."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "moe_intermediate_size": 64}
+    path = checkpoints.write(folder / "wide", mesh_models.raw("llama") | sizes)
+    moe = checkpoints.write(folder / "wide-experts", mesh_models.raw("qwen3-moe") | sizes)
+    for model, mesh in ((path, 2), (moe, EXPERTS)):
+        options = {"quantize": "mlp=int4-32,attention=int4-32"}
+        found = difference(generated(model, None, **options), generated(model, mesh, **options))
+        print(f"{mesh}: {found:.1e}", flush=True)
+        assert found < 1e-3
+
+
+@check
 def int8_pages(folder: Path) -> None:
     """Quantised pages have scales, which are divided too. Values between two steps may be rounded either way."""
     compare("llama", 2, 4, kv_dtype="int8", close=1e-3)

@@ -14,8 +14,9 @@ from rekindle_kernels.native import build, cpu
 pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here")
 HERE = Path(__file__).parent
 LOWER = cpu.levels()[1:]  # the best one is what the other tests run with
-FEW = ["test_native.py", "-k", "few_rows and 964-576-2 or normed and bfloat16-20"]
+FEW = ["test_native.py", "test_int4.py", "-k", "few_rows and 964-576-2 or normed and (bfloat16-20 or False-16)"]
 WHOLE = ["test_native.py", "test_paged_attention.py", "test_ops.py", "test_deterministic.py", "test_chain.py"]
+WHOLE += ["test_int4.py"]
 
 
 def passes(level: cpu.Level, tests: list[str]) -> None:

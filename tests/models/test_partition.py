@@ -94,3 +94,30 @@ def test_one_device_is_no_mesh() -> None:
     graph, _ = abstract_model(config_from_hf(mesh_models.raw("llama")))
     assert placed(checked_mesh(1), graph) is None
     assert placed(None, graph) is None
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "moe_intermediate_size": 256}
+
+
+@pytest.mark.parametrize("plan", ["int4-32", "mlp=int4,attention=int8", "mlp=int4,attention=int4,embedding=int8"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3-moe"])
+def test_parts_of_matrices_of_four_bits(name: str, plan: str) -> None:
+    config = config_from_hf(mesh_models.raw(name) | WIDE)
+    graph, leaves = abstract_model(config, "bfloat16", plan)
+    roles = roles_of(graph)
+    for partition in (Partition(2), Partition(4), Partition(1, 2), Partition(2, 2)):
+        if partition.expert > 1 and not any(config.moe):
+            continue
+        partition.check_packed(graph)
+        local = partition.graph(graph)
+        shapes = {path: leaf.shape for path, leaf in zip(local.paths, leaf_shapes(local), strict=True)}
+        for path, leaf in zip(graph.paths, leaves, strict=True):
+            assert local_shape(roles[path], leaf.shape, partition.sizes) == shapes[path], (path, partition)
+
+
+def test_four_bits_that_cannot_be_divided_are_refused() -> None:
+    config = config_from_hf(mesh_models.raw("llama") | {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16})
+    graph, _ = abstract_model(config, "bfloat16", "mlp=int4-64")
+    Partition(3).check_packed(graph)
+    with pytest.raises(ConfigError, match=r"mlp\.(down|gate_up)\.weight is kept in four bits .*not multiples of"):
+        Partition(2).check_packed(graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from rekindle._src.models import roles
 from rekindle._src.models.roles import REPLICATED, Role, Span, column, cut, experts, heads, join, local_shape, row
+from rekindle_kernels import int4
 
 
 def parts(role: Role, array: np.ndarray, expert: int, model: int) -> dict[tuple[int, int], np.ndarray]:
@@ -86,3 +88,37 @@ def test_a_part_has_memory_of_its_own() -> None:
 def test_the_dtype_stays(dtype: type) -> None:
     array = numbered(4, 2).astype(dtype)
     assert all(part.dtype == dtype for part in parts(column(Span(4)), array, 1, 2).values())
+
+
+@pytest.mark.parametrize(
+    ("role", "shape", "sizes"),
+    [
+        (column(*heads(4, 2, 32)), (256, 64), (1, 2)),
+        (column(Span(64), Span(64)), (128, 64), (1, 4)),
+        (row(256), (32, 256), (1, 4)),
+        (experts(4, column(Span(64))), (4, 64, 64), (2, 2)),
+        (experts(4, row(128)), (4, 16, 128), (2, 2)),
+    ],
+)
+def test_parts_of_four_bits_are_those_of_the_matrix(role: Role, shape: tuple[int, ...], sizes: tuple[int, int]) -> None:
+    q = np.random.default_rng(0).integers(0, 16, shape).astype(np.uint8)
+    scale = np.random.default_rng(1).random((*shape[:-1], shape[-1] // 32)).astype(np.float16)
+    stack, named = len(shape) == 3, dict(zip(("expert", "model"), sizes, strict=True))
+    assert role.reason_against_packing(stack, int4.OUTPUTS, 32, named) is None
+    weights = role.packed(stack, int4.OUTPUTS, Fraction(int4.ROW_BYTES))
+    scales = role.packed(stack, int4.OUTPUTS, Fraction(int4.OUTPUTS, 32))
+    wide = np.repeat(scale, 32, -1)
+    whole = parts(role, q, *sizes), parts(role, wide, *sizes)
+    found = parts(weights, int4.pack(q), *sizes), parts(scales, int4.pack_scales(scale), *sizes)
+    for at, part in whole[0].items():
+        np.testing.assert_array_equal(int4.unpack(found[0][at]), part)
+        np.testing.assert_array_equal(np.repeat(int4.unpack_scales(found[1][at]), 32, -1), whole[1][at])
+    joined = join(weights, found[0], int4.weight_shape(shape), named)
+    np.testing.assert_array_equal(joined, int4.pack(q))
+
+
+def test_parts_that_would_cut_a_group_or_a_block_are_refused() -> None:
+    two = {"expert": 1, "model": 2}
+    assert "96 inputs in 2 parts are not multiples of 32" in str(row(96).reason_against_packing(False, 16, 32, two))
+    assert "48 outputs in 2 parts" in str(column(Span(48)).reason_against_packing(False, 16, 32, two))
+    assert column(*heads(4, 1, 16)).reason_against_packing(False, 16, 32, two) is None, "one kv head is repeated"

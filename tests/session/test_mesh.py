@@ -39,7 +39,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "every_family", "repeated_kv_heads", "kernels_of_xla", "quantised", "int8_pages", "restarts",
+        "every_family", "repeated_kv_heads", "kernels_of_xla", "quantised", "four_bits", "int8_pages", "restarts",
         "tiers_and_preemption", "loaded_weights", "beside_a_mesh_of_the_user",
     ],
 )  # fmt: skip

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rekindle_kernels import int4
 from rekindle_kernels.native import cpu, kernel_table, library
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES, SLOTS
 
@@ -33,6 +34,8 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     names = [CHAIN]
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
+        if spec is kernel_table.INT4:
+            dtypes = int4.SCALES
         if spec is kernel_table.GEMM:
             dtypes = tuple(name.removeprefix("gemm_") for name in NEEDED)
         if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:

@@ -66,6 +66,7 @@ def linear(
     x: jax.Array,
     weight: jax.Array,
     scale: jax.Array | None,
+    minimum: jax.Array | None,
     residual: jax.Array | None,
     count: jax.Array | None,
     norm: jax.Array | None,
@@ -79,41 +80,59 @@ def linear(
         x: jax.Array,
         weight: jax.Array,
         scale: jax.Array | None,
+        minimum: jax.Array | None,
         residual: jax.Array | None,
         count: jax.Array | None,
         norm: jax.Array | None,
     ) -> jax.Array:
         x = x if norm is None else plain_norm.rms_norm(x, norm, eps)
-        y = plain_linear.multiply(x, weight, scale, options.quantize, jnp.float32)
+        y = plain_linear.multiply(x, weight, scale, options.quantize, jnp.float32, minimum)
         y = y if gate is None else gated(y, gate)
         return y if residual is None else residual + y
 
-    product = partial(
-        native.multiply,
-        eps=eps,
-        gated=gate is not None,
-        quantize_rows=options.quantize == "int8",
-        deterministic=options.deterministic,
-    )
+    def product(
+        x: jax.Array, weight: jax.Array, scale: jax.Array | None, minimum: jax.Array | None, *others: jax.Array | None
+    ) -> jax.Array:
+        if options.quantize == "int4":
+            assert scale is not None, "integers have scales"
+            return native.multiply_int4(x, weight, scale, minimum, *others, eps=eps, gated=gate is not None)
+        return native.multiply(
+            x,
+            weight,
+            scale,
+            *others,
+            eps=eps,
+            gated=gate is not None,
+            quantize_rows=options.quantize == "int8",
+            deterministic=options.deterministic,
+        )
+
     flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
-    y = native.differentiable(product, plain)(x.reshape(rows, -1), weight, scale, flat, count, norm)
+    y = native.differentiable(product, plain)(x.reshape(rows, -1), weight, scale, minimum, flat, count, norm)
     return y.reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 def multiplies(call: LinearCall) -> str | None:
     """Why a product can't be native, or can't take its norm or gate along; it is refused where XLA is faster."""
-    reason = unavailable(call)
+    reason = unavailable(call) or _refused(call)
     if reason is not None:
         return reason
-    rounded, fixed = call.quantize == "int8", call.deterministic
-    if not native.multiplies(call.rows, _like(call.weight), quantize_rows=rounded, deterministic=fixed):
-        shape = "x".join(map(str, call.weight.shape))
-        return f"XLA is faster for {call.rows} rows times {call.weight.dtype.name} {shape}, or {NOT_BUILT}"
     if call.norm and not native.norms(_like(call.x)):
         return f"rows of {call.x.dtype.name} {list(call.x.shape)} have to be normed before"
-    if call.gate is not None and (call.gate != "silu" or not native.gates(_like(call.weight))):
-        return f"{call.gate} of {call.weight.shape[0]} outputs has to be applied behind"
+    if call.gate is not None and (call.gate != "silu" or call.outputs % native.GATED_UNIT):
+        return f"{call.gate} of {call.outputs} outputs has to be applied behind"
     return None
+
+
+def _refused(call: LinearCall) -> str | None:
+    """Why a product is left to XLA."""
+    if call.quantize == "int4":
+        return None if native.multiplies_int4(_like(call.weight), call.scale or "") else NOT_BUILT
+    rounded, fixed = call.quantize == "int8", call.deterministic
+    if native.multiplies(call.rows, _like(call.weight), quantize_rows=rounded, deterministic=fixed):
+        return None
+    shape = "x".join(map(str, call.weight.shape))
+    return f"XLA is faster for {call.rows} rows times {call.weight.dtype.name} {shape}, or {NOT_BUILT}"
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE, QUANTIZE
+from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE
 from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle._src.core.options import GenerationConfig, KVDType
+from rekindle._src.core.quantize_plan import KINDS, checked_quantize
 from rekindle._src.core.version import VERSION
 from rekindle.errors import ConfigError, RekindleError
 
@@ -72,18 +73,28 @@ def parser() -> argparse.ArgumentParser:
         "--plan", metavar="SHAPE", help="only tell what a folder or a shape such as 70b needs on each device of --mesh"
     )
     doctor.add_argument("--device", default="H100", help="with --plan: the kind of device (default H100)")
-    doctor.add_argument("--quantize", choices=[name for name in QUANTIZE if name], help="with --plan")
+    doctor.add_argument("--quantize", type=_quantize, metavar="KIND", help="with --plan")
     doctor.add_argument("--context", type=int, default=8192, help="with --plan: tokens of a request (default 8192)")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
-    warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a hub id, or 'tiny'")
+    warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny'")
     _engine_options(warm)
     warm.add_argument(
         "--structured", action="store_true", default=None, help="the programs of structured output as well"
     )
     warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
     warm.add_argument("--json", action="store_true", help="print the programs as JSON")
+
+    export = commands.add_parser("export", help="write a checkpoint as a GGUF file or as a folder of safetensors")
+    export.add_argument("model", help="a local folder, a GGUF file, a hub id, or 'tiny'")
+    export.add_argument("out", type=Path, help="a name that ends in .gguf, or that of a folder; neither may exist")
+    export.add_argument(
+        "--type",
+        default="auto",
+        choices=("auto", "f32", "f16", "bf16", "q8_0", "q4_0"),
+        help="of matrices; q8_0 and q4_0 for GGUF only (default auto: as they are)",
+    )
 
     cache = commands.add_parser(
         "cache", help="list, prune or clear what is kept on disk: programs, pages, snapshots, weights"
@@ -178,14 +189,25 @@ def _mesh(text: str) -> MeshShape:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _quantize(text: str) -> str | None:
+    try:
+        return checked_quantize(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _model_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", default="tiny", help="a local folder, a hub id, or 'tiny' (the default)")
+    command.add_argument(
+        "--model", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny' (the default)"
+    )
     _engine_options(command)
 
 
 def _engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, default="auto")
-    command.add_argument("--quantize", choices=[name for name in QUANTIZE if name])
+    command.add_argument(
+        "--quantize", type=_quantize, metavar="KIND", help=f"{', '.join(KINDS)}, or by part: mlp=int4,attention=int8"
+    )
     command.add_argument("--max-model-len", type=int)
     command.add_argument("--max-requests", type=int)
     command.add_argument("--policy", choices=POLICIES)

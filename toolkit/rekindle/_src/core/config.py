@@ -19,9 +19,9 @@ from rekindle._src.core.options import (
     Mesh,
     Policy,
     Precompile,
-    Quantize,
     SamplingOptions,
 )
+from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 DTYPES: tuple[DType, ...] = get_args(DType)
-QUANTIZE: tuple[Quantize | None, ...] = (None, *get_args(Quantize))
 PRECOMPILE: tuple[Precompile, ...] = get_args(Precompile)
 
 
@@ -44,7 +43,9 @@ class EngineConfig(html.Record):
     Options:
         dtype ("auto"): of the weights; "auto" is the checkpoint's on GPU and TPU, bfloat16 on CPU.
         kv_dtype ("auto"): of cached keys and values; "auto" follows dtype.
-        quantize (None): "int8" for weights and activations, "int8-weight" for weights alone.
+        quantize (None): "int8" for weights and activations, "int8-weight" for weights alone, "int4" for four bits with
+            embedding and head in eight; "int4-32" and -128 choose the group. A dict says it by part: "attention",
+            "mlp", "experts", "embedding" and "head"; what it leaves out is not quantised.
         max_requests (16): sequences that run at once.
         max_tokens_per_step (512): what decoding and prefill chunks share in one step.
         max_model_len (None): tokens of prompt and completion together; None is the model's own, at most 4096.
@@ -73,7 +74,7 @@ class EngineConfig(html.Record):
 
     dtype: DType = "auto"
     kv_dtype: KVDType = "auto"
-    quantize: Quantize | None = None
+    quantize: str | None = None
     max_requests: int = 16
     max_tokens_per_step: int = 512
     max_model_len: int | None = None
@@ -142,6 +143,7 @@ class EngineConfig(html.Record):
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError("page_size", self.page_size, "is not a power of two", "Use 16, 32, 64 or 128")
         put(self, "mesh", checked_mesh(self.mesh))
+        put(self, "quantize", checked_quantize(self.quantize))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -161,7 +163,6 @@ _ENGINE_DEFAULTS = defaults_of(EngineConfig)
 _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("dtype", DTYPES),
     ("kv_dtype", get_args(KVDType)),
-    ("quantize", QUANTIZE),
     ("policy", POLICIES),
     ("precompile", PRECOMPILE),
     ("generation_config", get_args(GenerationConfig)),

@@ -14,7 +14,9 @@ from rekindle._src.core.mesh_shape import DeviceMesh
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-Quantize = Literal["int8", "int8-weight"]
+QuantizeKind = Literal["int8", "int8-weight", "int4", "int4-32", "int4-64", "int4-128"]
+QuantizePart = Literal["attention", "mlp", "experts", "embedding", "head"]
+Quantize = QuantizeKind | Mapping[QuantizePart, QuantizeKind | None]
 Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
 Precompile = Literal["auto", "all", "lazy", "background"]
 GenerationConfig = Literal["auto", "greedy"]

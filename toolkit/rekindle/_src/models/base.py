@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from rekindle._src.core import html
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.nn.packing import is_packed
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import family
 from rekindle_kernels import current_platform
@@ -64,7 +65,7 @@ class LoadedModel:
     graph: Graph
     leaves: tuple[jax.Array, ...]
     fingerprint: str  # names config and weights; everything persistent is keyed by it
-    folder: Path | None = None  # holds the tokenizer and the chat template
+    folder: Path | None = None  # the folder or GGUF file that holds the tokenizer and the chat template
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +73,7 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        return sum(leaf.size for leaf in self.leaves)
+        return sum(leaf.size * (2 if is_packed(leaf) else 1) for leaf in self.leaves)
 
     def __repr__(self) -> str:
         size = f"{self.num_parameters / 1e6:,.1f}M parameters, {self.nbytes / 2**20:,.0f} MiB"
@@ -86,12 +87,17 @@ class LoadedModel:
 def abstract_model(
     config: ModelConfig,
     dtype: DTypeLike = jnp.float32,
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str | None] | None = None,
     *,
     quantize_embeddings: bool = True,
+    kinds: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The graph and the shapes of the leaves: enough to compile programs and to know what to load."""
+    """The graph and the shapes of the leaves: enough to compile programs and to know what to load.
+
+    `kinds` are those of matrices by their paths, as in `Precision`.
+    """
     precision = Precision.of(dtype, quantize, quantize_embeddings=quantize_embeddings)
+    precision = dataclasses.replace(precision, kinds=kinds)
     _, state = _split(config, precision)
     keyed, _ = jax.tree_util.tree_flatten_with_path(state)
     paths = tuple(".".join(str(key.key) for key in path[:-1]) for path, _ in keyed)
@@ -117,8 +123,25 @@ def _split(config: ModelConfig, precision: Precision) -> tuple[Any, Any]:
     """The model's nnx.GraphDef, and its state with shapes for arrays."""
     from flax import nnx
 
-    definition, state = nnx.split(family(config.model_type).module(config, precision))
+    definition, state = nnx.split(_module(config, precision))
     return definition, state
+
+
+def kinds_in(graph: Graph) -> tuple[tuple[str, str], ...]:
+    """How each matrix of a model is quantised, by its path; `Precision.kinds` of the same graph, written out."""
+    from rekindle._src.models.nn import linear
+
+    found = linear.matrices(_module(graph.config, graph.precision))
+    kinds = ((path, matrix.packing.kind if matrix.packing else matrix.quantize) for path, matrix in found.items())
+    return tuple((path, kind) for path, kind in kinds if kind is not None)
+
+
+def _module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn import linear
+
+    module = family(config.model_type).module(config, precision)
+    linear.quantise(module, precision)
+    return module
 
 
 def random_model(
@@ -126,7 +149,7 @@ def random_model(
     *,
     seed: int = 0,
     dtype: DTypeLike = jnp.float32,
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
 ) -> LoadedModel:
     """A model with random weights of a sensible spread, for tests, benchmarks and the start of training.
@@ -159,6 +182,8 @@ def _draw(key: jax.Array, path: str, leaf: jax.ShapeDtypeStruct, graph: Graph) -
         return jnp.full(leaf.shape, value, leaf.dtype)
     if leaf.dtype == jnp.int8:
         return jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
+    if is_packed(leaf):
+        return jax.random.bits(key, leaf.shape, jnp.uint8)
     spread = _spread(path, graph.config)
     drawn = (jax.random.normal(key, leaf.shape) * spread).astype(graph.precision.value_dtype(leaf.dtype))
     return drawn if drawn.dtype == leaf.dtype else jax.lax.bitcast_convert_type(drawn, leaf.dtype)
@@ -167,10 +192,10 @@ def _draw(key: jax.Array, path: str, leaf: jax.ShapeDtypeStruct, graph: Graph) -
 def _constant(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig) -> float | None:
     """The value of a leaf that is the same everywhere; None for one that is drawn."""
     name = path.rsplit(".", 1)[-1]
-    if leaf.dtype == jnp.int8:
+    if leaf.dtype == jnp.int8 or is_packed(leaf):
         return None
-    if name == "scale":
-        return config.hidden_size**-0.5 / 73.0  # 73: the deviation of the integers that are drawn
+    if name == "scale":  # by the deviation of the integers that are drawn
+        return config.hidden_size**-0.5 / (4.6 if leaf.dtype == jnp.float16 else 73.0)
     if name == "bias":
         return 0.0
     return 1.0 if "norm" in path else None
@@ -193,9 +218,11 @@ def _random(
 ) -> Any:
     value = _constant(path, leaf, config)
     if value is not None:
-        return np.full(leaf.shape, value, np.float32)
+        return np.full(leaf.shape, value, leaf.dtype)
     if leaf.dtype == jnp.int8:
         return rng.integers(-127, 128, leaf.shape, np.int8)
+    if is_packed(leaf):
+        return rng.integers(0, 256, leaf.shape, np.uint8)
     values = rng.standard_normal(leaf.shape, np.float32)
     values *= _spread(path, config)
     return values.astype(precision.value_dtype(leaf.dtype)).view(leaf.dtype)

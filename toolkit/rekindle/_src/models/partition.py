@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 
-from rekindle._src.models.base import Graph
+from rekindle._src.models.base import Graph, kinds_in, leaf_shapes
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.nn.packing import Packing, packing_of
 from rekindle._src.models.nn.shards import Shards
 from rekindle._src.models.registry import manifest
 from rekindle._src.models.roles import Role
 from rekindle.errors import ConfigError
+from rekindle_kernels import int4
 
 LISTED = 64  # an error names the numbers of devices up to this one
 
@@ -81,9 +84,27 @@ class Partition:
         """How many devices have the same KV heads."""
         return max(1, self.size // config.num_kv_heads)
 
+    def check_packed(self, graph: Graph) -> None:
+        """Raise ConfigError for a 4-bit matrix whose parts are not whole blocks of outputs and groups of inputs."""
+        sources = manifest(graph.config).sources
+        for path, packed in packings_of(graph).items():
+            source = sources[path]
+            reason = source.role.reason_against_packing(source.stack, int4.OUTPUTS, packed.group, self.sizes)
+            if reason is not None:
+                raise ConfigError(
+                    "mesh",
+                    {name: count for name, count in self.sizes.items() if count > 1},
+                    f"{path} is kept in four bits and can't be divided like this: {reason}",
+                    f"Use fewer devices, quantize='int4-{min(int4.GROUPS)}', or eight bits for this part",
+                )
+
     def graph(self, graph: Graph) -> Graph:
-        """The graph of one device's part, for use under `jax.shard_map` over the mesh."""
-        precision = dataclasses.replace(graph.precision, shards=self.shards(graph.config))
+        """The graph of one device's part, for use under `jax.shard_map` over the mesh.
+
+        Its matrices are stored as the whole model's are, whatever a plan would choose for their parts' own sizes.
+        """
+        kinds = kinds_in(graph) if packings_of(graph) else ()
+        precision = dataclasses.replace(graph.precision, shards=self.shards(graph.config), kinds=kinds)
         return Graph(self.local(graph.config), precision, graph.paths)
 
     def shards(self, config: ModelConfig) -> Shards:
@@ -92,12 +113,31 @@ class Partition:
 
 
 def roles_of(graph: Graph) -> dict[str, Role]:
-    """The role of every leaf of a graph by its path, scales of int8 matrices included."""
-    sources = manifest(graph.config).sources
+    """The role of every leaf of a graph by its path, those beside quantised matrices included."""
+    sources, packings = manifest(graph.config).sources, packings_of(graph)
     found = {}
     for path in graph.paths:
-        matrix = path.removesuffix("scale") + "weight"
-        found[path] = sources[path].role if path in sources else sources[matrix].role.scale
+        matrix = path if path in sources else path.removesuffix("scale").removesuffix("minimum") + "weight"
+        role, packed = sources[matrix].role, packings.get(matrix)
+        if packed is not None:
+            columns = Fraction(int4.ROW_BYTES) if path == matrix else Fraction(int4.OUTPUTS, packed.group)
+            found[path] = role.packed(sources[matrix].stack, int4.OUTPUTS, columns)
+        else:
+            found[path] = role if path == matrix else role.scale
+    return found
+
+
+def packings_of(graph: Graph) -> dict[str, Packing]:
+    """How the matrices of four bits are stored, by the paths of their weights."""
+    if not graph.precision.quantizes:
+        return {}
+    leaves = dict(zip(graph.paths, leaf_shapes(graph), strict=True))
+    found = {}
+    for path, leaf in leaves.items():
+        others = (path.removesuffix("weight") + name for name in ("scale", "minimum"))
+        packed = packing_of(leaf, *(leaves[other] for other in others if other in leaves))
+        if packed is not None:
+            found[path] = packed
     return found
 
 

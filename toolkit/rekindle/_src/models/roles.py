@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +67,30 @@ class Role:
     def scale(self) -> Role:
         """The role of the scales of an int8 matrix or of its stack: one for each output."""
         return Role(tuple(division for division in self.divisions if division.axis >= 0))
+
+    def packed(self, stack: bool, outputs: int, inputs: Fraction) -> Role:
+        """The role of an array of a 4-bit matrix, or of a stack of them, which has a row for so many outputs and so
+        many columns for each input."""
+
+        def scaled(division: Division) -> Division:
+            if division.axis == 0 and stack:  # of experts
+                return division
+            ratio = inputs if division.axis < 0 else Fraction(1, outputs)
+            return division._replace(spans=tuple(Span(int(span.size * ratio), span.most) for span in division.spans))
+
+        return Role(tuple(scaled(division) for division in self.divisions))
+
+    def reason_against_packing(self, stack: bool, outputs: int, group: int, sizes: Sizes) -> str | None:
+        """Why parts of a 4-bit matrix are not whole blocks of outputs and whole groups of inputs; None if they are."""
+        for axis, over, spans in self.divisions:
+            if axis == 0 and stack:
+                continue
+            unit, what = (group, "inputs") if axis < 0 else (outputs, "outputs")
+            for span in spans:
+                parts = span.different(count_of(over, sizes))
+                if span.size % (parts * unit):
+                    return f"{span.size} {what} in {parts} parts are not multiples of {unit}"
+        return None
 
 
 REPLICATED = Role()

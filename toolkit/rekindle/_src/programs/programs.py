@@ -164,7 +164,8 @@ class Programs:
         wanted = {self.config.kernels, self.graph.precision.implementation}
         if not wanted <= {None, "native"} or jax.default_backend() != "cpu":
             return []
-        matrices = [leaf.dtype.name for leaf in self.leaves if len(leaf.shape) > 1]
+        named = zip(self.graph.paths, self.leaves, strict=True)
+        matrices = [leaf.dtype.name for path, leaf in named if path.endswith("weight") and len(leaf.shape) > 1]
         return kernels_for(matrices, self.kv[0].dtype.name, self.kv[0].head_dim)
 
     def layout(self, bucket: Bucket) -> Layout:

@@ -93,9 +93,9 @@ def open(
 ) -> Opening:
     """Open a model: `session = await rekindle.open(model)`, or `async with rekindle.open(model) as session`.
 
-    `model` is a local Hugging Face folder, a hub id, a model that `rekindle.models` loaded, or "tiny" for the embedded
-    one. `processors` are `LogitsProcessor`s that requests may name. `progress` is called in another thread with how
-    much of the weights was read.
+    `model` is a local Hugging Face folder, a GGUF file, a hub id, a model that `rekindle.models` loaded, or "tiny" for
+    the embedded one. `processors` are `LogitsProcessor`s that requests may name. `progress` is called in another thread
+    with how much of the weights was read.
     """
     forked.opening()  # before an event loop is asked for anything
     config, shown = EngineConfig.of(options), OpeningProgress(model)

@@ -20,6 +20,7 @@ import numpy as np
 from jinja2 import nodes
 
 from rekindle._src.core.plain_files import read_plain
+from rekindle._src.text.gguf import reading as gguf
 from rekindle._src.text.template_limits import BoundedEnvironment, TemplateLimit, joined, metered
 from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
@@ -45,8 +46,11 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate | None:
-        """The template of a folder, or None if it has none. Template files win over tokenizer_config.json."""
+        """The template of a folder or GGUF file, None if it has none. Files win over tokenizer_config.json."""
         folder = Path(folder)
+        if gguf.is_file(folder):
+            templates, special = gguf.read_templates(folder)
+            return cls(templates, special, source=str(folder)) if templates else None
         files = {"default": folder / "chat_template.jinja"}
         files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
         found: Any = {name: _read_template(path) for name, path in files.items() if path.exists()}

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a folder's tokenizer.json. A folder without that file still serves token ids."""
+"""Text to token ids and back, by a folder's tokenizer.json or a GGUF file. Without either, token ids are served."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tokenizers
 
 from rekindle._src.core import html
 from rekindle._src.core.plain_files import read_plain
+from rekindle._src.text.gguf import reading as gguf
 from rekindle._src.text.panics import panics_as
 from rekindle.errors import CheckpointError, RequestFailed
 
@@ -75,8 +76,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a folder. Without tokenizer.json it only knows the eos and bos ids; see `has_text`."""
+        """The tokenizer of a folder or GGUF file. Without a vocabulary it only knows ids; see `has_text`."""
         folder = Path(folder)
+        if gguf.is_file(folder):
+            made = gguf.read_tokenizer(folder)
+            return cls(made.backend, special=made.special, eos_ids=made.eos_ids, bos_id=made.bos_id, folder=folder)
         special = special_tokens(folder)
         model, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
         # Chat checkpoints differ in where they name the end-of-turn token, so the tokenizer's own eos token always

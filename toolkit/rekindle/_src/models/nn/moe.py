@@ -13,34 +13,47 @@ import rekindle_kernels
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.nn.linear import Linear, Matrix, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import LinearOptions, exact_precision, gated, narrow_dtype, quantize_rows
+from rekindle_kernels import LinearOptions, exact_precision, gated, int4, narrow_dtype, quantize_rows
 
 
 class Stack(Matrix):
     """The matrices of all experts as one parameter, [G, out, in]."""
 
+    part = "experts"
+
     def __init__(self, shape: tuple[int, int, int], precision: Precision) -> None:
         super().__init__(shape, precision)
         self.values: str | None = None
-        if precision.loop_experts and self.quantize is None and jnp.dtype(precision.weights).itemsize == 2:
+        if precision.loop_experts and jnp.dtype(precision.weights).itemsize == 2:
             self.values = precision.weights
             self.weight = parameter(shape, jnp.uint16)  # the bits of 16-bit floats; linear.py explains why
 
+    def store(self, path: str, kind: str) -> None:
+        super().store(path, kind)
+        self.values = None
+
     def one(self, x: jax.Array, expert: jax.Array) -> jax.Array:
         """Computes x [rows, in] · one expert's matrix → [rows, out]."""
-        weight = jax.lax.dynamic_index_in_dim(self.weight[...], expert, keepdims=False)
+        weight, scale, minimum = (
+            None if array is None else jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
+            for array in self.arrays
+        )
+        assert weight is not None, "a stack has weights"
         if self.values is not None:
             weight = jax.lax.bitcast_convert_type(weight, jnp.dtype(self.values))
-        scale = None
-        if self.scale is not None:
-            scale = jax.lax.dynamic_index_in_dim(self.scale[...], expert, keepdims=False)
-        # XLA's product: it takes the slice of the stack into its loop, where another would have to copy it first.
-        options = LinearOptions(self.quantize)
-        return rekindle_kernels.linear(x, weight, scale=scale, options=options, implementation="xla")
+        # XLA's product takes the slice of the stack into its loop, where another has to copy it first; but XLA would
+        # widen a whole slice of four bits in memory, eight times what is copied.
+        name = self.implementation if self.packing is not None else "xla"
+        options = LinearOptions(self.quantize, deterministic=self.packing is not None and self.deterministic)
+        return rekindle_kernels.linear(x, weight, scale=scale, minimum=minimum, options=options, implementation=name)
 
     def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
         """Computes x [M, in] → [M, out], the first sizes[0] rows with expert 0, the next sizes[1] with expert 1, …"""
-        weight = self.weight[...]
+        weight, packed, minimum = self.arrays
+        if self.packing is not None:
+            assert packed is not None, "integers have scales"
+            values = int4.dequantized(weight, packed, minimum, x.dtype)
+            return _ragged_dot(x, values, sizes, jnp.float32).astype(x.dtype)
         if self.quantize is None:
             return _ragged_dot(x.astype(weight.dtype), weight, sizes, jnp.float32).astype(x.dtype)
         owner = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
