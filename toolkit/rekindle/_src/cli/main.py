@@ -14,6 +14,7 @@ from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE, QUANTIZE
 from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle._src.core.options import GenerationConfig, KVDType
 from rekindle._src.core.version import VERSION
+from rekindle._src.replicas.routing import RouterName
 from rekindle.errors import ConfigError, RekindleError
 
 
@@ -147,6 +148,15 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--metrics-names", choices=("rekindle", "vllm", "both"), default="rekindle", help="vllm: for its dashboards"
+    )
+    serve.add_argument(
+        "--replicas", type=int, metavar="N", help="processes that run the model, on Ray (default: this one)"
+    )
+    serve.add_argument(
+        "--router",
+        choices=get_args(RouterName),
+        default="affinity",
+        help="with --replicas: how one is chosen (default affinity: where a prompt's beginning is cached)",
     )
     serve.add_argument("--grafana", action="store_true", help="print a Grafana dashboard as JSON instead of serving")
     serve.add_argument("--access-log", action="store_true", help="log every request")

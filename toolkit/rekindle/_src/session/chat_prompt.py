@@ -42,7 +42,7 @@ def chat_prompt(
         raise _unread("tools", [tool.name for tool in tools])
     if documents is not None and not reads(text, "documents"):
         raise _unread("documents", documents)
-    schemas = tuple(tool.schema for tool in tools)
+    given, schemas = messages, tuple(tool.schema for tool in tools)
     continued = _last_text(messages) if continue_final_message else None
     if format.calls is not None and not reads_calls(text) and isinstance(messages, list | tuple):
         messages = with_calls_as_text(messages, format.calls)
@@ -64,7 +64,7 @@ def chat_prompt(
     )
     reply = ReplyPlan(format, schemas, continued) if schemas or format.reasoning is not None else None
     # The template writes special tokens itself.
-    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply)
+    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply, messages=given)
 
 
 def _effort(text: str, effort: str | None) -> dict[str, Any]:
