@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -22,12 +23,18 @@ from rekindle.errors import MissingExtra
 
 try:
     import ray
+    import ray._private.ray_constants
     import ray.exceptions
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
-# Of Ray's own processes, if it is started here: no report of its use, and devices as they are for actors without any.
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
+# Of Ray, if it is started here: no report of its use, devices as they are for actors without any, and the addresses that
+# it takes on Windows and macOS, where it is for one machine alone: those of the loopback.
+_LOCAL = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
 _AT_ONCE = 1000  # calls of an actor
 LEASE = 60.0  # seconds that a shared replica waits for another fleet
 
@@ -159,17 +166,31 @@ def start() -> Callable[[], None]:
             try:
                 ray.init(address="auto", log_to_driver=False, configure_logging=False)
             except ConnectionError:
-                with _environment(_QUIET):
-                    ray.init(
-                        address="local",
-                        include_dashboard=False,
-                        log_to_driver=False,
-                        configure_logging=False,
-                        _node_ip_address="127.0.0.1",
-                    )
+                _start_here()
             _started = True
         _users += 1
     return _leave
+
+
+def _start_here() -> None:
+    """Start Ray on this machine, without a dashboard, without a word, and listening to this machine alone."""
+    log, constants = logging.getLogger("ray"), ray._private.ray_constants
+    level, cluster = log.level, getattr(constants, "ENABLE_RAY_CLUSTER", True)
+    try:
+        log.setLevel(logging.ERROR)
+        constants.ENABLE_RAY_CLUSTER = False  # it was read from the environment when Ray was imported
+        constants.RAY_LOG_TO_DRIVER_EVENT_LEVEL = "FATAL"  # a replica that dies is told of in our own words
+        with _environment(_LOCAL):
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+            )
+    finally:
+        log.setLevel(level)
+        constants.ENABLE_RAY_CLUSTER = cluster
 
 
 def _leave() -> None:

@@ -20,7 +20,7 @@ from rekindle.errors import QueueFull, RekindleError, ReplicaLost, SessionClosed
 log = logging.getLogger("rekindle.fleet")
 # Deaths of its replica, one after another, that a request survives without a new token in between: one that kills
 # replicas must not kill them all.
-MOVES = 3
+MOVES = 8
 _REMEMBERED = 1024  # ended requests that can still be explained
 
 
