@@ -28,8 +28,8 @@ try:
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
-# Of Ray, if it is started here: no report of its use, devices as they are for actors without any, and the addresses that
-# it takes on Windows and macOS, where it is for one machine alone: those of the loopback.
+# Of Ray, if it is started here: no report of its use, devices as they are for actors without any, and the addresses
+# that it takes on Windows and macOS, where it is for one machine alone: those of the loopback.
 _LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

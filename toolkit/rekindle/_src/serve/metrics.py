@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rekindle._src.core.records import Completion, TextDelta
@@ -64,6 +64,19 @@ OWN_COUNTERS = {  # rekindle's alone
     "requests_failed": ("Sequences that ended by an error.", lambda s: s.failed),
     "drafted_tokens": ("Tokens that prompt_lookup proposed.", lambda s: s.drafted_tokens),
     "accepted_tokens": ("Of them, those that sampling confirmed.", lambda s: s.accepted_tokens),
+}
+
+FLEET_GAUGES = {  # where a fleet is served
+    "replicas": ("Processes that run the model.", lambda s: len(s.replicas)),
+    "replicas_ready": ("Of them, those that take requests.", lambda s: s.ready),
+    "replicas_imbalance": (
+        "Requests sent to the replica that got most, in proportion to the mean.",
+        lambda s: s.imbalance,
+    ),
+}
+FLEET_COUNTERS = {
+    "replicas_lost": ("Processes that died or hung.", lambda s: s.lost),
+    "requests_moved": ("Sequences that went on in another replica.", lambda s: s.moved),
 }
 
 
@@ -198,12 +211,11 @@ class Metrics:
         ]  # fmt: skip
         if prefix == "rekindle_":
             tables.append((CounterMetricFamily, OWN_COUNTERS))
-        for kind, table in tables:
-            for name, (help, read) in table.items():
-                family = kind(prefix + name, help, labels=["model_name"])
-                for model, stats in figures.items():
-                    family.add_metric([model], read(stats))
-                yield family
+        yield from _families(prefix, tables, figures)
+        fleets = {model: stats for model, stats in figures.items() if hasattr(stats, "replicas")}
+        if fleets and prefix == "rekindle_":
+            more = [(GaugeMetricFamily, FLEET_GAUGES), (CounterMetricFamily, FLEET_COUNTERS)]
+            yield from _families(prefix, more, fleets)
         labels = ["model_name", "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"]
         info = GaugeMetricFamily(prefix + "cache_config_info", "How the KV cache is laid out.", labels=labels)
         for model in figures:
@@ -228,4 +240,16 @@ class Metrics:
             for model, histograms in sorted(self._histograms.items()):
                 one = histograms[name]
                 family.add_metric([model], buckets=one.cumulative(), sum_value=one.sum)
+            yield family
+
+
+def _families(
+    prefix: str, tables: Sequence[tuple[Any, Mapping[str, Any]]], figures: Mapping[str, Any]
+) -> Iterator[Any]:
+    """Metrics that are read from the figures of each model."""
+    for kind, table in tables:
+        for name, (help, read) in table.items():
+            family = kind(prefix + name, help, labels=["model_name"])
+            for model, stats in figures.items():
+                family.add_metric([model], read(stats))
             yield family
