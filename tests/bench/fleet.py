@@ -69,6 +69,14 @@ def outcome(watch: Watch, seconds: float, stats: Any, before: Any, requests: int
     )
 
 
+def eventually(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until the condition holds."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, "it took too long"
+        time.sleep(0.1)
+
+
 async def warm(target: Any) -> None:
     """Compile what the loads need."""
     for rows in (1, 2, 4, 8, 16):
@@ -120,8 +128,7 @@ async def routers(arguments: argparse.Namespace) -> None:
     print(f"{'':24}{HEAD}")
     for router in ("affinity", "shortest", "round-robin"):
         async with rekindle.fleet("tiny", replicas=2, router=router, **given) as fleet:  # type: ignore[arg-type]
-            while fleet.stats().ready < 2:
-                await anyio.sleep(0.1)
+            await anyio.to_thread.run_sync(eventually, lambda fleet=fleet: fleet.stats().ready == 2, 120.0)
             await warm(fleet)
             await anyio.sleep(2.5)  # figures come with the mail
             before = fleet.stats()
