@@ -89,6 +89,13 @@ class AdmissionLimiter:
             assert self._free <= self.places, "more places were given back than taken"
             self._admit()
 
+    def resize(self, places: int) -> None:
+        """Have so many places from now on. If more are taken, no caller is admitted until enough were given back."""
+        with self._lock:
+            self._free += places - self.places
+            self.places = places
+            self._admit()
+
     def close(self, error: BaseException) -> None:
         """Refuse every caller from now on, those that wait included."""
         with self._lock:

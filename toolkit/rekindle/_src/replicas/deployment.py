@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,9 @@ def deployment(
     router_named(router)
     EngineConfig.of(options)
     called = name or Path(str(model)).name
-    built = functools.partial(_app, str(model), called, replicas, router, resources, api_key, dict(options))
+
+    def built() -> Any:  # Ray Serve takes nothing but a plain function for one
+        return _app(str(model), called, replicas, router, resources, api_key, options)
 
     @serve.deployment(
         name=f"rekindle-{called.replace('/', '-')}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -52,11 +53,18 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
     replica continues from the tokens that have come, with the same seed.
     """
 
+    _host: Host
+    _engine: Engine
+    _config: EngineConfig
+    _places: int  # of one replica
+    _router: str
+
     @classmethod
-    def attached(cls, host: Host, engine: Engine, router: str) -> Self:
+    def attached(cls, host: Host, engine: Engine, described: Any, router: str) -> Self:
         """A fleet over a host that has already opened."""
         fleet = cls.__new__(cls)
         fleet._host, fleet._engine, fleet._router = host, engine, router
+        fleet._config, fleet._places = described.config, described.places
         fleet._servers = []
         weakref.finalize(fleet, host.close).atexit = False
         return fleet
@@ -64,7 +72,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
     @property
     def config(self) -> EngineConfig:
         """What its sessions were opened with, with every default resolved."""
-        return self._engine.config
+        return self._config
 
     @property
     def tokenizer(self) -> Any:
@@ -155,6 +163,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
             dispatch.scale(replicas, drain, ended)
 
         await self._host.call(change).get()
+        self._host.limiter.resize(replicas * self._places)
         await ended.get()
 
     async def aclose(self, *, drain: float = 0.0) -> None:
@@ -238,7 +247,7 @@ class FleetOpening(Call[Fleet]):
             host = Host(build, dispatched=dispatched)
             host.start()
             try:
-                self._fleet = Fleet.attached(host, await host.opened.get(), self._router)
+                self._fleet = Fleet.attached(host, await host.opened.get(), found[0].described, self._router)
             except BaseException as error:
                 host.close()
                 error.__traceback__ = None if not isinstance(error, Exception) else error.__traceback__
@@ -262,13 +271,15 @@ def fleet_engine(parts: Parts, model: str, router: str) -> Engine:
     """What takes requests in and gives their text, without anything that runs a model."""
     described, tokenizer = parts.described, parts.described.tokenizer
     routes = Routes(router_named(router), parts.sender)
+    # Rows of a table are sent as they can run at once.
+    config = dataclasses.replace(described.config, max_requests=len(parts.connections) * described.config.max_requests)
 
     return Engine(
         scheduler=cast(Any, routes),
         runner=cast(Any, _Runner(parts.close)),
         tokenizer=tokenizer,
         detokenizer=real_detokenizer(tokenizer),
-        config=described.config,
+        config=config,
         vocab_size=described.vocab_size,
         chat=described.chat,
         model=model,

@@ -21,7 +21,7 @@ from rekindle.errors import ReplicaLost
 log = logging.getLogger("rekindle.fleet")
 PATIENCE = 1.0  # seconds that a call for mail waits
 HANG = 15.0  # seconds of silence after which a replica is replaced
-SOONEST, LATEST = 0.1, 5.0  # seconds between two attempts to open a replica
+SOONEST, LATEST = 0.1, 0.5  # seconds between two attempts to open a replica
 FAILURES = 3  # of opening a session, one after another, after which a replica is given up
 FULL = 1000  # events that may wait to be told before no more mail is read
 

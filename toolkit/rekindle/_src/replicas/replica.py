@@ -117,10 +117,6 @@ class Replica:
         news = await box.collect(patience)
         return Mail(news, self._figures, time.monotonic() - self._beat)
 
-    async def swap_weights(self, weights: str) -> None:
-        """Go on with the weights of another folder."""
-        await self._session.swap_weights(weights)
-
     async def close(self, drain: float = 0.0) -> None:
         """Close the session; requests that run may go on for `drain` seconds."""
         if self._opened is not None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import anyio
 import numpy as np
 
+from rekindle._src.core import html
 from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
 from rekindle._src.replicas.routing import Keys, Load, Router
 from rekindle._src.replicas.wire import News
@@ -68,13 +69,13 @@ class Live:
         return dataclasses.replace(request, resumed=Resumed(np.asarray(self.made, np.int32), self.scored))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placed:
-    """Where a request is or was, and why."""
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Placed(html.Record):
+    """Where a request of a fleet is, or was last."""
 
-    replica: str
+    replica: str  # empty while it waits for one
     why: str
-    moves: int
+    moves: int  # from replica to replica
 
 
 class Counts:
