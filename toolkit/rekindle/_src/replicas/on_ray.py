@@ -24,6 +24,7 @@ from rekindle.errors import MissingExtra
 try:
     import ray
     import ray._private.ray_constants
+    import ray._private.worker
     import ray.exceptions
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
@@ -37,6 +38,8 @@ _LOCAL = {
 }
 _AT_ONCE = 1000  # calls of an actor
 LEASE = 60.0  # seconds that a shared replica waits for another fleet
+
+_PRINT: Any = getattr(ray._private.worker, "print_to_stdstream", None)
 
 _lock = threading.Lock()
 _users = 0  # fleets on a Ray that was started here
@@ -163,23 +166,22 @@ def start() -> Callable[[], None]:
         if ray.is_initialized() and not _started:
             return lambda: None
         if not ray.is_initialized():
-            try:
-                ray.init(address="auto", log_to_driver=False, configure_logging=False)
-            except ConnectionError:
-                _start_here()
+            with _quietly():
+                try:
+                    ray.init(address="auto", log_to_driver=False, configure_logging=False)
+                except ConnectionError:
+                    _start_here()
             _started = True
         _users += 1
     return _leave
 
 
 def _start_here() -> None:
-    """Start Ray on this machine, without a dashboard, without a word, and listening to this machine alone."""
-    log, constants = logging.getLogger("ray"), ray._private.ray_constants
-    level, cluster = log.level, getattr(constants, "ENABLE_RAY_CLUSTER", True)
+    """Start Ray on this machine, without a dashboard, listening to this machine alone."""
+    constants = ray._private.ray_constants
+    before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
+    constants.ENABLE_RAY_CLUSTER = False  # it was read from the environment when Ray was imported
     try:
-        log.setLevel(logging.ERROR)
-        constants.ENABLE_RAY_CLUSTER = False  # it was read from the environment when Ray was imported
-        constants.RAY_LOG_TO_DRIVER_EVENT_LEVEL = "FATAL"  # a replica that dies is told of in our own words
         with _environment(_LOCAL):
             ray.init(
                 address="local",
@@ -189,8 +191,12 @@ def _start_here() -> None:
                 _node_ip_address="127.0.0.1",
             )
     finally:
-        log.setLevel(level)
-        constants.ENABLE_RAY_CLUSTER = cluster
+        constants.ENABLE_RAY_CLUSTER = before
+    # Ray prints a page about each process that dies, which no option turns off; the fleet tells of it in a line.
+    ray._private.worker.print_to_stdstream = _say_nothing
+
+
+def _say_nothing(*ignored: object, **options: object) -> None: ...
 
 
 def _leave() -> None:
@@ -199,7 +205,21 @@ def _leave() -> None:
         _users -= 1
         if _users == 0 and _started:
             _started = False
-            ray.shutdown()
+            with _quietly():
+                ray.shutdown()
+            ray._private.worker.print_to_stdstream = _PRINT
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Ray says nothing but errors."""
+    log = logging.getLogger("ray")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 @contextlib.contextmanager
