@@ -46,10 +46,13 @@ class LocalReplica:
         if self.replica is None:
 
             def made() -> Session:
-                self.session = self._make()
-                return self.session
+                session = self._make()
+                if self.replica is not mine:  # it died meanwhile
+                    session._host.close()
+                self.session = session
+                return session
 
-            self.replica = Replica(made)
+            mine = self.replica = Replica(made)
             self.lives += 1
         return await self._alive(lambda: self._now.open())
 
@@ -57,8 +60,9 @@ class LocalReplica:
         await self._alive(lambda: self._now.send(sender, requests, ended))
 
     async def mail(self, sender: str, patience: float) -> Mail:
-        mail: Mail = await self._alive(lambda: self._now.mail(sender, patience))
         await self._alive(lambda: self._now._look())
+        mail: Mail = await self._alive(lambda: self._now.mail(sender, patience))
+        mail = mail._replace(silent=0.0)
         if self.poisoned and self._now._boxes and any(box.running for box in self._now._boxes.values()):
             self.die()
             raise ReplicaGone("died of a request")

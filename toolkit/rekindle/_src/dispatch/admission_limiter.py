@@ -21,7 +21,7 @@ class AdmissionLimiter:
     """Counts free places and admits waiting callers first come, first served. Usable from any thread."""
 
     def __init__(self, places: int) -> None:
-        self.places = places
+        self.places: int = places
         self.closed: BaseException | None = None
         self._free = places
         self._line: deque[_Waiter] = deque()
@@ -93,7 +93,7 @@ class AdmissionLimiter:
         """Have so many places from now on. If more are taken, no caller is admitted until enough were given back."""
         with self._lock:
             self._free += places - self.places
-            self.places = places
+            self.places: int = places
             self._admit()
 
     def close(self, error: BaseException) -> None:

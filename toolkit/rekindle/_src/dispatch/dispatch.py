@@ -40,7 +40,7 @@ class Dispatch:
 
     def __init__(self, engine: Engine, device: DeviceThread, places: int) -> None:
         self.engine = engine
-        self.places = places
+        self.places: int = places
         self.outputs: dict[str, Output] = {}  # live sequences: intake adds, detokenize removes
         self.mailboxes: set[Mailbox] = set()  # of live submissions, tokenized or not
         self.watchdog = StepWatchdog(engine.scheduler, engine.runner, engine.config)
