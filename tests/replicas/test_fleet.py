@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from typing import Any
 
 import anyio
@@ -121,6 +122,23 @@ async def test_a_replica_that_hangs_is_replaced() -> None:
         assert fleet.explain(handle).moves == 1
         await anyio.to_thread.run_sync(lambda: eventually(lambda: fleet.stats().ready == 2))
         assert hanging.lives == 2
+
+
+async def test_a_device_that_hangs_is_replaced() -> None:
+    gates: list[threading.Event] = []
+
+    def make() -> Any:
+        gates.append(threading.Event())
+        if len(gates) != 2:  # the first one only describes the model; the second hangs
+            gates[-1].set()
+        return fake_session(dataclasses.replace(CONFIG, step_timeout=0.2), gate=gates[-1])
+
+    with local_fleet(make, replicas=1) as (fleet, replicas):
+        with anyio.fail_after(20):
+            done = await fleet.generate("Once upon a time", max_tokens=20)
+        assert told(done) == alone("Once upon a time", max_tokens=20)
+        assert replicas[0].killed == 1 and "on the device" in fleet.stats().replicas[0].why
+        gates[1].set()
 
 
 async def test_a_session_that_was_closed_under_the_fleet_is_replaced() -> None:

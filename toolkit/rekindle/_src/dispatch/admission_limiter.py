@@ -93,7 +93,7 @@ class AdmissionLimiter:
         """Have so many places from now on. If more are taken, no caller is admitted until enough were given back."""
         with self._lock:
             self._free += places - self.places
-            self.places: int = places
+            self.places = places
             self._admit()
 
     def close(self, error: BaseException) -> None:

@@ -14,6 +14,7 @@ import anyio
 
 from rekindle._src.core.records import Request
 from rekindle._src.dispatch.dispatch import root_cause
+from rekindle._src.dispatch.step_watchdog import ON_DEVICE
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.wire import Connection, Described, ReplicaGone
 from rekindle.errors import ReplicaLost
@@ -148,6 +149,8 @@ class Link:
             self._figures = mail.figures
             if mail.silent > self._hang:
                 raise ReplicaGone(f"has not made a turn for {mail.silent:.0f} s")
+            if ON_DEVICE in str(mail.figures.get("stalled", "")):
+                raise ReplicaGone(f"hangs: {mail.figures['stalled']}")
             self._routes.arrived(self, mail.news)
             while len(self._routes.events) > FULL:
                 await self._routes.told.wait()
