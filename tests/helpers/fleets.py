@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
 
-from helpers.sessions import CONFIG, eventually, fake_session, threads
+from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.replicas.fleet import Fleet, FleetOpening, Parts
 from rekindle._src.replicas.replica import Replica, _described
@@ -117,7 +118,7 @@ def local_fleet(
     hang: float = 15.0,
 ) -> Iterator[tuple[Fleet, list[LocalReplica]]]:
     """A fleet, and the connections to its replicas; checks at the end that no thread is left."""
-    before = threads()
+    before = ours()
     connections: list[LocalReplica] = []
 
     def another() -> LocalReplica:
@@ -142,4 +143,9 @@ def local_fleet(
         yield fleet, connections
     finally:
         fleet.close()
-    eventually(lambda: threads() <= before)
+    eventually(lambda: ours() <= before)
+
+
+def ours() -> set[threading.Thread]:
+    """Threads of sessions and fleets."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("rekindle")}

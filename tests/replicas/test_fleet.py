@@ -98,9 +98,9 @@ async def test_many_streams_and_deaths_at_random() -> None:
             async with anyio.create_task_group() as group:
                 for number in range(len(prompts)):
                     group.start_soon(ask, number)
-                for _ in range(6):
-                    await anyio.sleep(0.15)
-                    draw.choice(replicas).die()
+                for _ in range(8):
+                    await anyio.sleep(0.1)
+                    draw.choice([one for one in replicas if one.session is not None] or replicas).die()
         stats = fleet.stats()
     assert stats.lost >= 3 and stats.moved >= 1
     for number, prompt in enumerate(prompts):
@@ -274,6 +274,7 @@ async def test_closing_with_a_drain_lets_requests_end() -> None:
 
 async def test_conversations_stay_where_they_are() -> None:
     with local_fleet(replicas=4) as (fleet, _):
+        await anyio.to_thread.run_sync(lambda: eventually(lambda: fleet.stats().ready == 4))
         places = set()
         for turn in range(4):
             prompt = "a system prompt that is long enough to count as one, with all that it says about the answer " * 2
@@ -291,7 +292,7 @@ async def test_figures() -> None:
         await anyio.to_thread.run_sync(lambda: eventually(lambda: fleet.stats().generated_tokens == 20))
         stats = fleet.stats()
         assert [one.routed for one in stats.replicas] == [2, 2] and stats.imbalance == 1.0
-        assert stats.prompt_tokens > 0 and stats.pages_total == 1024
+        assert stats.prompt_tokens > 0 and stats.pages_total == 1022
         assert "round-robin" in stats._repr_html_() and "2 of 2" in repr(stats)
         assert stats.as_dict()["generated_tokens"] == 20
         assert "<Fleet over fake: 2 of 2" in repr(fleet)

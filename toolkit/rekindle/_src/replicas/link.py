@@ -59,8 +59,8 @@ class Link:
         self._lost_at: float | None = None
         self._posted: list[Request] = []
         self._dropped: list[str] = []
-        self._wake = anyio.Event()
-        self._scope = anyio.CancelScope()
+        self._wake: anyio.Event | None = None  # set when there is something to send
+        self._scope: anyio.CancelScope | None = None  # of `run`
 
     @property
     def name(self) -> str:
@@ -76,13 +76,17 @@ class Link:
 
     def post(self, request: Request) -> None:
         self._posted.append(request)
-        self._wake.set()
+        self._rouse()
 
     def drop(self, request_id: str) -> None:
         before = len(self._posted)
         self._posted = [request for request in self._posted if request.id != request_id]
         if len(self._posted) == before:
             self._dropped.append(request_id)
+            self._rouse()
+
+    def _rouse(self) -> None:
+        if self._wake is not None:
             self._wake.set()
 
     def figures(self) -> dict[str, Any]:
@@ -96,8 +100,8 @@ class Link:
     async def run(self) -> None:
         """Keep the replica open until it is closed or has failed."""
         failures, pause = 0, SOONEST
-        with self._scope:
-            while True:
+        with anyio.CancelScope() as self._scope:
+            while self.state is not ReplicaState.CLOSED:
                 try:
                     await self._live()
                 except ReplicaGone as gone:
@@ -157,6 +161,8 @@ class Link:
 
     def _lost(self, why: str) -> bool:
         """Its process is gone or useless; true if it was open before."""
+        if self.state is ReplicaState.CLOSED:
+            return False
         opened = self.described is not None
         self.why = why
         if self._lost_at is None:
@@ -197,7 +203,8 @@ class Link:
     def close(self) -> None:
         """End the process for good."""
         self.state = ReplicaState.CLOSED
-        self._scope.cancel()
+        if self._scope is not None:
+            self._scope.cancel()
         self._connection.close()
 
 
