@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -270,20 +271,21 @@ def test_an_openai_client_and_the_command_line(cache: str) -> None:
         assert client.chat.completions.create(model="tiny", messages=messages, max_tokens=8).choices[0].message.content
         with pytest.raises(openai.BadRequestError, match="max_tokens"):
             client.completions.create(model="tiny", prompt="a", max_tokens=-1)
-        metrics = client.get("/../metrics", cast_to=str)
-        assert "rekindle_replicas_ready" in metrics
+        metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
+        assert 'rekindle_replicas_ready{model_name="tiny"} 2.0' in metrics
     finally:
         server.send_signal(signal.SIGTERM)
         rest = server.communicate(timeout=60)[1]
     assert server.returncode == 0, rest
 
 
-def test_on_ray_serve(cache: str) -> None:
+def test_on_ray_serve(fleet: Fleet, cache: str) -> None:
+    """The fleet of the module has started Ray, which listens to this machine alone."""
+    assert fleet.stats().replicas
     httpx = pytest.importorskip("httpx", reason="the client")
     serve = pytest.importorskip("ray.serve", reason="the extra `ray`")
     import rekindle.ray
 
-    # The fleet of the module keeps Ray running, if it is there; otherwise Ray Serve starts it.
     application = rekindle.ray.deployment("tiny", replicas=2, ingresses=2, cache_dir=cache, **OPTIONS)
     serve.start(http_options={"host": "127.0.0.1", "port": 8123})
     try:
@@ -295,13 +297,16 @@ def test_on_ray_serve(cache: str) -> None:
         assert one["choices"][0]["text"] == two["choices"][0]["text"]
         ingress = next(pid for pid, line in processes() if "ServeReplica" in line)
         os.kill(ingress, signal.SIGKILL)
-        answered = []
+        answered: list[Any] = []
 
         def answers() -> bool:
-            reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-            answered.append(reply.status_code)
-            return reply.status_code == 200
+            try:
+                answered.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60).json())
+            except (httpx.HTTPError, ValueError):
+                return False
+            return "choices" in answered[-1]
 
         eventually(answers, 120)
+        assert answered[-1]["choices"][0]["text"] == one["choices"][0]["text"]
     finally:
         serve.shutdown()
