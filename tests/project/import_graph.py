@@ -32,6 +32,7 @@ FOLDERS = (
     "rekindle._src.serve",
     "rekindle.tiny",
     "rekindle._src.session",
+    "rekindle._src.replicas",
     "rekindle._src.bench",
     "rekindle._src.tiny_training",
     "rekindle.tiny.__main__",  # a command: it trains the model that rekindle.tiny holds

@@ -3,8 +3,9 @@
     session = await rekindle.open("tiny")
     done = await session.generate("Once upon a time", max_tokens=64)
 
-What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.serve`, `rekindle.tiny` and
-the package `rekindle_kernels`. Names load their modules at first use, so importing rekindle costs little beside jax.
+What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.ray`, `rekindle.serve`,
+`rekindle.tiny` and the package `rekindle_kernels`. Names load their modules at first use, so importing rekindle costs
+little beside jax.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rekindle.errors import (
     PromptTooLong,
     QueueFull,
     RekindleError,
+    ReplicaLost,
     RequestAborted,
     RequestFailed,
     SessionClosed,
@@ -37,7 +39,7 @@ from rekindle.errors import (
 )
 
 if TYPE_CHECKING:
-    from rekindle import errors, models, serve, tiny
+    from rekindle import errors, models, ray, serve, tiny
     from rekindle._src.core.mesh_report import MeshReport
     from rekindle._src.core.mesh_shape import DeviceMesh
     from rekindle._src.core.options import OpenOptions, SamplingOptions
@@ -54,6 +56,10 @@ if TYPE_CHECKING:
     )
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
+    from rekindle._src.replicas.fleet import Fleet, FleetOpening
+    from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
+    from rekindle._src.replicas.opening_fleet import fleet
+    from rekindle._src.replicas.routes import Placed
     from rekindle._src.scheduling.explain import Explanation
     from rekindle._src.serve.server import Server
     from rekindle._src.session.allowed import AllowedTokens
@@ -89,6 +95,9 @@ _LAZY = {
     "Embeddings": "rekindle._src.session.embedding",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
+    "Fleet": "rekindle._src.replicas.fleet",
+    "FleetOpening": "rekindle._src.replicas.fleet",
+    "FleetStats": "rekindle._src.replicas.fleet_stats",
     "Handle": "rekindle._src.session.handle",
     "LogitsContext": "rekindle._src.programs.processors",
     "LogitsProcessor": "rekindle._src.programs.processors",
@@ -96,10 +105,12 @@ _LAZY = {
     "NodeView": "rekindle._src.session.cache_report",
     "OpenOptions": "rekindle._src.core.options",
     "Opening": "rekindle._src.session.opening",
+    "Placed": "rekindle._src.replicas.routes",
     "PrefixExplanation": "rekindle._src.session.cache_report",
     "ProgramReport": "rekindle._src.session.stats",
     "PromptLike": "rekindle._src.session.prompts",
     "ReasoningDelta": "rekindle._src.core.reply",
+    "ReplicaStats": "rekindle._src.replicas.fleet_stats",
     "Reply": "rekindle._src.core.reply",
     "ReplyEvent": "rekindle._src.core.reply",
     "RowAnswer": "rekindle._src.session.row_answers",
@@ -129,10 +140,11 @@ _LAZY = {
     "ToolRun": "rekindle._src.session.tools.loop",
     "Turn": "rekindle._src.session.conversation",
     "Usage": "rekindle._src.core.records",
+    "fleet": "rekindle._src.replicas.opening_fleet",
     "open": "rekindle._src.session.opening",
     "open_sync": "rekindle._src.session.opening",
 }
-_MODULES = ("errors", "models", "serve", "tiny")
+_MODULES = ("errors", "models", "ray", "serve", "tiny")
 
 __version__ = VERSION
 __all__ = [
@@ -153,6 +165,9 @@ __all__ = [
     "EngineConfig",
     "Explanation",
     "FinishReason",
+    "Fleet",
+    "FleetOpening",
+    "FleetStats",
     "Handle",
     "InvalidRequest",
     "LogitsContext",
@@ -164,6 +179,7 @@ __all__ = [
     "Opening",
     "OutOfMemory",
     "OutOfPages",
+    "Placed",
     "PrefixExplanation",
     "ProgramReport",
     "PromptLike",
@@ -171,6 +187,8 @@ __all__ = [
     "QueueFull",
     "ReasoningDelta",
     "RekindleError",
+    "ReplicaLost",
+    "ReplicaStats",
     "Reply",
     "ReplyEvent",
     "RequestAborted",
@@ -211,9 +229,11 @@ __all__ = [
     "Usage",
     "__version__",
     "errors",
+    "fleet",
     "models",
     "open",
     "open_sync",
+    "ray",
     "serve",
     "tiny",
 ]

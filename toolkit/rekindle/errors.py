@@ -8,7 +8,8 @@
     ├── RequestAborted                     the request was cancelled before it finished
     ├── RequestFailed                      the request could not be finished
     │   ├── StepFailed                     the device step that carried it raised; the cause is attached
-    │   └── OutOfPages                     one sequence alone needs more KV pages than the pool has
+    │   ├── OutOfPages                     one sequence alone needs more KV pages than the pool has
+    │   └── ReplicaLost                    the replicas of a fleet that it ran on died, one after another
     ├── SessionClosed                      the session was closed, or crashed; the cause is attached
     ├── SessionForked                      used or opened in a forked child of a process with a session
     ├── CheckpointError(ValueError)        a checkpoint folder is missing, broken or incomplete
@@ -130,6 +131,10 @@ class StepFailed(RequestFailed):
 
 class OutOfPages(RequestFailed):
     """One sequence alone needs more KV pages than the pool has."""
+
+
+class ReplicaLost(RequestFailed):
+    """The replicas of a fleet that the request ran on died one after another, or none is left."""
 
 
 class SessionClosed(RekindleError):

@@ -15,6 +15,7 @@ from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle._src.core.options import GenerationConfig, KVDType
 from rekindle._src.core.quantize_plan import KINDS, checked_quantize
 from rekindle._src.core.version import VERSION
+from rekindle._src.replicas.routing import RouterName
 from rekindle.errors import ConfigError, RekindleError
 
 
@@ -126,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
     batch.add_argument("--name", help="what the model is called in the requests; by default as --model")
     batch.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
     _model_options(batch)
+    _simulate(commands.add_parser("simulate", help="compare routers and numbers of replicas in simulated time"))
     _serve(commands.add_parser("serve", help="answer requests over HTTP, as OpenAI's API"))
     return root
 
@@ -159,6 +161,15 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--metrics-names", choices=("rekindle", "vllm", "both"), default="rekindle", help="vllm: for its dashboards"
     )
+    serve.add_argument(
+        "--replicas", type=int, metavar="N", help="processes that run the model, on Ray (default: this one)"
+    )
+    serve.add_argument(
+        "--router",
+        choices=get_args(RouterName),
+        default="affinity",
+        help="with --replicas: how one is chosen (default affinity: where a prompt's beginning is cached)",
+    )
     serve.add_argument("--grafana", action="store_true", help="print a Grafana dashboard as JSON instead of serving")
     serve.add_argument("--access-log", action="store_true", help="log every request")
     _engine_options(serve)
@@ -180,6 +191,45 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--generation-config", choices=get_args(GenerationConfig), help="greedy: sample only where requests ask for it"
     )
+
+
+def _simulate(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument("--replicas", type=_counts, default=[1, 2, 4], help="such as 1,2,4 (the default)")
+    simulate.add_argument(
+        "--router", action="append", choices=get_args(RouterName), help="several times for several; by default all"
+    )
+    simulate.add_argument(
+        "--load", choices=("chats", "questions", "floods"), default="chats", help="made up (default chats)"
+    )
+    simulate.add_argument(
+        "--trace",
+        type=Path,
+        help="a recorded load: on each line {timestamp (ms), input_length, output_length, hash_ids}, as Mooncake's",
+    )
+    simulate.add_argument("--requests", type=int, default=1000, help="of a made-up load (default 1000)")
+    simulate.add_argument("--rate", type=float, default=8.0, help="requests a second (default 8)")
+    simulate.add_argument("--seed", type=int, default=0)
+    simulate.add_argument("--measure", metavar="MODEL", help="take the cost of steps from this model on this machine")
+    simulate.add_argument("--step-ms", type=float, default=8.0, help="of a step (default 8, about 8B on an H100)")
+    simulate.add_argument("--row-us", type=float, default=30.0, help="of a row that decodes (default 30)")
+    simulate.add_argument("--prefill-us", type=float, default=40.0, help="of a prompt's token (default 40)")
+    simulate.add_argument("--context-us", type=float, default=0.05, help="of a position looked back at (default 0.05)")
+    simulate.add_argument("--max-requests", type=int, default=64, help="that one replica runs at once (default 64)")
+    simulate.add_argument("--max-tokens-per-step", type=int, default=1024)
+    simulate.add_argument("--max-model-len", type=int, default=32768)
+    simulate.add_argument("--device-tokens", type=int, default=200_000, help="that the cache holds (default 200000)")
+    simulate.add_argument("--policy", choices=POLICIES, default="fcfs")
+    simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: these are no numbers above 0. Use 1,2,4")
+    return found
 
 
 def _mesh(text: str) -> MeshShape:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle._src.cli.main import engine_options
+from rekindle._src.replicas.opening_fleet import fleet
 from rekindle._src.serve.app import app
 from rekindle._src.serve.grafana import dashboard
 from rekindle._src.serve.server import address, warn_if_open
@@ -29,7 +30,12 @@ def run(arguments: argparse.Namespace) -> int:
     warn_if_open(arguments.host, keys)
     bound = bind(arguments.host, arguments.port)  # before a model is loaded in vain
     options = engine_options(arguments)
-    openings = {name: open(model, **options) for name, model in named(arguments.model, arguments.name).items()}
+    models = named(arguments.model, arguments.name)
+    if arguments.replicas is None:
+        openings: dict[str, Any] = {name: open(model, **options) for name, model in models.items()}
+    else:
+        several = {"replicas": arguments.replicas, "router": arguments.router, **options}
+        openings = {name: fleet(model, **several) for name, model in models.items()}
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:

@@ -49,6 +49,13 @@ class Status(enum.StrEnum):
     ABORTED = "aborted"
 
 
+class Resumed(NamedTuple):
+    """What a sequence had when another process had to leave it: it goes on behind that, as after a preemption."""
+
+    token_ids: IntArray  # it has generated
+    scored: int = 0  # prompt positions whose log-probabilities were delivered
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate, validated and tokenized; `n=3` arrives as three requests of one group."""
@@ -63,6 +70,7 @@ class Request:
     index: int = 0  # which of the n
     pooling: Pooling | None = None  # embed the prompt: its hidden states are pooled, and nothing is generated
     guide: GuideLike | None = None  # says how its text may go on; the one part that changes, on the device's thread
+    resumed: Resumed | None = None  # it began in another process
 
     @property
     def prompt_length(self) -> int:

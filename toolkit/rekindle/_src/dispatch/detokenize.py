@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -33,6 +34,23 @@ from rekindle.errors import RequestAborted, RequestFailed
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 # A request for no tokens ends by its length, whatever the token that was sampled for it.
 _SCORED = dict.fromkeys((FinishReason.EOS, FinishReason.STOP, FinishReason.CONTEXT), FinishReason.LENGTH)
+
+
+class Output(Protocol):
+    """A live sequence on its way out."""
+
+    started: float  # when it first ran
+
+    @property
+    def request(self) -> Request: ...
+
+    def take(self, event: TokenEvent, now: float) -> FinishReason | None:
+        """Add an event, and say how the sequence ended if it did."""
+        ...
+
+    def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
+        """It has ended for `reason`."""
+        ...
 
 
 class OutputState:
@@ -199,7 +217,7 @@ def _scored(event: TokenEvent) -> TokenEvent:
 async def run(
     inbox: MemoryObjectReceiveStream[Events],
     feedback: MemoryObjectSendStream[ScheduleMessage],
-    outputs: dict[str, OutputState],
+    outputs: dict[str, Output],
 ) -> None:
     """Deliver events until the inbox ends.
 
@@ -218,7 +236,7 @@ async def run(
 
 
 def deliver(
-    event: TokenEvent, feedback: MemoryObjectSendStream[ScheduleMessage], outputs: dict[str, OutputState], now: float
+    event: TokenEvent, feedback: MemoryObjectSendStream[ScheduleMessage], outputs: dict[str, Output], now: float
 ) -> None:
     """Put the text of one event into its mailbox. An event of a sequence that was completed already is dropped."""
     output = outputs.get(event.request_id)

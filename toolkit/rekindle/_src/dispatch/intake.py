@@ -13,7 +13,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import IntArray, Request
-from rekindle._src.dispatch.detokenize import OutputState
+from rekindle._src.dispatch.detokenize import Output, OutputState
 from rekindle._src.dispatch.guided_intake import compiled, covered_by, grammar_of, guide_of
 from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
 from rekindle._src.scheduling.limits import how_to_fit
@@ -28,7 +28,7 @@ async def run(
     inbox: MemoryObjectReceiveStream[Submission | Control],
     outbox: MemoryObjectSendStream[ScheduleMessage],
     engine: Engine,
-    outputs: dict[str, OutputState],
+    outputs: dict[str, Output],
 ) -> None:
     """Hand requests and controls on to schedule until the inbox ends, then tell it to drain."""
     seeds = random.Random(engine.config.seed)
@@ -77,7 +77,7 @@ async def _compile_and_hand_on(
     submission: Submission,
     outbox: MemoryObjectSendStream[ScheduleMessage],
     engine: Engine,
-    outputs: dict[str, OutputState],
+    outputs: dict[str, Output],
     seeds: random.Random,
     compiling: Compiling,
 ) -> None:
@@ -92,7 +92,7 @@ async def _hand_on(
     submission: Submission,
     outbox: MemoryObjectSendStream[ScheduleMessage],
     engine: Engine,
-    outputs: dict[str, OutputState],
+    outputs: dict[str, Output],
     seeds: random.Random,
 ) -> None:
     mailbox = submission.mailbox

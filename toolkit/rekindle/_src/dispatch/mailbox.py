@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from rekindle._src.core.records import Completion, Embedded, IntArray, TextDelta
+from rekindle._src.core.records import Completion, Embedded, FinishReason, IntArray, TextDelta
 from rekindle._src.dispatch.wakeups import Wakeup, new_wakeup
 
 T = TypeVar("T")
@@ -73,6 +73,12 @@ class OneShot(Generic[T]):
         return self._value
 
 
+class Relayed(NamedTuple):
+    """A sequence whose events went to another process has this in place of a result."""
+
+    reason: FinishReason
+
+
 class Mailbox:
     """What the `n` sequences of one submission produced so far: a log that only grows, read by any number of readers.
 
@@ -82,7 +88,7 @@ class Mailbox:
 
     def __init__(self, count: int) -> None:
         self.deltas: list[TextDelta] = []
-        self.results: list[Completion | Embedded | BaseException | None] = [None] * count
+        self.results: list[Completion | Embedded | Relayed | BaseException | None] = [None] * count
         self.request_ids: list[str] = []  # sequences that intake handed on
         self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
@@ -100,7 +106,7 @@ class Mailbox:
         if self._stream_wakeups:
             wake(self._stream_wakeups)
 
-    def complete(self, index: int, result: Completion | Embedded | BaseException) -> None:
+    def complete(self, index: int, result: Completion | Embedded | Relayed | BaseException) -> None:
         """How one sequence ended; only the first time counts."""
         if self.results[index] is not None:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -65,6 +65,7 @@ class Submission(NamedTuple):
     reply: ReplyPlan | None = None  # how a chat's reply is read for reasoning and calls of tools
     structure: Structure | None = None  # what `sampling` asks of the text's structure
     covered: int = 0  # tokens at the prompt's end that belong to that structure already
+    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for what routes it
 
 
 class Abort(NamedTuple):

@@ -383,7 +383,7 @@ class Scheduler:
         start = sequence.planned
         if sequence.epoch == 1:
             self._counts["prompt_tokens"] += sequence.request.prompt_length
-            self._counts["cached_tokens"] += start
+            self._counts["cached_tokens"] += sequence.cached_tokens
         self._counts["prefill_tokens"] += sequence.target - start
 
     def _collect_released(self) -> None:

@@ -51,16 +51,17 @@ class Sequence:
         self.planned = 0
         self.computed = 0
         # Tokens:
-        self.known = request.prompt_length  # tokens whose values the host has
-        self.generated = 0  # known tokens that are not the prompt's
-        self.sampled = 0  # generated, plus those that steps in flight will add
-        self.scored = 0  # prompt positions whose log-probabilities were delivered
+        resumed = request.resumed
+        self._tokens = request.token_ids if resumed is None else np.concatenate([request.token_ids, resumed.token_ids])
+        self.known = len(self._tokens)  # tokens whose values the host has
+        self.generated = self.known - request.prompt_length  # known tokens that are not the prompt's
+        self.sampled = self.generated  # generated, plus those that steps in flight will add
+        self.scored = 0 if resumed is None else resumed.scored  # prompt positions with log-probabilities
         self.pooled: NDArray[np.float64] | None = None  # what the computed chunks of a request with `pooling` gave
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
         self.forced = ForcedTokens() if request.guide is not None else None  # by its grammar
         self.drafter: PromptLookup | ForcedTokens | None = None  # proposed the drafts that are in flight
         self.lookup: PromptLookup | None = None  # proposes draft tokens; made when they are first wanted
-        self._tokens = request.token_ids
         self._keys: list[int] = []
         # Pages:
         self.num_pages = 0
@@ -158,7 +159,7 @@ class Sequence:
         self.target = self.known
         self.status = Status.PREFILL
         if self.epoch == 1:
-            self.cached_tokens = start
+            self.cached_tokens = min(start, self.request.prompt_length)
 
     def leave(self) -> None:
         """Forget slot and pages, which were returned."""

@@ -67,6 +67,19 @@ OWN_COUNTERS = {  # rekindle's alone
     "accepted_tokens": ("Of them, those that sampling confirmed.", lambda s: s.accepted_tokens),
 }
 
+FLEET_GAUGES = {  # where a fleet is served
+    "replicas": ("Processes that run the model.", lambda s: len(s.replicas)),
+    "replicas_ready": ("Of them, those that take requests.", lambda s: s.ready),
+    "replicas_imbalance": (
+        "Requests sent to the replica that got most, in proportion to the mean.",
+        lambda s: s.imbalance,
+    ),
+}
+FLEET_COUNTERS = {
+    "replicas_lost": ("Processes that died or hung.", lambda s: s.lost),
+    "requests_moved": ("Sequences that went on in another replica.", lambda s: s.moved),
+}
+
 
 def _share(stats: Any) -> float:
     return stats.pages_held / stats.pages_total if stats.pages_total else 0.0
@@ -205,12 +218,11 @@ class Metrics:
         ]  # fmt: skip
         if prefix == "rekindle_":
             tables.append((CounterMetricFamily, OWN_COUNTERS))
-        for kind, table in tables:
-            for name, (help, read) in table.items():
-                family = kind(prefix + name, help, labels=["model_name"])
-                for model, stats in figures.items():
-                    family.add_metric([model], read(stats))
-                yield family
+        yield from _families(prefix, tables, figures)
+        fleets = {model: stats for model, stats in figures.items() if hasattr(stats, "replicas")}
+        if fleets and prefix == "rekindle_":
+            more = [(GaugeMetricFamily, FLEET_GAUGES), (CounterMetricFamily, FLEET_COUNTERS)]
+            yield from _families(prefix, more, fleets)
         labels = ["model_name", "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"]
         info = GaugeMetricFamily(prefix + "cache_config_info", "How the KV cache is laid out.", labels=labels)
         for model in figures:
@@ -245,4 +257,16 @@ class Metrics:
             for model, histograms in sorted(self._histograms.items()):
                 one = histograms[name]
                 family.add_metric([model], buckets=one.cumulative(), sum_value=one.sum)
+            yield family
+
+
+def _families(
+    prefix: str, tables: Sequence[tuple[Any, Mapping[str, Any]]], figures: Mapping[str, Any]
+) -> Iterator[Any]:
+    """Metrics that are read from the figures of each model."""
+    for kind, table in tables:
+        for name, (help, read) in table.items():
+            family = kind(prefix + name, help, labels=["model_name"])
+            for model, stats in figures.items():
+                family.add_metric([model], read(stats))
             yield family

@@ -43,7 +43,7 @@ def chat_prompt(
         raise _unread("tools", [tool.name for tool in tools])
     if documents is not None and not reads(text, "documents"):
         raise _unread("documents", documents)
-    schemas = tuple(tool.schema for tool in tools)
+    given, schemas = messages, tuple(tool.schema for tool in tools)
     continued = _last_text(messages) if continue_final_message else None
     if format.calls is not None and not reads_calls(text) and isinstance(messages, list | tuple):
         messages = with_calls_as_text(messages, format.calls)
@@ -67,7 +67,7 @@ def chat_prompt(
     if schemas or format.reasoning is not None:
         reply = ReplyPlan(format, schemas, continued, pieces=stream_tool_calls)
     # The template writes special tokens itself.
-    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply)
+    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply, messages=given)
 
 
 def _effort(text: str, effort: str | None) -> dict[str, Any]:

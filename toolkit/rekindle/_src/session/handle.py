@@ -172,6 +172,7 @@ class Handle(Produced, Call[T]):
                 reply=given.reply,
                 structure=self._structure,
                 covered=given.covered,
+                messages=given.messages,
             )
         )
 

@@ -28,6 +28,7 @@ class Prompt:
     pooling: Pooling | None = None  # it is embedded
     reply: ReplyPlan | None = None  # how a chat's reply is read
     covered: int = 0  # tokens at its end that belong to a structured text, which the request goes on with
+    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat
 
 
 def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
@@ -24,15 +23,14 @@ from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
-from rekindle._src.session.conversation import Conversation, opened
+from rekindle._src.session.conversations import Conversations
 from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
 from rekindle._src.session.row_mapping import RowMapping
+from rekindle._src.session.serving import Serving
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
-from rekindle._src.session.tools.choice import ToolChoice, chosen
-from rekindle._src.session.tools.tool import ToolLike, tools_of
 from rekindle._src.session.views import Views, dashboard
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -41,14 +39,11 @@ from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.options import SamplingOptions
     from rekindle._src.scheduling.explain import Explanation
     from rekindle._src.serve.server import Server
 
 
-class Session(RowMapping, Embedding):
+class Session(RowMapping, Embedding, Conversations, Serving):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -288,85 +283,6 @@ class Session(RowMapping, Embedding):
     def sampling(self) -> Sampling:
         """The options of a request that brings none: what generation_config.json asks for, or greedy."""
         return self._engine.sampling or Sampling()
-
-    def conversation(
-        self,
-        *,
-        system: str | None = None,
-        restore: str | os.PathLike[str] | None = None,
-        tools: Sequence[ToolLike] | None = None,
-        tool_choice: ToolChoice | None = None,
-        run_tools: bool = False,
-        max_rounds: int | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        reasoning_effort: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Conversation:
-        """A chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
-
-        `system` opens it with a system message; `restore` takes up one that `chat.save(path)` wrote. The other options
-        are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
-        calls and results are among `chat.messages`.
-        """
-        more = {
-            "tools": tools,
-            "tool_choice": tool_choice,
-            "run_tools": run_tools or None,
-            "max_rounds": max_rounds,
-            "documents": documents,
-            "template": template,
-            "reasoning_effort": reasoning_effort,
-            "template_options": template_options,
-        }
-        chosen(tool_choice, tools_of(tools))  # what is wrong is refused now, not at the first turn
-        given = {name: value for name, value in more.items() if value is not None}
-        return opened(self, system=system, restore=restore, sampling=options, **given)
-
-    def serve(
-        self,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        name: str | None = None,
-        api_key: str | Sequence[str] | None = None,
-        strict: bool = False,
-        cors_origins: Sequence[str] = (),
-        body_limit: int = 32 << 20,
-        max_queued_tokens: int = 1 << 20,
-        trust_request_chat_template: bool = False,
-        metrics_names: Literal["rekindle", "vllm", "both"] = "rekindle",
-    ) -> Call[Server]:
-        """Await it to serve this session over HTTP as OpenAI's API, beside the cells that use it.
-
-        `port` 0 takes a free one; the result's `url` says which. `name` is what the model is called, `api_key` what
-        requests have to bring. `rekindle.serve.app` explains the other options. Needs the extra `serve`.
-        """
-        return Once(
-            self._serve,
-            {
-                "host": host,
-                "port": port,
-                "name": name,
-                "api_key": api_key,
-                "strict": strict,
-                "cors_origins": cors_origins,
-                "body_limit": body_limit,
-                "max_queued_tokens": max_queued_tokens,
-                "trust_request_chat_template": trust_request_chat_template,
-                "metrics_names": metrics_names,
-            },
-            name="serve",
-        )
-
-    async def _serve(self, options: Mapping[str, Any]) -> Server:
-        from rekindle._src.serve.server import Server
-
-        self._host.check()
-        server = await Server(self, **options).start()
-        self._servers.append(server)
-        return server
 
     def __repr__(self) -> str:
         sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"

@@ -1,0 +1,77 @@
+"""What a step costs, as a linear function of what it computes, fitted to the steps of a real session."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rekindle._src.core.records import StepPlan, StepResult
+
+_TRIMMED = 0.05  # of the steps with the largest errors are left out: they shared their time with something else
+
+
+class StepWork(NamedTuple):
+    """What a step computes."""
+
+    rows: int  # that decode
+    prefill: int  # tokens of prompts
+    context: int  # positions that the rows look back at
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepWork:
+        return cls(len(plan.decode), plan.prefill_tokens, sum(row.start for row in plan.rows))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step, and of its parts."""
+
+    step: float
+    row: float
+    prefill: float  # of a prompt's token
+    context: float  # of a position that is looked back at
+
+    def seconds(self, work: StepWork) -> float:
+        return self.step + self.row * work.rows + self.prefill * work.prefill + self.context * work.context
+
+    @classmethod
+    def fitted(cls, steps: Sequence[tuple[StepWork, float]]) -> StepCost:
+        """The cost that explains measured steps best; no part of it is negative."""
+        if not steps:
+            raise ValueError("no steps were measured")
+        wanted = np.array([(1, *work) for work, _ in steps], np.float64)
+        seconds = np.array([taken for _, taken in steps], np.float64)
+        keep = np.ones(len(steps), bool)
+        found = np.zeros(4)
+        for _ in range(3):
+            # Relative errors count: a step of decode rows is as important as a prefill of 512 tokens.
+            scale = 1.0 / np.maximum(seconds[keep], 1e-6)
+            found = _nonnegative(wanted[keep] * scale[:, None], seconds[keep] * scale)
+            errors = np.abs(wanted @ found - seconds) / seconds
+            keep = errors <= np.quantile(errors, 1 - _TRIMMED)
+        return cls(*found.tolist())
+
+
+def _nonnegative(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Least squares without negative coefficients: those that would be are left out, the most negative first."""
+    used = list(range(matrix.shape[1]))
+    while True:
+        solution = np.linalg.lstsq(matrix[:, used], values, rcond=None)[0]
+        if not len(solution) or solution.min() >= 0:
+            found = np.zeros(matrix.shape[1])
+            found[used] = solution
+            return found
+        del used[int(solution.argmin())]
+
+
+class StepTimes:
+    """An observer of a session: what its steps computed, and the seconds from each step to the next."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[StepWork, float]] = []
+
+    def __call__(self, result: StepResult) -> None:
+        self.steps.append((StepWork.of(result.plan), result.device_seconds))
