@@ -83,3 +83,5 @@ class OpenOptions(TypedDict, total=False):
     generation_config: GenerationConfig | None
     structured: bool | None
     mesh: Mesh | None
+    processes: int | None
+    coordinator: str | None

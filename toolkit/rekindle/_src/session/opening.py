@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 class Opening(Call[Session]):
     """`session = await rekindle.open(...)`, or `async with rekindle.open(...) as session`."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
-        self._build = build
+    def __init__(self, build: Callable[[], Engine], given_up: threading.Event | None = None) -> None:
+        self._build, self._given_up = build, given_up or threading.Event()
         # Captured here, in the caller's thread and inside its `with` blocks.
         self._contexts = capture_contexts()
         self._session: Session | None = None
@@ -47,6 +48,7 @@ class Opening(Call[Session]):
             try:
                 self._session = Session.attached(host, await host.opened.get())
             except BaseException as error:
+                self._given_up.set()
                 host.close()  # an interrupt does not wait until a compilation ends
                 error.__traceback__ = None if not isinstance(error, Exception) else error.__traceback__
                 raise
@@ -96,7 +98,9 @@ def open(
     much of the weights was read.
     """
     forked.opening()  # before an event loop is asked for anything
-    return Opening(functools.partial(_build, model, EngineConfig.of(options), _listed(processors), progress))
+    config, given_up = EngineConfig.of(options), threading.Event()
+    build = functools.partial(_build, model, config, _listed(processors), progress, given_up)
+    return Opening(build, given_up)
 
 
 @takes_options(EngineConfig)
@@ -121,12 +125,16 @@ def _listed(processors: Any) -> tuple[Any, ...]:
         raise ConfigError("processors", processors, "is not a list", fix) from None
 
 
-def _build(model: Any, config: EngineConfig, processors: Any, progress: Any) -> Engine:
+def _build(model: Any, config: EngineConfig, processors: Any, progress: Any, given_up: threading.Event) -> Engine:
     # JAX is imported on the session's thread: `import rekindle` and the caller's loop stay quick.
     shown = OpeningProgress(model)
     with Activity(shown.look, quiet=config.quiet):
         with gc_paused(stays="jax" not in sys.modules):
             from rekindle._src.programs.processors import check_processors
-            from rekindle._src.session.builder import OpenRequest, build
+            from rekindle._src.session.builder import build
+            from rekindle._src.session.parts import OpenRequest
 
-        return build(OpenRequest(model, config, check_processors(processors), progress, capture_contexts(), shown))
+        contexts = capture_contexts()
+        return build(
+            OpenRequest(model, config, check_processors(processors), progress, contexts, given_up.is_set, shown)
+        )
