@@ -50,9 +50,15 @@ class Opened(NamedTuple):
     followers: list[subprocess.Popen[str]]
 
 
-def checkpoint(folder: Path, name: str = "llama", seed: int = 0, **raw: Any) -> str:
-    """A random checkpoint with two kv heads, which four devices have twice."""
-    return str(checkpoints.write(folder / f"{name}-{seed}", mesh_models.raw(name, 2) | raw, seed=seed))
+def write(folder: Path) -> None:
+    """Random checkpoints with two kv heads, which four devices have twice. A leader can't: making them uses JAX."""
+    for name, seed in (("llama", 0), ("llama", 1), ("qwen3-moe", 0)):
+        raw = mesh_models.raw(name, 2) | {"max_position_embeddings": 4096}
+        checkpoints.write(folder / f"{name}-{seed}", raw, seed=seed)
+
+
+def checkpoint(folder: Path, name: str = "llama", seed: int = 0) -> str:
+    return str(folder / f"{name}-{seed}")
 
 
 def free_port() -> int:
@@ -137,7 +143,7 @@ def tokens(folder: Path) -> None:
 @check
 def killed(folder: Path) -> None:
     """A follower that is killed while it computes: callers learn of it in seconds, and the leader's process goes on."""
-    model = checkpoint(folder, max_position_embeddings=4096)
+    model = checkpoint(folder)
     with opened(folder, model, max_model_len=4000, device_pages=600) as (session, followers):
         session.generate_sync(PROMPT, max_tokens=4)
         handle = session.submit(PROMPT, max_tokens=3900, ignore_eos=True)

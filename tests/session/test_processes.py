@@ -15,6 +15,7 @@ import jax
 import pytest
 
 import rekindle
+from helpers.process_checks import write
 from helpers.small import MODEL, OPTIONS
 from rekindle._src.cli.main import main
 
@@ -32,9 +33,16 @@ def checked(folder: Path, name: str, timeout: int = 280) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With checkpoints in it."""
+    write(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize("name", ["tokens", "killed"])
-def test_two_processes(tmp_path: Path, name: str) -> None:
-    checked(tmp_path, name)
+def test_two_processes(folder: Path, name: str) -> None:
+    checked(folder, name)
 
 
 @pytest.mark.slow
@@ -45,22 +53,22 @@ def test_two_processes(tmp_path: Path, name: str) -> None:
         "four_processes", "other_secrets_and_weights",
     ],
 )  # fmt: skip
-def test_more_of_several_processes(tmp_path: Path, name: str) -> None:
+def test_more_of_several_processes(folder: Path, name: str) -> None:
     if name == "structured_text":
         pytest.importorskip("llguidance", reason="grammars need the extra structured")
-    checked(tmp_path, name)
+    checked(folder, name)
 
 
 @pytest.mark.slow
-def test_a_restart_loads_the_programs_of_each_process(tmp_path: Path) -> None:
+def test_a_restart_loads_the_programs_of_each_process(folder: Path) -> None:
     for _ in range(2):
-        checked(tmp_path, "a_second_start")
+        checked(folder, "a_second_start")
 
 
 @pytest.mark.slow
-def test_followers_end_with_their_leader(tmp_path: Path) -> None:
+def test_followers_end_with_their_leader(folder: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(tmp_path), "waits_for_its_end"], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(SCRIPT), str(folder), "waits_for_its_end"], stdout=subprocess.PIPE, text=True
     ) as leader:
         assert leader.stdout is not None
         follower = next(int(line.split()[1]) for line in leader.stdout if line.startswith("serving"))

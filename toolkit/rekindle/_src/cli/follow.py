@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import threading
 
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--process",
             place.process,
-            "is no follower of theirs",
+            "is no follower",
             f"Use from 1 to {place.processes - 1}; 0 is the leader",
         )
     follow(
@@ -49,7 +50,7 @@ def _lost(error: BaseException) -> None:
 
     def end() -> None:
         _say(f"the leader is gone: {error}")
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGTERM)  # the main thread may wait in a call that never returns
 
     timer = threading.Timer(LAST_SECONDS, end)
     timer.daemon = True
