@@ -144,6 +144,8 @@ class Replay:
                 if self._loaded is not None:
                     self._loaded.delete()
                 self._loaded = None
+            case Kind.FAILED:
+                raise ProcessLost(f"the leader ends the session: {from_json(content).get('error')}")
             case _:
                 raise ProcessLost(f"the leader sent a {kind.name} message, which followers don't take")
 

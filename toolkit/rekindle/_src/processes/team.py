@@ -78,8 +78,7 @@ class Team:
             try:
                 compare(mine, theirs, follower.process)
             except RekindleError as error:
-                self._tell(Kind.FAILED, as_json({"error": str(error)}))
-                self._lose(error)
+                self._lose(error, farewell=as_json({"error": str(error)}))
                 raise
             pages = min(pages, theirs.pages)
         self._tell(Kind.AGREED, as_json({"device_pages": pages}))
@@ -117,14 +116,15 @@ class Team:
 
     def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray) -> None:
         codec = self._encoder()
-        self._chosen = codec.sampling(key, ints)
+        content, self._chosen = codec.step(key, ints, floats), codec.sampling(key, ints)
         if not key.part:
             self._expected.append(self._chosen)
-        self._tell(Kind.STEP, codec.step(key, ints, floats))
+        self._tell(Kind.STEP, content)
 
     def choose(self, key: Bucket, masks: Mask) -> None:
+        content = self._encoder().choose(key, masks)
         self._expected.append(self._chosen)
-        self._tell(Kind.CHOOSE, self._encoder().choose(key, masks))
+        self._tell(Kind.CHOOSE, content)
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
         self._tell(Kind.ADMIT, self._encoder().admit(ints, floats))
@@ -194,12 +194,7 @@ class Team:
             self._closing = True
             self._changed.notify_all()
         if self.lost is None:
-            for follower in self.followers:
-                with contextlib.suppress(RekindleError):
-                    follower.channel.send(Kind.CLOSE)
-            deadline = time.monotonic() + CLOSE_SECONDS
-            for thread in self._listening:
-                thread.join(max(0.0, deadline - time.monotonic()))
+            self._part(Kind.CLOSE)
         for follower in self.followers:
             follower.channel.close()
 
@@ -288,14 +283,25 @@ class Team:
                 self._check()
             return follower.answers[kind].popleft()
 
-    def _lose(self, error: RekindleError) -> None:
+    def _lose(self, error: RekindleError, farewell: bytes = b"") -> None:
+        """Keep the first error, and let all followers go; with `farewell` they are told why, and hang up themselves."""
         with self._changed:
             if self.lost is not None:
                 return
             self.lost = error
             watchers = tuple(self._watchers)
             self._changed.notify_all()
+        if farewell:
+            self._part(Kind.FAILED, farewell)
         for follower in self.followers:
             follower.channel.close()
         for watcher in watchers:
             watcher(error)
+
+    def _part(self, kind: Kind, content: bytes = b"") -> None:
+        for follower in self.followers:
+            with contextlib.suppress(RekindleError):
+                follower.channel.send(kind, content)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in self._listening:
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -45,6 +45,7 @@ def follow(
     try:
         say(f"process {place.process} of {place.processes} follows {coordinator}")
         parts = _made(channel, session, coordinator, model, cache_dir)
+        parts.warming.opened()
         channel.send(Kind.LOADED)
         say(f"it has its part of {model or session['model']}")
         replay = Replay(channel, parts.programs, _loaded(parts.model), _loader(parts), place.process, lost=lost)

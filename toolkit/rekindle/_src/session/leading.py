@@ -9,7 +9,7 @@ from typing import Any
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.processes import joining
 from rekindle._src.processes.team import Team
-from rekindle._src.session.parts import OpenRequest
+from rekindle._src.session.parts import OpenRequest, precompiles
 from rekindle.errors import ConfigError
 
 # What is each process's own affair, or of use to the one with the scheduler alone.
@@ -49,4 +49,4 @@ def options_of(config: EngineConfig) -> dict[str, Any]:
     """The options that followers need, as JSON has them."""
     fields = (field.name for field in dataclasses.fields(config) if field.name not in OWN)
     found = {name: getattr(config, name) for name in fields}
-    return {**found, "mesh": dict(found["mesh"])}
+    return {**found, "mesh": dict(found["mesh"]), "precompile": precompiles(config.precompile)}

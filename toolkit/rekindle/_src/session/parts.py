@@ -72,7 +72,7 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     if config.deterministic:
         graph = deterministic(graph, config)
     programs = stored_programs(model, graph, shapes, config, request.processors, placement=placement)
-    precompile = _precompile(config.precompile)
+    precompile = precompiles(config.precompile)
     request.shown.compiling = programs.describe_compiling
     # Programs need shapes alone, so they are loaded or compiled while the weights are read.
     warming = Warming(
@@ -161,7 +161,8 @@ def stored_programs(
     return Programs(model, graph, leaves, config, processors=processors, store=store, placement=placement)
 
 
-def _precompile(asked: str) -> str:
+def precompiles(asked: str) -> str:
+    """What the option `precompile` means in this process."""
     if asked != "auto":
         return asked
     return "background" if in_notebook() else "lazy"
