@@ -49,8 +49,8 @@ def test_two_processes(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "stopped_for_a_while", "stopped_for_good", "preemption_and_tiers", "swapped_weights", "structured_text",
-        "four_processes", "other_secrets_and_weights",
+        "more_requests", "stopped_for_a_while", "stopped_for_good", "preemption_and_tiers", "swapped_weights",
+        "structured_text", "four_processes", "other_secrets_and_weights",
     ],
 )  # fmt: skip
 def test_more_of_several_processes(folder: Path, name: str) -> None:

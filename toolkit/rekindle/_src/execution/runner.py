@@ -92,7 +92,7 @@ class Runner:
         ran, admissions, refused = self._prepare(plan)
         if ran.rows:
             bucket = self._bucket(ran)
-            parts = bucket.halves if bucket.part else ()
+            parts: tuple[Bucket, ...] = bucket.halves if bucket.part else ()
             halves = [self._program(part) for part in parts]
             program = halves[0] if halves else self._program(bucket)
             upload = self._take_upload(bucket)

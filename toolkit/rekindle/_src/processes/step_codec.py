@@ -65,7 +65,7 @@ class StepCodec:
         most = int(counts.max(initial=0))
         table = parts.table[used, :most]
         new = (table != self._tables[slots, :most]) & (np.arange(most) < counts[:, None])
-        rows, columns = np.nonzero(new)
+        rows, columns = (at.astype(np.int32) for at in np.nonzero(new))
         change = _Change(
             slots, lengths, flags, renewed, constants[other][first], options[other][first], rows, columns,
             table[rows, columns],
