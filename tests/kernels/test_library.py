@@ -14,7 +14,7 @@ import pytest
 
 from helpers.small import MODEL, OPTIONS
 from rekindle import EngineConfig
-from rekindle._src.session.builder import stored_programs
+from rekindle._src.session.parts import stored_programs
 from rekindle._src.session.resolve import resolve
 from rekindle_kernels.native import build, build_library, cpu, library
 

@@ -27,6 +27,7 @@ FOLDERS = (
     "rekindle._src.programs",
     "rekindle._src.scheduling",
     "rekindle._src.execution",
+    "rekindle._src.processes",
     "rekindle._src.dispatch",
     "rekindle._src.notebook",
     "rekindle._src.serve",

@@ -12,6 +12,8 @@
     │   └── ReplicaLost                    the replicas of a fleet that it ran on died, one after another
     ├── SessionClosed                      the session was closed, or crashed; the cause is attached
     ├── SessionForked                      used or opened in a forked child of a process with a session
+    ├── ProcessLost                        a process that shares the model is gone, or does not answer
+    ├── ProcessRefused                     a process may not join: another secret, version, model or option
     ├── CheckpointError(ValueError)        a checkpoint folder is missing, broken or incomplete
     │   └── UnsupportedModel               its config.json asks for something rekindle does not implement
     ├── CompileError                       a step program failed to compile at open()
@@ -146,6 +148,14 @@ class SessionForked(RekindleError):
 
     Start processes anew instead, such as by `multiprocessing.get_context("spawn")`.
     """
+
+
+class ProcessLost(RekindleError):
+    """A process that shares the model is gone, or does not answer; the session can't go on without it."""
+
+
+class ProcessRefused(RekindleError):
+    """A process may not join the others: it has another secret, version, model or option."""
 
 
 class CheckpointError(RekindleError, ValueError):

@@ -127,6 +127,15 @@ def parser() -> argparse.ArgumentParser:
     batch.add_argument("--name", help="what the model is called in the requests; by default as --model")
     batch.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
     _model_options(batch)
+    follow = commands.add_parser("follow", help="give this machine's devices to a session of several processes")
+    follow.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="where the leader opens the session")
+    follow.add_argument("--process", required=True, type=int, metavar="I", help="which process this is, from 1")
+    follow.add_argument(
+        "--processes", required=True, type=int, metavar="N", help="how many there are, the leader included"
+    )
+    follow.add_argument("--model", help="where this machine has the model, if not where the leader has it")
+    follow.add_argument("--cache-dir", help="where programs persist")
+    follow.add_argument("--wait", type=float, default=300.0, help="seconds in which the leader may come (default 300)")
     _simulate(commands.add_parser("simulate", help="compare routers and numbers of replicas in simulated time"))
     _serve(commands.add_parser("serve", help="answer requests over HTTP, as OpenAI's API"))
     return root
@@ -262,6 +271,8 @@ def _engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-requests", type=int)
     command.add_argument("--policy", choices=POLICIES)
     command.add_argument("--mesh", type=_mesh, metavar="N", help="devices that share the model: 4, or model=4,expert=2")
+    command.add_argument("--processes", type=int, metavar="N", help="that share the model; the others run 'follow'")
+    command.add_argument("--coordinator", metavar="HOST:PORT", help="where this process waits for the others")
     command.add_argument(
         "--prompt-lookup",
         type=int,
@@ -292,6 +303,8 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "policy",
         "prompt_lookup",
         "mesh",
+        "processes",
+        "coordinator",
         "cache_dir",
         "max_queue",
         "restore",

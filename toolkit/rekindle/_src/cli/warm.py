@@ -20,7 +20,7 @@ from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.loading.checkpoint import describe
 from rekindle._src.models.placement import placed
 from rekindle._src.programs.warming import Warmed, warm
-from rekindle._src.session.builder import stored_programs
+from rekindle._src.session.parts import stored_programs
 from rekindle._src.session.resolve import resolve
 from rekindle.errors import ConfigError
 from rekindle_kernels import build_kernels
@@ -28,6 +28,9 @@ from rekindle_kernels import build_kernels
 
 def run(arguments: argparse.Namespace) -> int:
     options = EngineConfig.of(engine_options(arguments))
+    if options.processes > 1:
+        fix = "Open the session once with precompile='all'; each process then stores its own"
+        raise ConfigError("--processes", options.processes, "can't be warmed by one of them", fix)
     if arguments.device_kind is not None:
         check_kind(arguments.device_kind)
     model = describe(

@@ -21,6 +21,7 @@ from rekindle._src.core.options import (
     Precompile,
     SamplingOptions,
 )
+from rekindle._src.core.process_options import check_processes
 from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle.errors import ConfigError
 
@@ -70,6 +71,8 @@ class EngineConfig(html.Record):
         generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks; "greedy" does not.
         structured (False): precompile also the programs of structured output; otherwise its first request does.
         mesh (None): devices that share the model: 4, {"model": 4, "expert": 2} or a jax.sharding.Mesh; None is one.
+        processes (1): that share the model, each with as many devices of `mesh`; the others run `rekindle follow`.
+        coordinator (None): "host:port" at which this process waits for the others.
     """
 
     dtype: DType = "auto"
@@ -99,6 +102,8 @@ class EngineConfig(html.Record):
     generation_config: GenerationConfig = "auto"
     structured: bool = False
     mesh: Mesh | None = None
+    processes: int = 1
+    coordinator: str | None = None
 
     if TYPE_CHECKING:
 
@@ -144,6 +149,7 @@ class EngineConfig(html.Record):
             raise ConfigError("page_size", self.page_size, "is not a power of two", "Use 16, 32, 64 or 128")
         put(self, "mesh", checked_mesh(self.mesh))
         put(self, "quantize", checked_quantize(self.quantize))
+        check_processes(self.processes, self.coordinator, self.mesh)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -170,7 +176,7 @@ _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 _WHOLE = (
     ("max_requests", 1), ("max_tokens_per_step", 1), ("max_model_len", 2), ("page_size", 8), ("device_pages", 2),
     ("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("max_queue", 1), ("seed", 0), ("log_every", 0),
-    ("prompt_lookup", 0),
+    ("prompt_lookup", 0), ("processes", 1),
 )  # fmt: skip
 
 

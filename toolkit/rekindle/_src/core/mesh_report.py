@@ -21,6 +21,7 @@ class MeshReport(html.Record):
     page_bytes: int  # of a KV page, on each device
     sums: int  # sums over all devices in a step; its logits are gathered once more
     bytes_per_token: int  # that every device adds to those sums for each token of a step
+    processes: int = 1  # that have these devices, equally many each
 
     @property
     def size(self) -> int:
@@ -30,7 +31,8 @@ class MeshReport(html.Record):
     def __str__(self) -> str:
         axes = " × ".join(f"{name} {count}" for name, count in self.axes.items())
         shared = f", {self.kv_copies} with the same ones" if self.kv_copies > 1 else ""
+        among = f" of {self.processes} processes" if self.processes > 1 else ""
         return (
-            f"{html.count(self.size, 'device')} ({axes}): each has {html.count(self.heads, 'head')}, "
+            f"{html.count(self.size, 'device')}{among} ({axes}): each has {html.count(self.heads, 'head')}, "
             f"{html.count(self.kv_heads, 'kv head')}{shared}, {self.weight_bytes / 2**20:,.1f} MiB of weights"
         )

@@ -87,3 +87,5 @@ class OpenOptions(TypedDict, total=False):
     generation_config: GenerationConfig | None
     structured: bool | None
     mesh: Mesh | None
+    processes: int | None
+    coordinator: str | None

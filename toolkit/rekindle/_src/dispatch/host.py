@@ -230,6 +230,11 @@ class Host:
                 self._drain_seconds = 0.0
         self._wake_closer()
 
+    def _lost(self, error: BaseException) -> None:
+        """The session ends with `error`, even if the device never answers. Safe in every thread."""
+        self._jobs.append(_Job(lambda: self._crashed(error), lambda refusal: None))
+        self._wake_loop()
+
     # The thread.
 
     def _run(self) -> None:
@@ -263,6 +268,8 @@ class Host:
         if self._drain_seconds is not None:  # closed while it was being built
             self.limiter.close(self.refusal())
         self._run_jobs()
+        if engine.watch is not None:
+            engine.watch(self._lost)
         self.opened.put(engine)
         try:
             await self._serve(self._dispatch)

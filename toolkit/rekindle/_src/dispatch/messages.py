@@ -47,6 +47,8 @@ class Engine(NamedTuple):
     mesh: MeshReport | None = None  # the devices that share the model; None for one
     # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
     prepare_restart: Callable[[], bool] | None = None
+    # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.
+    watch: Callable[[Callable[[BaseException], object]], None] | None = None
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 

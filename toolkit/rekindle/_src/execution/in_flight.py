@@ -8,6 +8,7 @@ from typing import Any
 from rekindle._src.core import html
 from rekindle._src.core.guides import Mask
 from rekindle._src.core.records import LostPage, StepPlan
+from rekindle._src.execution.device_calls import Forwarded
 from rekindle._src.execution.page_transfers import Leaving
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.packing import Upload
@@ -18,10 +19,9 @@ from rekindle._src.programs.step import StepOutput
 class Choice:
     """The second half of a step with guided rows; it is dispatched once the masks can be filled."""
 
+    key: Bucket
     program: Any
-    scores: Any
-    prompt: Any
-    pooled: Any
+    forwarded: Forwarded
     masks: Mask
 
 

@@ -1,4 +1,4 @@
-"""The runner, the device side of a session: owns pages and request state, dispatches steps, and reads their results.
+"""The runner, the device side of a session: packs steps, dispatches them, and reads their results.
 
 `dispatch` and what it calls run in one thread, `fetch` may run in another. The device works on step N while the host
 packs step N + 1. On CPU a program may read a buffer in place, so a buffer is reused only when its step has ended.
@@ -20,6 +20,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
+from rekindle._src.execution.device_calls import DeviceCalls, Recorder
 from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, waits
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
@@ -55,15 +56,15 @@ class Runner:
         programs: Programs | None = None,
         processors: Sequence[LogitsProcessor] = (),
         prefer_ready: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         if programs is None:
             programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
         self.programs, self.config, self.host_tier = programs, config, host_tier
         self.program_wait = ProgramWait(quiet=config.quiet)
-        self._transfers = PageTransfers(programs, host_tier)
+        self._calls = DeviceCalls(programs, model.leaves, recorder)
+        self._transfers = PageTransfers(self._calls, host_tier)
         self.prefer_ready = prefer_ready  # a larger program that is ready is used before the one that fits is compiled
-        self._leaves: tuple[Any, ...] = tuple(model.leaves)
-        self._kv, self._state = self._fresh_memory()
         self._constants = Constants(config.max_requests, tuple(p.name for p in programs.processors))
         self._owners: list[Request | None] = [None] * (config.max_requests + 1)
         self._epochs = [-1] * (config.max_requests + 1)
@@ -75,7 +76,6 @@ class Runner:
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
         self._masks: dict[Bucket, collections.deque[Mask]] = collections.defaultdict(collections.deque)
-        self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
         self._closed = False
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -88,12 +88,13 @@ class Runner:
             raise SessionClosed("the runner was closed; open a new session")
         start = time.perf_counter()
         self._poll(start)
-        leaving = self._transfers.read_out(self._kv, plan.offload)
-        self._kv, lost = self._transfers.restore(self._kv, plan.restore)
+        leaving = self._transfers.read_out(plan.offload)
+        lost = self._transfers.restore(plan.restore)
         ran, admissions, refused = self._prepare(plan)
         if ran.rows:
             bucket = self._bucket(ran)
-            halves = [self._program(half) for half in bucket.halves] if bucket.part else []
+            parts: tuple[Bucket, ...] = bucket.halves if bucket.part else ()
+            halves = [self._program(part) for part in parts]
             program = halves[0] if halves else self._program(bucket)
             upload = self._take_upload(bucket)
             ran = self._pack(upload, ran, refused)
@@ -102,18 +103,12 @@ class Runner:
             return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost)
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
-        # The numpy buffers are passed directly: a device_put of both costs 60 of the 190 µs that a dispatch takes.
         output, choice = None, None
         if halves:
-            last_token = self._state.last_token
-            self._kv, scores, prompt, pooled = program(self._leaves, self._kv, last_token, upload.ints, upload.floats)
-            choice = Choice(halves[1], scores, prompt, pooled, self._take_masks(bucket))
+            forwarded = self._calls.forward(parts[0], program, upload)
+            choice = Choice(parts[1], halves[1], forwarded, self._take_masks(bucket))
         else:
-            self._kv, self._state, output = program(self._leaves, self._kv, self._state, upload.ints, upload.floats)
-            if self._copies:
-                output.rows.copy_to_host_async()
-                if output.pooled is not None:
-                    output.pooled.copy_to_host_async()
+            output = self._calls.step(bucket, program, upload)
         now = time.perf_counter()
         idle = self._idle(now)
         begun = now if idle else dispatched
@@ -144,10 +139,9 @@ class Runner:
             return
         try:
             in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks)
-            self._state, rows = choice.program(self._state, choice.scores, upload.ints, upload.floats, choice.masks)
-            if self._copies:
-                rows.copy_to_host_async()
-            in_flight.output, in_flight.masks = StepOutput(rows, choice.prompt, choice.pooled), choice.masks
+            scores, prompt, pooled = choice.forwarded
+            rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.masks)
+            in_flight.output, in_flight.masks = StepOutput(rows, prompt, pooled), choice.masks
         except Exception as error:
             in_flight.error = error
 
@@ -166,7 +160,7 @@ class Runner:
         plan, bucket, output = in_flight.ran, in_flight.bucket, in_flight.output
         rows: tuple[RowResult, ...] = ()
         if bucket is not None and output is not None and in_flight.upload is not None:
-            packed = np.asarray(output.rows)  # the one place that waits for the device
+            packed = self._calls.rows(output)
             prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
             self._uploads[bucket].append(in_flight.upload)
             if in_flight.masks is not None:
@@ -199,7 +193,7 @@ class Runner:
 
     def prefault(self, pages: int) -> None:
         """Start to prefault the memory of so many pages, because they are likely to be restored soon."""
-        parts = [shard.data for leaf in jax.tree.leaves(self._kv) for shard in leaf.addressable_shards]
+        parts = [shard.data for leaf in jax.tree.leaves(self._calls.kv) for shard in leaf.addressable_shards]
         prefault(parts, min(pages, self.programs.kv[0].num_pages - 1))
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
@@ -214,13 +208,13 @@ class Runner:
                     f"differs from the session's {old.dtype}{list(old.shape)}",
                     "Open a new session for another architecture, dtype or quantisation",
                 )
-        self._leaves = tuple(leaves)
+        self._calls.replace_weights(leaves)
 
     def read_pages(self, pages: Sequence[int]) -> list[paged.Payload]:
         """Copies of the content of pages; called between steps."""
         moves = tuple(PageMove(page, b"") for page in pages)
         payloads: list[paged.Payload] = []
-        for part, payload in self._transfers.read_out(self._kv, moves):
+        for part, payload in self._transfers.read_out(moves):
             arrays = self.programs.parts.to_host(payload)
             payloads += [tuple(array[at : at + 1].copy() for array in arrays) for at in range(len(part))]
         return payloads
@@ -228,8 +222,7 @@ class Runner:
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
         self._latest = None
-        self._delete(self._kv, self._state)
-        self._kv, self._state = self._fresh_memory()
+        self._calls.renew()
         self._owners = [None] * len(self._owners)
 
     def recover(self) -> bool:
@@ -237,7 +230,7 @@ class Runner:
 
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
-        memory = jax.tree.leaves((self._kv, self._state))
+        memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):
                 jax.block_until_ready(memory)
@@ -268,9 +261,7 @@ class Runner:
             return
         self._closed = True
         self._latest = None
-        jax.block_until_ready(jax.tree.leaves(self._state))  # a running step must not lose what it reads
-        self._delete(self._kv, self._state)
-        self._leaves = ()
+        self._calls.free()
         self._uploads.clear()
 
     def _bucket(self, plan: StepPlan) -> Bucket:
@@ -361,15 +352,15 @@ class Runner:
                 self._owners[row.slot] = None
                 continue
             if packed is not None:
-                self._state = self._program(ADMIT)(self._state, *packed)
+                self._calls.admit(self._program(ADMIT), *packed)
             self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
 
     def _program(self, key: Key) -> Any:
         """A program; the wait for one that isn't ready is counted and shown."""
         if self.programs.ready(key):
-            return self.programs.get(key)
+            return self._calls.program(key)
         with self.program_wait.waiting(key.name):
-            return self.programs.get(key)
+            return self._calls.program(key)
 
     def _take_upload(self, bucket: Bucket) -> Upload:
         try:
@@ -395,12 +386,3 @@ class Runner:
             self._sizes[1 << (plan.tokens - 1).bit_length()] += 1
         self._host_seconds += in_flight.host_seconds
         self._device_seconds += seconds
-
-    def _fresh_memory(self) -> tuple[paged.KV, Any]:
-        memory: tuple[paged.KV, Any] = self.programs.memory()
-        return memory
-
-    @staticmethod
-    def _delete(*trees: Any) -> None:
-        for leaf in jax.tree.leaves(trees):
-            leaf.delete()

@@ -124,13 +124,23 @@ class Placement:
         """The devices in the order of the mesh."""
         return list(self.mesh.devices.flat)
 
+    @functools.cached_property
+    def processes(self) -> int:
+        """How many processes have devices of the mesh."""
+        return len({device.process_index for device in self.devices})
+
+    def positions(self, process: int) -> list[int]:
+        """The places, among all devices of the mesh, of those that a process has."""
+        return [index for index, device in enumerate(self.devices) if device.process_index == process]
+
     def key(self) -> dict[str, Any]:
-        """What programs depend on: axes, devices and partition."""
-        return {
+        """What programs depend on: axes, devices and partition; with several processes, which of them this one is."""
+        found = {
             "axes": list(self.mesh.axis_names),
             "devices": [device.id for device in self.devices],
             "partition": self.partition.sizes,
         }
+        return found if self.processes == 1 else found | {"process": jax.process_index()}
 
     def report(self, page_bytes: int) -> MeshReport:
         """What a session tells about its devices."""
@@ -145,6 +155,7 @@ class Placement:
             kv_copies=self.partition.kv_copies(config),
             weight_bytes=self.bytes_per_device(self.whole_shapes()),
             page_bytes=page_bytes,
+            processes=self.processes,
             sums=1 + 2 * config.num_layers + norms,
             bytes_per_token=(1 + 2 * config.num_layers) * config.hidden_size * width + 8 * norms,
         )
@@ -185,16 +196,17 @@ class Held:
         return found if dtype is None else found.astype(dtype)
 
 
-def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph) -> Placement | None:
+def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int = 1) -> Placement | None:
     """The placement that the option `mesh` asks for; None where the model stays on one device.
 
-    Raises ConfigError where there are too few devices, or for a model that so many can't share.
+    With several processes each gives as many devices. Raises ConfigError where there are too few of them, or for a
+    model that so many can't share.
     """
     if mesh is None or (isinstance(mesh, MeshShape) and mesh.size == 1):
         return None
     if isinstance(mesh, MeshShape):
         sizes = {axis: mesh.get(axis, 1) for axis in AXES}
-        present = _devices()
+        present = _devices() if processes == 1 else _devices_of_all(mesh, processes)
         if mesh.size > len(present):
             raise ConfigError(
                 "mesh",
@@ -225,6 +237,23 @@ def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph) -> Placement | Non
     ordered = np.moveaxis(given, [mesh.axis_names.index(axis) for axis in AXES if axis in sizes], range(given.ndim))
     made = Mesh(ordered.reshape([sizes.get(axis, 1) for axis in AXES]), AXES, axis_types=(AxisType.Auto,) * 2)
     return Placement(made, partition, graph)
+
+
+def _devices_of_all(mesh: MeshShape, processes: int) -> list[Any]:
+    """As many devices of each process as the mesh needs."""
+    share = mesh.size // processes
+    found: list[Any] = []
+    for process in range(processes):
+        own = [device for device in jax.devices() if device.process_index == process]
+        if len(own) < share:
+            raise ConfigError(
+                "mesh",
+                mesh,
+                f"needs {share} devices of each of {processes} processes, and process {process} has {len(own)}",
+                f"Use at most {len(own) * processes}, or give every process as many devices",
+            )
+        found += own[:share]
+    return found
 
 
 def _devices() -> list[Any]:

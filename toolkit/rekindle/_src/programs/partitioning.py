@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from rekindle._src.models.placement import Placement
@@ -40,7 +41,7 @@ class Lies(enum.Enum):
 
 WEIGHTS, PAGES, PAYLOAD, WHOLE = Lies.WEIGHTS, Lies.PAGES, Lies.PAYLOAD, Lies.WHOLE
 _KV_HEADS = 2  # the axis of a layer's pages, and of their scales
-_PAYLOAD_HEADS = 3
+PAYLOAD_HEADS = 3
 
 
 class Recipe(NamedTuple):
@@ -98,17 +99,42 @@ class Partitioning:
         return pages
 
     @property
+    def several(self) -> bool:
+        """Whether several processes share the devices."""
+        return self.placement is not None and self.placement.processes > 1
+
+    @property
     def copies(self) -> int:
         """How many devices have the same kv heads."""
         return 1 if self.placement is None else self.placement.partition.kv_copies(self.placement.config)
+
+    def leaving(self, recipe: Recipe) -> Recipe:
+        """A recipe that gives a payload. Where a process has some of the devices only, each gets the whole payload."""
+        if not self.several:
+            return recipe
+
+        def whole(*arguments: Any) -> Any:
+            return jax.tree.map(
+                lambda leaf: lax.all_gather(leaf, ALL, axis=PAYLOAD_HEADS, tiled=True), recipe.function(*arguments)
+            )
+
+        return recipe._replace(function=whole, results=WHOLE)
 
     def payload_layout(self, kv: paged.KV) -> list[tuple[tuple[int, ...], Any]]:
         """Shape and dtype of each array of one page on the host, where the mesh makes no difference."""
         found = []
         for shape, dtype in paged.payload_layout(kv):
-            heads = shape[_PAYLOAD_HEADS] // self.copies
-            found.append(((*shape[:_PAYLOAD_HEADS], heads, *shape[_PAYLOAD_HEADS + 1 :]), dtype))
+            heads = shape[PAYLOAD_HEADS] // self.copies
+            found.append(((*shape[:PAYLOAD_HEADS], heads, *shape[PAYLOAD_HEADS + 1 :]), dtype))
         return found
+
+    def heads_of(self, process: int, kv: paged.KV) -> np.ndarray:
+        """Which of a payload's kv heads, as often as devices have them, lie on the devices of a process."""
+        assert self.placement is not None, "one device"
+        each = paged.payload_layout(kv)[0][0][PAYLOAD_HEADS] // self.placement.partition.size
+        places = np.array(self.placement.positions(process))
+        heads: np.ndarray = (places[:, None] * each + np.arange(each)).reshape(-1)
+        return heads
 
     def to_host(self, payload: paged.Payload) -> list[np.ndarray[Any, Any]]:
         """What `gather` gave, in host memory and with each kv head once; waits for it."""
@@ -119,7 +145,7 @@ class Partitioning:
         """A page from the host as `scatter` takes it: with each kv head as often as devices have it."""
         if self.copies == 1:
             return payload
-        return tuple(np.repeat(leaf, self.copies, axis=_PAYLOAD_HEADS) for leaf in payload)
+        return tuple(np.repeat(leaf, self.copies, axis=PAYLOAD_HEADS) for leaf in payload)
 
     def _spec(self, kind: Lies, argument: Any = None) -> Any:
         assert self.placement is not None, "one device"
@@ -127,7 +153,7 @@ class Partitioning:
             return self.placement.specs(argument)
         if kind is PAGES:
             return PartitionSpec(*[None] * _KV_HEADS, ALL)
-        return PartitionSpec(*[None] * _PAYLOAD_HEADS, ALL) if kind is PAYLOAD else PartitionSpec()
+        return PartitionSpec(*[None] * PAYLOAD_HEADS, ALL) if kind is PAYLOAD else PartitionSpec()
 
     def _placed(self, kind: Lies, argument: Any) -> Any:
         assert self.placement is not None, "one device"

@@ -28,7 +28,7 @@ NOT_IN_PROGRAMS = frozenset(
         "cache_dir", "device_memory", "disk_memory", "generation_config", "host_memory", "log_every", "max_queue",
         "policy", "precompile", "prefix_cache", "prompt_lookup", "quiet", "restore", "seed", "step_timeout",
         "structured",
-        "mesh",  # a key names the devices themselves
+        "mesh", "processes", "coordinator",  # a key names the devices themselves
     }
 )  # fmt: skip
 JAX_OPTIONS = (

@@ -148,7 +148,7 @@ class Programs:
         return (*self._lattice, MEMORY, ADMIT, *moves, *(self.guided_keys if self.config.structured else ()))
 
     @property
-    def _known(self) -> dict[Key, None]:
+    def known(self) -> dict[Key, None]:
         padded = _halves(guided_lattice(self._padded))  # steps find them while native kernels are being compiled
         return dict.fromkeys((*self.keys, *self.guided_keys, *padded, *self.pooling, *_halves(self.guided_pooling)))
 
@@ -177,7 +177,7 @@ class Programs:
 
     def manifest(self) -> tuple[ProgramRecord, ...]:
         """Every program that is ready, in the order of `keys`."""
-        return tuple(self._records[key] for key in self._known if key in self._records)
+        return tuple(self._records[key] for key in self.known if key in self._records)
 
     def record(self, key: Key) -> ProgramRecord:
         """The record of a program that is ready."""
@@ -204,7 +204,7 @@ class Programs:
         next step may run in another program than the last one.
         """
         self._plain = False
-        for key in self._known:  # `_alone` waits for one that is just being made without
+        for key in self.known:  # `_alone` waits for one that is just being made without
             if stopped():
                 return
             if not isinstance(key, Bucket):
@@ -282,8 +282,8 @@ class Programs:
         self._replaced.clear()
 
     def _alone(self, key: Key) -> threading.Lock:
-        if key not in self._known:
-            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self._known)}")
+        if key not in self.known:
+            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.known)}")
         with self._lock:
             return self._building.setdefault(key, threading.Lock())
 
@@ -361,7 +361,7 @@ class Programs:
             return Recipe(request_state.admit, slot, (0,), (WHOLE, WHOLE, WHOLE), WHOLE)
         ids = _ints(MOVED_PAGES)
         if key == GATHER:
-            return Recipe(paged.gather, (self.kv, ids), (), (PAGES, WHOLE), PAYLOAD)
+            return self.parts.leaving(Recipe(paged.gather, (self.kv, ids), (), (PAGES, WHOLE), PAYLOAD))
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
         pages = (page,) * MOVED_PAGES
         return Recipe(paged.scatter, (self.kv, ids, pages), (0,), (PAGES, WHOLE, PAYLOAD), PAGES)

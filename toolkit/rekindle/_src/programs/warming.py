@@ -160,8 +160,10 @@ class Warming:
         self._opened = threading.Event()
         self._precompile = precompile
         self._error: BaseException | None = None
-        # What is deterministic has no form without kernels: its programs have them compiled when they are traced.
-        kernels = None if programs.config.deterministic else build_kernels(programs.kernels())
+        # What is deterministic has no form without kernels: its programs have them compiled when they are traced. Nor
+        # has what several processes compute, since all of them have to choose the same tokens.
+        one_form = programs.config.deterministic or programs.parts.several
+        kernels = None if one_form else build_kernels(programs.kernels())
         if kernels is not None and precompile != "all":
             programs.begin_plain()
         first = first_needed(programs, restoring=restoring)

@@ -115,8 +115,10 @@ def _pages(
 
 
 def _free_memory(platform: str, weight_bytes: int, placement: Placement | None) -> int:
-    """Bytes that each device has for pages; the fullest decides."""
-    devices = jax.local_devices()[:1] if placement is None else placement.devices
+    """Bytes that each device of this process has for pages; the fullest decides."""
+    devices = jax.local_devices()[:1]
+    if placement is not None:
+        devices = [device for device in placement.devices if device.process_index == jax.process_index()]
     if platform == "cpu":
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE) // len(devices)
     rooms = []

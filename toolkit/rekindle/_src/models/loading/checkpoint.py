@@ -209,7 +209,8 @@ def read(
     done = reading.read_leaves(leaves, entries, place=place, meter=meter)
     meter.tell(final=True)
     arrays = tuple(done[path] for path in graph.paths)
-    if kept is not None and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
+    alone = placement is None or placement.processes == 1  # else other processes have other parts
+    if kept is not None and alone and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
         whole = arrays if placement is None else placement.held(arrays, shapes)
         prepared.save(kept, graph, dtype, whole)
     return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
