@@ -31,7 +31,7 @@ SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 # XLA multiplies by tiles (AMX) where the processor has them: from so many rows on that beats any kernel here.
-_TILES = {"bfloat16": ("amx-bf16", 16), "int8": ("amx-int8", 64)}
+_TILES = {"bfloat16": ("amx-bf16", FEW_ROWS + 1), "int8": ("amx-int8", 64)}
 _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multiply two and four of them in a lane
 
 
