@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -36,7 +37,7 @@ class Opening(Call[Session]):
     """`session = await rekindle.open(...)`, or `async with rekindle.open(...) as session`."""
 
     def __init__(
-        self, build: Callable[[], Engine], progress: Activity, given_up: threading.Event | None = None
+        self, build: Callable[[], Engine], progress: Activity | None = None, given_up: threading.Event | None = None
     ) -> None:
         self._build, self._progress, self._given_up = build, progress, given_up or threading.Event()
         # Captured here, in the caller's thread and inside its `with` blocks.
@@ -48,7 +49,7 @@ class Opening(Call[Session]):
             host = Host(self._build, contexts=self._contexts)
             host.start()
             try:
-                with self._progress:
+                with self._progress or contextlib.nullcontext():
                     self._session = Session.attached(host, await host.opened.get())
             except BaseException as error:
                 self._given_up.set()
