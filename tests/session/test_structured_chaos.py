@@ -45,7 +45,7 @@ def test_neighbours_are_exact_whatever_happens(tmp_path: Path, lookup: int) -> N
     with rekindle.open_sync("tiny", **common) as alone:
         wanted = [alone.generate_sync(prompt(index), **options(index)).token_ids for index in range(40)]
     # So few pages that running requests are preempted, and cached pages leave for host memory and come back.
-    with rekindle.open_sync("tiny", device_pages=28, prompt_lookup=lookup, **common) as session:
+    with rekindle.open_sync("tiny", device_pages=20, prompt_lookup=lookup, **{**common, "max_requests": 8}) as session:
         for _ in range(4):
             handles: dict[int, Handle[Any]] = {}
             cancelled: set[int] = set()

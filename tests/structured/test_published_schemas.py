@@ -103,6 +103,7 @@ def test_no_invalid_instance_of_the_test_suite_is_accepted() -> None:
     check_instances(suite(), 0.5)
 
 
+@pytest.mark.timeout(5400)  # 900,000 tokens
 def test_what_the_model_writes_at_temperature_one_is_valid() -> None:
     counts: Counter[str] = Counter()
     wrong = []
