@@ -191,3 +191,5 @@ async def test_tokens_and_words_that_may_not_come(app: Any) -> None:
     ):
         answer = await post(app, "/v1/completions", {**body, **wrong})
         assert answer.status == 400 and answer.error["param"] == param
+    alone = await post(app, "/v1/completions", {**body, "allowed_token_ids": [97], "bad_words": ["a"]})
+    assert (alone.status, alone.error["code"]) == (400, "no_token_left"), "no server's fault, and not to be tried again"

@@ -16,7 +16,7 @@ from helpers.sessions import byte_tokenizer, eventually, opened, wait_until_idle
 from rekindle import Sampling, Session
 from rekindle._src.core.guides import mask_words
 from rekindle._src.structured.token_rules import RestrictedGuide, rules_of
-from rekindle.errors import InvalidRequest, RequestFailed
+from rekindle.errors import InvalidRequest, NoTokenLeft
 
 VOCAB = 257
 
@@ -79,7 +79,7 @@ def test_over_another_guide_both_count() -> None:
     assert may_come(guide) == {98, 99}
     guide.consume(98)
     mask = np.zeros(mask_words(VOCAB), np.int32)
-    assert guide.fill(mask) == "allowed_token_ids leave no token of those that its structure allows"
+    assert guide.fill(mask) == "allowed_token_ids leave no token of those that the structure allows"
     assert not guide.ended and guide.consume(5).ended and guide.ended and guide.consumed == 2
 
 
@@ -108,7 +108,7 @@ def test_neighbours_are_free_and_words_do_not_come(session: Session) -> None:
 
 def test_a_request_that_has_no_token_left_fails_alone(session: Session) -> None:
     other = session.submit("hello", max_tokens=30)
-    with pytest.raises(RequestFailed, match="allowed_token_ids and bad_words leave no token"):
+    with pytest.raises(NoTokenLeft, match="allowed_token_ids and bad_words leave no token"):
         session.generate_sync("hello", allowed_token_ids=[97], bad_words=["a"])
     assert len(other.result_sync().text) == 30
     eventually(lambda: session.stats().running == 0)

@@ -8,6 +8,7 @@
     ├── RequestAborted                     the request was cancelled before it finished
     ├── RequestFailed                      the request could not be finished
     │   ├── StepFailed                     the device step that carried it raised; the cause is attached
+    │   ├── NoTokenLeft                    its own options leave no token that may come next
     │   ├── OutOfPages                     one sequence alone needs more KV pages than the pool has
     │   └── ReplicaLost                    the replicas of a fleet that it ran on died, one after another
     ├── SessionClosed                      the session was closed, or crashed; the cause is attached
@@ -129,6 +130,10 @@ class RequestFailed(RekindleError):
 
 class StepFailed(RequestFailed):
     """The device step that carried the request raised; the cause is attached."""
+
+
+class NoTokenLeft(RequestFailed):
+    """The request's own options, such as a grammar with a bias, leave no token that may come next."""
 
 
 class OutOfPages(RequestFailed):

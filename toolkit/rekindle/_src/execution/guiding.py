@@ -10,7 +10,7 @@ import numpy as np
 from rekindle._src.core.guides import GuideLike, Mask
 from rekindle._src.core.records import Row, RowResult, StepPlan
 from rekindle._src.programs.packing import Layout
-from rekindle.errors import RekindleError, RequestFailed
+from rekindle.errors import NoTokenLeft, RekindleError
 
 
 def waits(plan: StepPlan) -> bool:
@@ -85,7 +85,7 @@ def dead_end(row: Row) -> RekindleError:
     if sampling.processors:
         told.append(f"processors={list(sampling.processors)}")
     options = " and ".join(told) or "the other options"
-    return RequestFailed(
+    return NoTokenLeft(
         f"After {row.generated} tokens of request {row.request.id}, none is left that both its {_limits(row)} and "
         f"{options} allow. Change one of them."
     )
@@ -104,9 +104,9 @@ def new_masks(layout: Layout, words: int) -> Mask:
 
 
 def _stuck(row: Row, problem: str) -> RekindleError:
-    return RequestFailed(
+    return NoTokenLeft(
         f"The {_limits(row)} of request {row.request.id} can't go on after {row.generated} tokens: {problem}. "
-        "Simplify it."
+        + ("Change one of them." if row.request.sampling.restricted else "Simplify it.")
     )
 
 

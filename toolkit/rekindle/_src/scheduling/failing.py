@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from rekindle._src.core import html
 from rekindle._src.core.records import StepPlan
 from rekindle._src.scheduling.sequence import Sequence
-from rekindle.errors import CompileError, RekindleError, RequestFailed, StepFailed
+from rekindle.errors import CompileError, NoTokenLeft, RekindleError, RequestFailed, StepFailed
 
 
 def step_error(plan: StepPlan, cause: BaseException) -> StepFailed:
@@ -57,9 +57,9 @@ def not_finite(sequence: Sequence) -> RequestFailed:
     )
 
 
-def too_short(sequence: Sequence) -> RequestFailed:
+def too_short(sequence: Sequence) -> NoTokenLeft:
     """What a request ends with whose grammar lets nothing follow before `min_tokens` are there."""
-    return RequestFailed(
+    return NoTokenLeft(
         f"The text of request {sequence.id} is complete after {html.count(sequence.generated, 'token')}: its grammar "
         f"lets nothing follow, and min_tokens={sequence.request.sampling.min_tokens} asks for more. Lower min_tokens."
     )

@@ -11,6 +11,7 @@ from rekindle.errors import (
     CheckpointError,
     InvalidRequest,
     MissingExtra,
+    NoTokenLeft,
     OutOfPages,
     PromptTooLong,
     QueueFull,
@@ -89,7 +90,8 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
             if param == error.field and isinstance(error.field, str) and not isinstance(error.value, tuple):
                 return Refused(400, str(error), param=param, code=code)
-            return wrong(param, error.value, error.problem, error.fix, code=code)
+            fix = error.fix.replace("pass lenient=True", "set strict to false")  # as clients call it
+            return wrong(param, error.value, error.problem, fix, code=code)
         case OutOfPages():
             return Refused(400, str(error), code="context_length_exceeded")
         case QueueFull():
@@ -103,6 +105,8 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
         case MissingExtra():
             field = next((names[option] for option in STRUCTURES if option in names), None)
             return Refused(400, f"the server can't do this: {error}", param=field, code="unsupported")
+        case NoTokenLeft():
+            return Refused(400, str(error), code="no_token_left")
         case RequestFailed():
             return Refused(500, str(error), type="server_error", code="request_failed")
         case _:

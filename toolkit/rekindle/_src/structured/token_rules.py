@@ -90,7 +90,7 @@ class RestrictedGuide:
         elif problem := self._inner.fill(mask):
             return problem
         self._rules.apply(mask, self._latest)
-        over = "" if self._inner is None else " of those that its structure allows"
+        over = "" if self._inner is None else " of those that the structure allows"
         return "" if mask.any() else f"{self._rules.options} leave no token{over}"
 
     def consume(self, token: int) -> Guided:
