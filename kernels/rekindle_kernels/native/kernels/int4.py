@@ -11,8 +11,8 @@ Milliseconds of CPU time on one core, 5120 x 960 twice, the least of 12 in turn,
     groups of 64           0.29   0.34   0.87   3.02   24.9
     groups of 32           0.31   0.39   1.13   3.73   31.0
 
-A random model of 360M parameters in a session, two busy cores, medians in turn, as shares of int8's tokens/s: one stream
-2.0 (groups of 32: 2.1), eight streams 1.6 (1.5), a prompt of 1,024 tokens 0.9 (0.8).
+A random model of 360M parameters in a session, two busy cores, medians in turn, as shares of int8's tokens/s: one
+stream 2.0 (groups of 32: 2.1), eight streams 1.6 (1.5), a prompt of 1,024 tokens 0.9 (0.8).
 """
 
 from __future__ import annotations
