@@ -286,3 +286,12 @@ def test_a_large_vocabulary_is_made_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert Tokenizer.load(file).encode(TEXTS[0]) == original.encode(TEXTS[0]).ids
     other = through_a_file(byte_level("gpt-2"), tmp_path / "other.gguf")
     assert other.encode(TEXTS[0]) == byte_level("gpt-2").encode(TEXTS[0]).ids
+
+
+def test_a_piece_of_a_million_characters_costs_no_time(tmp_path: Path) -> None:
+    tokens = ["<unk>", "a", "aa", "a" * 1_000_000]
+    scores = np.array([0, -1, -2, -3], np.float32)
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+                "tokenizer.ggml.scores": scores, "tokenizer.ggml.add_space_prefix": False}  # fmt: skip
+    write_gguf(tmp_path / "a.gguf", metadata, [], [])
+    assert Tokenizer.load(tmp_path / "a.gguf").encode("aaa") == [2, 1]

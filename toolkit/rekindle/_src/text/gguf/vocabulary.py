@@ -19,6 +19,7 @@ from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from rekindle._src.text.panics import panics_as
 from rekindle.errors import CheckpointError, UnsupportedModel
 
+LONGEST = 512  # characters of a piece that others are merged to; a hostile one could have millions
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 HUGGINGFACE = "tokenizer.huggingface.json"
 _SPACE = "▁"  # stands for a space in SentencePiece's pieces
@@ -151,7 +152,7 @@ def _merges(words: Vocabulary, vocab: dict[str, int], scores: Sequence[float]) -
     """Every way to cut a piece into two others, those of pieces with the best score first."""
     found: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for index, (piece, kind) in enumerate(zip(words.tokens, words.kinds, strict=True)):
-        if kind not in (NORMAL, USER_DEFINED):
+        if kind not in (NORMAL, USER_DEFINED) or len(piece) > LONGEST:
             continue
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
