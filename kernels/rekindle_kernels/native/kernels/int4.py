@@ -3,6 +3,16 @@
 A group's products are exact integers, and groups are added in their order, so a row's results are the same to the last
 bit whatever is computed beside it. Few rows read the matrix as fast as memory gives it. Tiles of 12 rows unpack it on
 the way, a tenth of their work; for more than a few tiles it is unpacked before.
+
+Milliseconds of CPU time on one core, 5120 x 960 twice, the least of 12 in turn, on a busy machine with VNNI:
+
+    rows                      1      4     16     64    512
+    int8                   0.58   1.17   1.10   2.62   20.8
+    groups of 64           0.29   0.34   0.87   3.02   24.9
+    groups of 32           0.31   0.39   1.13   3.73   31.0
+
+A random model of 360M parameters in a session, two busy cores, medians in turn, as shares of int8's tokens/s: one
+stream 2.0 (groups of 32: 2.1), eight streams 1.6 (1.5), a prompt of 1,024 tokens 0.9 (0.8).
 """
 
 from __future__ import annotations

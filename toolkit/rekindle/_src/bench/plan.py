@@ -190,6 +190,7 @@ def planned(
 def _weights(config: ModelConfig, partition: Partition, dtype: str, quantize: str | None) -> tuple[int, int, int]:
     """Bytes of weights on a device, and of them what steps of one and of many rows read."""
     graph, leaves = abstract_model(config, dtype, quantize)
+    partition.check_packed(graph)
     roles = roles_of(graph)
     total = one = many = 0
     for path, leaf in zip(graph.paths, leaves, strict=True):

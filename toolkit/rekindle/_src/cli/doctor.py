@@ -173,7 +173,7 @@ def _memory() -> Iterator[Check]:
         free = os.sysconf("SC_AVPHYS_PAGES") * page
     detail = f"{free / 2**30:.1f} GiB available of {total / 2**30:.1f} GiB"
     if free < LOW_MEMORY:
-        yield Check("warn", "memory", detail, "Close other programs, or open smaller models, or quantize='int8'")
+        yield Check("warn", "memory", detail, "Close other programs, or open smaller models, or quantize='int4'")
     else:
         yield Check("pass", "memory", detail)
 

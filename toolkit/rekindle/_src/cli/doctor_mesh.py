@@ -71,7 +71,7 @@ def told(found: Plan, title: str) -> Iterator[Check]:
     weights, room = found.weight_bytes / 1e9, found.memory_bytes / 1e9
     if found.free_bytes <= 0:
         detail = f"weights take {weights:.1f} GB on each device, of {room:.1f} GB that can be used"
-        yield Check("fail", title, detail, "Use more devices, larger ones, or --quantize int8")
+        yield Check("fail", title, detail, "Use more devices, larger ones, or --quantize int4")
         return
     yield Check("pass", title, f"weights take {weights:.1f} GB on each device, of {room:.1f} GB that can be used")
     tokens = (

@@ -103,7 +103,7 @@ class Partition:
 
         Its matrices are stored as the whole model's are, whatever a plan would choose for their parts' own sizes.
         """
-        kinds = kinds_in(graph) if packings_of(graph) else ()
+        kinds = kinds_in(graph) if packings_of(graph) else graph.precision.kinds
         precision = dataclasses.replace(graph.precision, shards=self.shards(graph.config), kinds=kinds)
         return Graph(self.local(graph.config), precision, graph.paths)
 
