@@ -295,3 +295,12 @@ def test_a_piece_of_a_million_characters_costs_no_time(tmp_path: Path) -> None:
                 "tokenizer.ggml.scores": scores, "tokenizer.ggml.add_space_prefix": False}  # fmt: skip
     write_gguf(tmp_path / "a.gguf", metadata, [], [])
     assert Tokenizer.load(tmp_path / "a.gguf").encode("aaa") == [2, 1]
+
+
+def test_an_old_file_that_names_no_pre_tokenizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metadata = tokenizer_metadata(Tokenizer(byte_level("gpt-2")), 600)
+    for key in (HUGGINGFACE, "tokenizer.ggml.pre"):
+        del metadata[key]
+    write_gguf(tmp_path / "old.gguf", {"general.architecture": "llama"} | metadata, [], [])
+    assert Tokenizer.load(tmp_path / "old.gguf").encode("a cat") == byte_level("gpt-2").encode("a cat").ids
+    assert "does not say how text is split into words" in caplog.text

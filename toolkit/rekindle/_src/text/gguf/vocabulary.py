@@ -6,6 +6,7 @@ here as transformers makes it: every way to cut a piece into two others, the bes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from rekindle.errors import CheckpointError, UnsupportedModel
 LONGEST = 512  # characters of a piece that others are merged to; a hostile one could have millions
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 HUGGINGFACE = "tokenizer.huggingface.json"
+_log = logging.getLogger("rekindle.engine")
 _SPACE = "▁"  # stands for a space in SentencePiece's pieces
 _KEY = "tokenizer.ggml"
 # The names of special tokens in the file and in a Hugging Face folder.
@@ -107,7 +109,12 @@ def _from_json(text: str) -> tokenizers.Tokenizer:
 
 
 def _byte_level(words: Vocabulary) -> tokenizers.Tokenizer:
-    name = words.metadata.text(f"{_KEY}.pre", "default")
+    name = words.metadata.text(f"{_KEY}.pre", None)
+    if name is None:
+        _log.warning(
+            "%s does not say how text is split into words (%s.pre): an old file; see llama.cpp", words.path, _KEY
+        )
+        name = "default"
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModel(
             f"{words.path}: {_KEY}.pre={name[:80]!r} is not implemented: it says how text is split into words. "
