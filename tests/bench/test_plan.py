@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import checkpoints, gguf_files
 from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, planned, shape_config
 from rekindle._src.cli.main import main
 from rekindle._src.models.partition import Partition
@@ -90,3 +91,9 @@ def test_the_doctor_tells_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_doctor_says_how_many_devices_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--mesh", "64"]) == 1
     assert "--mesh needs 64, and there are" in capsys.readouterr().out
+
+
+def test_a_gguf_file_is_planned_by_its_metadata(tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "folder", checkpoints.CASES["qwen3"])
+    config, dtype = shape_config(str(gguf_files.convert(folder, tmp_path / "model.gguf", "bf16")))
+    assert (config.model_type, config.head_dim, dtype) == ("qwen3", 12, "bfloat16")

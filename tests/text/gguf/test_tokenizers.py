@@ -17,6 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from rekindle import tiny
 from rekindle._src.models.loading.gguf.write import write_gguf
 from rekindle._src.text import ChatTemplate, Tokenizer
+from rekindle._src.text.gguf import kept, reading
 from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
 from rekindle._src.text.gguf.vocabulary import HUGGINGFACE
 from rekindle._src.text.gguf.writing import pre_tokenizer_name, tokenizer_metadata
@@ -268,3 +269,38 @@ def test_every_name_makes_a_pre_tokenizer() -> None:
     for name, pre in PRE_TOKENIZERS.items():
         words = [word for word, _ in pre.pre_tokenizer().pre_tokenize_str("it's 12 o'clock\n\n")]
         assert "".join(words).replace("Ġ", " ").replace("Ċ", "\n") == "it's 12 o'clock\n\n", name
+
+
+def test_a_large_vocabulary_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "SMALL", 0)
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
+    file, original = tmp_path / "model.gguf", byte_level("qwen2")
+    first = through_a_file(original, file)
+    (made,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "read_backend", None)
+        again = Tokenizer.load(file)
+    for text in TEXTS:
+        assert again.encode(text) == first.encode(text) == original.encode(text).ids
+    made.write_bytes(b"{}")
+    assert Tokenizer.load(file).encode(TEXTS[0]) == original.encode(TEXTS[0]).ids
+    other = through_a_file(byte_level("gpt-2"), tmp_path / "other.gguf")
+    assert other.encode(TEXTS[0]) == byte_level("gpt-2").encode(TEXTS[0]).ids
+
+
+def test_a_piece_of_a_million_characters_costs_no_time(tmp_path: Path) -> None:
+    tokens = ["<unk>", "a", "aa", "a" * 1_000_000]
+    scores = np.array([0, -1, -2, -3], np.float32)
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+                "tokenizer.ggml.scores": scores, "tokenizer.ggml.add_space_prefix": False}  # fmt: skip
+    write_gguf(tmp_path / "a.gguf", metadata, [], [])
+    assert Tokenizer.load(tmp_path / "a.gguf").encode("aaa") == [2, 1]
+
+
+def test_an_old_file_that_names_no_pre_tokenizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metadata = tokenizer_metadata(Tokenizer(byte_level("gpt-2")), 600)
+    for key in (HUGGINGFACE, "tokenizer.ggml.pre"):
+        del metadata[key]
+    write_gguf(tmp_path / "old.gguf", {"general.architecture": "llama"} | metadata, [], [])
+    assert Tokenizer.load(tmp_path / "old.gguf").encode("a cat") == byte_level("gpt-2").encode("a cat").ids
+    assert "does not say how text is split into words" in caplog.text

@@ -18,6 +18,8 @@ from rekindle._src.bench.shapes import SHAPES, hf_config
 from rekindle._src.core import html
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.gguf.files import is_gguf
+from rekindle._src.models.loading.stored import look
 from rekindle._src.models.partition import Partition, roles_of
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.models.roles import local_shape
@@ -113,9 +115,11 @@ class Plan(html.Record):
 
 
 def shape_config(model: str) -> tuple[ModelConfig, str]:
-    """The config of a shape by its name, or of a folder's config.json, and the dtype that it asks for."""
+    """The config of a shape by its name, a folder's config.json or a GGUF file, and the dtype that it asks for."""
     if model in PLANNED:
         raw = {**hf_config("8b"), **PLANNED[model]} if model not in SHAPES else hf_config(model)
+    elif is_gguf(Path(model)):
+        raw = look(model).raw
     else:
         path = Path(model).expanduser() / "config.json"
         try:

@@ -12,6 +12,7 @@ from rekindle._src.models.loading.gguf.files import is_gguf
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.loading.gguf.metadata import Metadata
 from rekindle._src.models.loading.gguf.stop_tokens import stop_tokens
+from rekindle._src.text.gguf.kept import kept
 from rekindle._src.text.gguf.vocabulary import Vocabulary, read_backend
 
 _TEMPLATE = "tokenizer.chat_template"
@@ -41,9 +42,10 @@ def metadata_of(path: str | Path) -> Metadata:
 
 def read_tokenizer(path: str | Path) -> FileTokenizer:
     """The tokenizer of a file; one without a vocabulary only knows the ids that end a sequence."""
-    metadata = metadata_of(path)
+    header = read_header(Path(path))
+    metadata = header.metadata
     stops = stop_tokens(metadata)
-    backend = read_backend(metadata)
+    backend = kept(header.raw, lambda: read_backend(metadata))
     special = {} if backend is None else special_tokens(metadata)
     return FileTokenizer(backend, special, tuple(stops["eos_token_id"] or ()), stops["bos_token_id"])
 

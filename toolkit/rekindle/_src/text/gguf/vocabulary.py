@@ -6,6 +6,7 @@ here as transformers makes it: every way to cut a piece into two others, the bes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,10 @@ from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from rekindle._src.text.panics import panics_as
 from rekindle.errors import CheckpointError, UnsupportedModel
 
+LONGEST = 512  # characters of a piece that others are merged to; a hostile one could have millions
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 HUGGINGFACE = "tokenizer.huggingface.json"
+_log = logging.getLogger("rekindle.engine")
 _SPACE = "▁"  # stands for a space in SentencePiece's pieces
 _KEY = "tokenizer.ggml"
 # The names of special tokens in the file and in a Hugging Face folder.
@@ -106,7 +109,12 @@ def _from_json(text: str) -> tokenizers.Tokenizer:
 
 
 def _byte_level(words: Vocabulary) -> tokenizers.Tokenizer:
-    name = words.metadata.text(f"{_KEY}.pre", "default")
+    name = words.metadata.text(f"{_KEY}.pre", None)
+    if name is None:
+        _log.warning(
+            "%s does not say how text is split into words (%s.pre): an old file; see llama.cpp", words.path, _KEY
+        )
+        name = "default"
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModel(
             f"{words.path}: {_KEY}.pre={name[:80]!r} is not implemented: it says how text is split into words. "
@@ -151,7 +159,7 @@ def _merges(words: Vocabulary, vocab: dict[str, int], scores: Sequence[float]) -
     """Every way to cut a piece into two others, those of pieces with the best score first."""
     found: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for index, (piece, kind) in enumerate(zip(words.tokens, words.kinds, strict=True)):
-        if kind not in (NORMAL, USER_DEFINED):
+        if kind not in (NORMAL, USER_DEFINED) or len(piece) > LONGEST:
             continue
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
