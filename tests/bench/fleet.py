@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 
 import rekindle
+from rekindle._src.bench.shapes import random_shape
 from rekindle._src.bench.simulation.fleet import HEAD, Outcome, Watch, simulate
 from rekindle._src.bench.simulation.loads import Ask, chats, percentile
 from rekindle._src.bench.simulation.measuring import measure
@@ -37,7 +38,7 @@ def small_chats(requests: int, rate: float, seed: int = 1) -> list[Ask]:
 
 async def replay(target: Any, asks: Sequence[Ask]) -> tuple[Watch, float]:
     """Send requests when they are due, and note when tokens came."""
-    watch, vocabulary, begun = Watch(), target.tokenizer.vocab_size, time.perf_counter()
+    watch, vocabulary, begun = Watch(), target._engine.vocab_size, time.perf_counter()
 
     async def one(number: int, ask: Ask) -> None:
         await anyio.sleep(max(0.0, begun + ask.at - asks[0].at - time.perf_counter()))
@@ -87,7 +88,8 @@ async def warm(target: Any) -> None:
 
 async def prediction(arguments: argparse.Namespace) -> None:
     asks = small_chats(arguments.requests, arguments.rate)
-    async with rekindle.open("tiny", **OPTIONS) as session:
+    model: Any = arguments.model if arguments.model == "tiny" else random_shape(arguments.model)
+    async with rekindle.open(model, **OPTIONS) as session:
         await warm(session)
         cost = await anyio.to_thread.run_sync(measure, session)
         print(cost)
@@ -214,6 +216,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rate", type=float, default=10.0, help="requests a second")
     parser.add_argument("--pages", type=int, default=160, help="routers: KV pages of a replica")
+    parser.add_argument("--model", default="tiny", help="prediction: tiny, or a shape with random weights such as 135m")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     anyio.run({"overhead": overhead, "prediction": prediction, "routers": routers}[arguments.what], arguments)

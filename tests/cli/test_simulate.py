@@ -11,7 +11,7 @@ import pytest
 
 from rekindle import ConfigError
 from rekindle._src.bench.simulation.fleet import simulate
-from rekindle._src.bench.simulation.loads import LOADS, chats, recorded
+from rekindle._src.bench.simulation.loads import LOADS, Ask, chats, recorded
 from rekindle._src.bench.simulation.step_cost import StepCost, StepWork
 from rekindle._src.cli.main import main
 from rekindle._src.core.config import EngineConfig
@@ -45,9 +45,14 @@ def test_affinity_finds_more_in_the_cache() -> None:
 
 
 def test_shortest_first_serves_chats_amid_a_flood() -> None:
-    asks = LOADS["floods"](random.Random(3), 120, 7.0)
-    by_policy = [simulate(asks, dataclasses.replace(CONFIG, policy=name), COST) for name in ("fcfs", "sjf")]
-    assert by_policy[1].first_token[0] < by_policy[0].first_token[0]
+    long = [Ask(0.0, ((number, 3000),), 8, b"", b"") for number in range(6)]
+    short = [Ask(0.01 * number, ((100 + number, 40),), 8, b"", b"") for number in range(20)]
+    config = dataclasses.replace(CONFIG, max_requests=32)
+    by_policy = [
+        simulate(sorted([*long, *short]), dataclasses.replace(config, policy=name), COST) for name in ("fcfs", "sjf")
+    ]
+    assert by_policy[1].first_token[0] < by_policy[0].first_token[0] / 3
+    assert len(LOADS["floods"](random.Random(3), 120, 7.0)) == 120
 
 
 def test_what_finds_no_place_is_refused() -> None:

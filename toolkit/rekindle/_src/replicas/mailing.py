@@ -27,6 +27,7 @@ class Box:
         self._pending: dict[str, News] = {}
         self._lock = threading.Lock()
         self._wakeups: list[Wakeup] = []
+        self._urgent = False  # a first token or an end does not wait for company
         self._sent_at = 0.0
 
     def put(self, news: News) -> None:
@@ -38,6 +39,7 @@ class Box:
                 waited = news.waited if before.waited is None else before.waited
                 news = News(before.event.then(news.event), waited)
             self._pending[request_id] = news
+            self._urgent = self._urgent or news.waited is not None or news.event.finish_reason is not None
         wake(self._wakeups)
 
     async def collect(self, patience: float) -> tuple[News, ...]:
@@ -45,9 +47,10 @@ class Box:
         self.called = time.monotonic()
         with anyio.move_on_after(patience):
             await until(lambda: bool(self._pending), self._wakeups)
-            await anyio.sleep(max(0.0, self._sent_at + TOGETHER - time.monotonic()))
+            with anyio.move_on_after(max(0.0, self._sent_at + TOGETHER - time.monotonic())):
+                await until(lambda: self._urgent, self._wakeups)
         with self._lock:
-            found, self._pending = tuple(self._pending.values()), {}
+            found, self._pending, self._urgent = tuple(self._pending.values()), {}, False
         self.called = self._sent_at = time.monotonic()
         return found
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,9 @@ def _start_here() -> None:
     before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
     constants.ENABLE_RAY_CLUSTER = False  # it was read from the environment when Ray was imported
     try:
-        with _environment(_LOCAL):
+        # JAX warns of every process that is started by a fork; Ray's begin with another program at once.
+        with _environment(_LOCAL), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
             ray.init(
                 address="local",
                 include_dashboard=False,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
+
+import anyio
 
 from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes
 from rekindle._src.session.opening import open_sync
@@ -27,10 +30,22 @@ def measure(session: Session, *, seed: int = 0) -> StepCost:
             session._host.observe(times)
         for rows in (1, 2, 4, 8, session.config.max_requests):
             prompts = [_prompt(draw, session, longest) for _ in range(rows)]
-            session.generate_sync(prompts, max_tokens=24, ignore_eos=True)
+            anyio.run(_stream, session, prompts)
         session.cache.clear().result_sync()
     session._host.unobserve(times)
     return StepCost.fitted([(work, seconds) for work, seconds in times.steps if seconds > 0])
+
+
+async def _stream(session: Session, prompts: Sequence[Sequence[int]]) -> None:
+    """Read every delta as it comes, as those do who are served: their work takes its share of the processor."""
+
+    async def read(prompt: Sequence[int]) -> None:
+        async for _ in session.stream(prompt, max_tokens=24, ignore_eos=True):
+            pass
+
+    async with anyio.create_task_group() as group:
+        for prompt in prompts:
+            group.start_soon(read, prompt)
 
 
 def _prompt(draw: random.Random, session: Session, longest: int) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,10 +69,20 @@ def _nonnegative(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 class StepTimes:
-    """An observer of a session: what its steps computed, and the seconds from each step to the next."""
+    """An observer of a session: what its steps computed, and the seconds from the step before to each.
 
-    def __init__(self) -> None:
+    What the host does between two steps is part of that. A step that had to wait for requests counts with the time that
+    it took itself.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.steps: list[tuple[StepWork, float]] = []
+        self._clock = clock
+        self._last: tuple[float, frozenset[str]] = (0.0, frozenset())
 
     def __call__(self, result: StepResult) -> None:
-        self.steps.append((StepWork.of(result.plan), result.device_seconds))
+        now, requests = self._clock(), frozenset(row.request.id for row in result.plan.rows)
+        at, before = self._last
+        went_on = not before.isdisjoint(requests)
+        self.steps.append((StepWork.of(result.plan), now - at if went_on else result.device_seconds))
+        self._last = now, requests
