@@ -80,14 +80,14 @@ def test_both_sides_greet_and_talk() -> None:
     (process, leader), follower, near, far = met()
     with near, far:
         assert process == 1
-        leader.send(Kind.STEP, b"x" * 200_000)
+        leader.send(Kind.STEP, b"x" * 100_000)
         leader.ping()
         leader.send(Kind.RENEW)
-        assert follower.receive() == (Kind.STEP, b"x" * 200_000)
+        assert follower.receive() == (Kind.STEP, b"x" * 100_000)
         assert follower.receive() == (Kind.RENEW, b""), "pings are no news"
         follower.send(Kind.DONE, b"yes")
         assert leader.receive() == (Kind.DONE, b"yes")
-        assert leader.bytes_sent == 200_000 + 3 * 64
+        assert leader.bytes_sent == 100_000 + 3 * 64
 
 
 @pytest.mark.parametrize(

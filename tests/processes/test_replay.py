@@ -99,6 +99,7 @@ def both(programs: Programs) -> Iterator[Both]:
         runner.close()
     team.close()
     thread.join(10)
+    channel.close()
     assert not thread.is_alive()
 
 

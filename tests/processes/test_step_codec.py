@@ -7,12 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from helpers.scheduling import Loop
-from rekindle._src.core.records import Request, Row, StepPlan
+from rekindle._src.core.records import Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.kvcache import PagePool
 from rekindle._src.processes.step_codec import StepCodec
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.packing import Constants, Layout, Upload, sections
+from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle.errors import ProcessLost
 
 
@@ -46,29 +47,25 @@ class Pair:
 
 
 def test_steady_decoding_of_256_rows_of_8192_tokens_takes_less_than_a_kilobyte() -> None:
-    rows, context, page_size = 256, 8192, 32
-    loop = Loop(
-        pages=rows * context // page_size, page_size=page_size, max_requests=rows, max_tokens_per_step=1 << 17,
-        max_prefill_rows=rows, max_model_len=context, prefix_cache=False,
-    )  # fmt: skip
+    """The plans are the scheduler's own."""
+    rows, context, page_size, tokens, prefills = 256, 8192, 32, 1 << 16, 64
+    scheduler = Scheduler(
+        Limits(rows, tokens, context, page_size, prefills), PagePool(rows * context // page_size + 1), cache=None
+    )
     rng = np.random.default_rng(0)
     for index in range(rows):
-        tokens = rng.integers(0, 90, context - 101 - index % page_size, dtype=np.int32)
-        loop.submit(Request(f"r{index}", tokens, Sampling(max_tokens=100, temperature=0.7, seed=index)))
-    pair = Pair(rows, context // page_size, page_size)
-    sizes = []
-    while loop.step():
-        while loop.runner.plans:
-            plan = loop.runner.plans.pop(0)
-            tokens = 0 if not plan.prefill else 1 << 17
-            size = pair.send(plan, Bucket(rows, tokens))
-            if len(plan.decode) == rows and not plan.prefill:
-                sizes.append(size)
-        if len(sizes) > 70:
-            break
-    assert len(sizes) > 64
-    pages = sum(sizes) - len(sizes) * min(sizes)
-    assert pages > 0, "pages were added"
+        prompt = rng.integers(0, 50_000, context - 101 - index % page_size, dtype=np.int32)
+        scheduler.submit(Request(f"r{index}", prompt, Sampling(max_tokens=100, temperature=0.7, seed=index)))
+    pair, sizes = Pair(rows, context // page_size, page_size), list[int]()
+    while len(sizes) < 64:
+        plan = scheduler.plan()
+        assert plan is not None
+        size = pair.send(plan, Bucket(rows, tokens if plan.prefill else 0))
+        if len(plan.decode) == rows:
+            sizes.append(size)
+        told = [RowResult(row.request.id, row.epoch, 5 if row.samples else None) for row in plan.rows]
+        scheduler.commit(StepResult(plan, tuple(told)))
+    assert min(sizes) < max(sizes), "pages were added"
     assert max(sizes) < 1024, f"{max(sizes)} bytes; 4,096 are allowed"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -153,7 +154,8 @@ def test_other_tokens_of_a_follower_end_the_session(others: Others) -> None:
     others.team.result(rows)
     others.channels[1].send(Kind.DONE, DONE.pack(1, checksum(rows, chosen)))
     others.channels[2].send(Kind.DONE, DONE.pack(1, checksum(rows + 1, chosen)))
-    others.team.result(rows)
+    with contextlib.suppress(ProcessLost):  # it may know already
+        others.team.result(rows)
     assert "process 2 chose other tokens than the leader in step 1" in str(others.until_lost())
 
 

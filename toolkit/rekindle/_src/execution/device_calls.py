@@ -7,6 +7,7 @@ weights, pages and state of their own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,9 @@ from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import GATHER, MOVED_PAGES, SCATTER, Key, Programs
 from rekindle._src.programs.step import StepOutput
+
+LOOK_SHARE = 0.03  # of a step's time, by which its end is noticed later where processes are looked at meanwhile
+SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 2e-3  # seconds
 
 
 class Recorder(Protocol):
@@ -49,6 +53,9 @@ class Recorder(Protocol):
 
     def failed(self, error: BaseException) -> None:
         """A call that it was told of, or reading its result, raised here."""
+
+    def check(self) -> None:
+        """Raises if a process is gone, so that no result will come."""
 
 
 class Buffers(Protocol):
@@ -171,8 +178,9 @@ class DeviceCalls:
             raise
 
     def rows(self, output: StepOutput) -> np.ndarray:
-        """The rows of a step: the one place that waits for the device. Steps are read in the order of their calls."""
+        """The rows of a step: the place that waits for the device. Steps are read in the order of their calls."""
         try:
+            self.arrive(output.rows)
             rows = np.asarray(output.rows)
         except BaseException as error:
             self._failed(error)
@@ -180,6 +188,26 @@ class DeviceCalls:
         if self._recorder is not None:
             self._recorder.result(rows)
         return rows
+
+    def wait(self, arrays: Any) -> None:
+        """Wait for arrays."""
+        if self._recorder is None:
+            jax.block_until_ready(arrays)
+        self.arrive(arrays)
+
+    def arrive(self, arrays: Any) -> None:
+        """Before arrays are read: with other processes it looks again and again whether they are there.
+
+        Reading waits for them as well, but without an end if a process is gone.
+        """
+        if self._recorder is None:
+            return
+        start = time.perf_counter()
+        for leaf in jax.tree.leaves(arrays):
+            while not leaf.is_ready():
+                self._recorder.check()
+                waited = time.perf_counter() - start
+                time.sleep(min(max(waited * LOOK_SHARE, SHORTEST_LOOK), LONGEST_LOOK))
 
     def replace_weights(self, leaves: Sequence[Any]) -> None:
         """Use other weights from the next step on."""
@@ -199,9 +227,11 @@ class DeviceCalls:
 
     def free(self) -> None:
         """Give pages and state back, once no step reads them; the weights are the caller's."""
-        jax.block_until_ready(jax.tree.leaves(self.state))
-        self._delete()
-        self.leaves = ()
+        try:
+            self.wait(self.state)
+        finally:
+            self._delete()
+            self.leaves = ()
 
     def _new(self) -> tuple[paged.KV, Any]:
         if self._recorder is not None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from rekindle._src.core.records import LostPage, PageMove
@@ -55,6 +54,7 @@ class PageTransfers:
         """Hand what was read out to the host tier; waits for the copies."""
         for part, payload in leaving:
             assert self._host_tier is not None, "a page was offloaded without a host tier"
+            self._calls.arrive(payload)
             arrays = self._parts.to_host(payload)
             for index, move in enumerate(part):
                 self._host_tier.put(move.digest, tuple(array[index : index + 1] for array in arrays))
@@ -74,14 +74,14 @@ class PageTransfers:
         measured = self._restores % MEASURE_EVERY == 1
         self._restores += 1
         if measured:
-            jax.block_until_ready(self._calls.kv)
+            self._calls.wait(self._calls.kv)
         start = time.perf_counter()
         for at in range(0, len(found), MOVED_PAGES):
             part = found[at : at + MOVED_PAGES]
             pages = [self._parts.to_device(payload) for _, payload in part]
             self._calls.scatter(_ids([move for move, _ in part]), pages)
         if measured and found:
-            jax.block_until_ready(self._calls.kv)
+            self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"
             self._host_tier.copied(len(found), time.perf_counter() - start)
         return tuple(lost)

@@ -215,6 +215,7 @@ class Runner:
         moves = tuple(PageMove(page, b"") for page in pages)
         payloads: list[paged.Payload] = []
         for part, payload in self._transfers.read_out(moves):
+            self._calls.arrive(payload)
             arrays = self.programs.parts.to_host(payload)
             payloads += [tuple(array[at : at + 1].copy() for array in arrays) for at in range(len(part))]
         return payloads
@@ -233,7 +234,7 @@ class Runner:
         memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):
-                jax.block_until_ready(memory)
+                self._calls.wait(memory)
                 return False
         except Exception as error:
             log.warning("the KV pages were lost with a failed step (%r); running requests are computed again", error)

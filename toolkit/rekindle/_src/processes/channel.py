@@ -54,7 +54,8 @@ class Channel:
         self._sending = threading.Lock()
         self.bytes_sent = 0
         connection.settimeout(silence)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # not TCP
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, kind: Kind, content: bytes = b"") -> None:
         """Send a message; waits while the other side does not read. Raises ProcessLost if the connection is gone."""

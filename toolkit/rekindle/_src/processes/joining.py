@@ -21,15 +21,14 @@ from rekindle._src.processes.channel import Channel
 from rekindle._src.processes.facts import as_json, from_json
 from rekindle._src.processes.greeting import Place
 from rekindle._src.processes.kinds import Kind
-from rekindle._src.processes.team import Team
+from rekindle._src.processes.team import PING_SECONDS, Team
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused, RekindleError
 
 log = logging.getLogger("rekindle.processes")
 JOIN_SECONDS = 300.0  # how long a leader waits for its followers
-FOLLOWER_SILENCE = (
-    15.0  # seconds without a message after which a follower counts as gone; it says something each second
-)
-LEADER_SILENCE = 60.0  # longer: whoever works in the leader's process may hold Python's lock for a while
+# Seconds without a message, of which there is one each second, after which the other side counts as gone. A leader gets
+# longer: whoever works in its process may hold Python's lock for a while.
+FOLLOWER_SILENCE, LEADER_SILENCE = 15.0, 60.0
 GREETINGS = 8  # at once
 _LOOK_SECONDS = 0.2
 
@@ -87,15 +86,16 @@ class _Gathering:
     ) -> None:
         self._key, self._place, self._waiting, self._given_up = key, Place(0, processes), waiting, given_up
         self._channels: dict[int, Channel] = {}
+        self._pinged = 0.0
         self._lock = threading.Lock()
         self._greeting = threading.BoundedSemaphore(GREETINGS)
 
     def run(self, server: socket.socket) -> dict[int, Channel]:
         deadline = time.monotonic() + JOIN_SECONDS
         server.settimeout(_LOOK_SECONDS)
-        missing = set(range(1, self._place.processes))
+        everyone, there = set(range(1, self._place.processes)), set[int]()
         self._waiting(0)
-        while missing:
+        while missing := everyone - there:
             if self._given_up() or time.monotonic() > deadline:
                 for channel in self._channels.values():
                     channel.close()
@@ -113,12 +113,23 @@ class _Gathering:
                     threading.Thread(
                         target=self._greet, args=(connection,), name="rekindle greeting", daemon=True
                     ).start()
-            with self._lock:
-                there = set(self._channels)
-            if missing & there:
-                missing -= there
+            seen = self._still_there()
+            if seen != there:
+                there = seen
                 self._waiting(len(there))
         return self._channels
+
+    def _still_there(self) -> set[int]:
+        """Who has come; tells them now and then that this process is there, and forgets those that have left."""
+        with self._lock:
+            if time.monotonic() - self._pinged > PING_SECONDS:
+                self._pinged = time.monotonic()
+                for process, channel in tuple(self._channels.items()):
+                    try:
+                        channel.ping()
+                    except ProcessLost:
+                        self._channels.pop(process).close()
+            return set(self._channels)
 
     def _greet(self, connection: socket.socket) -> None:
         try:
@@ -138,22 +149,22 @@ class _Gathering:
             self._greeting.release()
 
 
-def join(coordinator: str, place: Place, *, wait: float) -> tuple[Channel, dict[str, Any]]:
-    """Connect to the leader, which may come later, and join JAX's service; returns what it says of the session.
-
-    Raises ProcessLost if there is no leader within `wait` seconds, and ProcessRefused if it does not want this process.
-    """
-    key = greeting.secret()
-    channel = _connected(coordinator, key, place, wait)
+def enter(channel: Channel, place: Place) -> dict[str, Any]:
+    """Join JAX's service with the others, once all have come; returns what the leader says of the session."""
     kind, content = channel.receive()
     if kind is not Kind.WELCOME:
         raise ProcessLost(f"the leader began with a {kind.name} message")
     session = from_json(content)
     initialize(str(session.get("service")), place)
-    return channel, session
+    return session
 
 
-def _connected(coordinator: str, key: bytes, place: Place, wait: float) -> Channel:
+def connect(coordinator: str, place: Place, *, wait: float) -> Channel:
+    """Connect to the leader, which may come later.
+
+    Raises ProcessLost if there is none within `wait` seconds, and ProcessRefused if it does not want this process.
+    """
+    key = greeting.secret()
     host, port = address(coordinator)
     deadline = time.monotonic() + wait
     while True:

@@ -167,10 +167,10 @@ class Team:
             raise problem
 
     def result(self, rows: np.ndarray) -> None:
-        self._check()
+        self.check()
         self._compare(0, self._steps, checksum(rows, self._expected.popleft()))
         self._steps += 1
-        self._check()
+        self.check()
 
     def failed(self, error: BaseException) -> None:
         """A call failed here. Followers have made it or will, so nothing fits together any more."""
@@ -180,6 +180,10 @@ class Team:
             lost = ProcessLost(f"a step failed in the leader, and the session can't go on: {error}. Open another one")
             lost.__cause__ = error if isinstance(error, Exception) else None
             self._lose(lost)
+
+    def check(self) -> None:
+        if self.lost is not None:
+            raise self.lost
 
     @property
     def bytes_sent(self) -> int:
@@ -253,16 +257,12 @@ class Team:
         assert self._codec is not None, "followers are not ready"
         return self._codec
 
-    def _check(self) -> None:
-        if self.lost is not None:
-            raise self.lost
-
     def _tell(self, kind: Kind, content: bytes = b"") -> None:
         for follower in self.followers:
             self._send(follower, kind, content)
 
     def _send(self, follower: Follower, kind: Kind, content: bytes) -> None:
-        self._check()
+        self.check()
         try:
             follower.channel.send(kind, content)
         except ProcessLost as error:
@@ -280,7 +280,7 @@ class Team:
         with self._changed:
             self._changed.wait_for(lambda: self.lost is not None or follower.answers[kind])
             if not follower.answers[kind]:
-                self._check()
+                self.check()
             return follower.answers[kind].popleft()
 
     def _lose(self, error: RekindleError, farewell: bytes = b"") -> None:

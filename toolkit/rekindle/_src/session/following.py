@@ -39,10 +39,11 @@ def follow(
     `model` is where this machine has the checkpoint, if that is elsewhere than on the leader's. `say` is called with
     what happens, and `lost`, in another thread, when the leader is gone, while a call may still wait for it.
     """
-    channel, session = joining.join(coordinator, place, wait=wait)
+    channel = joining.connect(coordinator, place, wait=wait)
     ended = threading.Event()
     threading.Thread(target=_ping, args=(channel, ended), name="rekindle ping", daemon=True).start()
     try:
+        session = joining.enter(channel, place)
         say(f"process {place.process} of {place.processes} follows {coordinator}")
         parts = _made(channel, session, coordinator, model, cache_dir)
         parts.warming.opened()
