@@ -107,21 +107,26 @@ async def compare(session: Any, ports: dict[str, int], reader: Any, count: int, 
         for name in names if turn % 2 else names[::-1]:
             prompts = [[100 + turn % 50, 3 + index, *range(20, 50)] for index in range(count)]
             await session.cache.clear(tier="memory")
+            cpu = time.process_time()
             if name == "process":
                 times = await in_process(session, prompts, tokens)
             else:
                 asked = {"port": ports[name], "prompts": prompts, "tokens": tokens}
                 times = await asyncio.to_thread(over_http, reader, asked)
+            cpu = time.process_time() - cpu
             if turn >= 0:  # the first one compiles
-                found[name].append(figures(times, tokens))
+                found[name].append({**figures(times, tokens), "cpu": cpu / (count * tokens) * 1e3})
     ratios = [http["rate"] / own["rate"] for own, http in zip(found["process"], found["http"], strict=True)]
     spread = f"rounds {min(ratios):.3f}–{max(ratios):.3f}"
     print(f"{count} streams: over http {statistics.median(ratios):.3f} of the tokens/s, {spread}")
+    costs = [http["cpu"] - own["cpu"] for own, http in zip(found["process"], found["http"], strict=True)]
+    print(f"  of this process's CPU a token over http takes {statistics.median(costs) * 1e3:+.0f} µs more")
     for name in names:
         middle = {key: statistics.median(one[key] for one in found[name]) for key in found[name][0]}
         print(
             f"  {name:10}{middle['rate']:8.1f} tokens/s, first token p50 {middle['first50']:.1f} and p99 "
-            f"{middle['first99']:.1f} ms, then p50 {middle['between50']:.2f} and p99 {middle['between99']:.2f} ms",
+            f"{middle['first99']:.1f} ms, then p50 {middle['between50']:.2f} and p99 {middle['between99']:.2f} ms"
+            + (f", {middle['cpu']:.2f} ms of CPU a token" if name != "llama.cpp" else ""),
             flush=True,
         )
 
