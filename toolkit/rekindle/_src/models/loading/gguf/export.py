@@ -123,8 +123,11 @@ def _type_of(name: str, parts: list[_Member], kind: str, config: ModelConfig) ->
     if len(shape) < 2 or name.split(".")[-2] in _PLAIN:
         return F32
     if kind == "auto":
-        kept = entry.rows.kind if isinstance(entry.rows, GgufRows) else BY_NAME.get(entry.dtype)
-        return kept or BY_NAME[{"float16": "F16", "float32": "F32"}.get(config.dtype or "", "BF16")]
+        if isinstance(entry.rows, GgufRows):
+            return entry.rows.kind
+        if entry.rows is None:
+            return BY_NAME[entry.dtype] if entry.dtype in WRITTEN else F32
+        return BY_NAME[{"float16": "F16", "float32": "F32"}.get(config.dtype or "", "BF16")]
     if name in _OUTER and kind == "q4_0":
         kind = "q8_0"
     wanted = BY_NAME[kind.upper()]
