@@ -182,12 +182,14 @@ def _start_patiently() -> None:
     """Try again where Ray could not be started: on a busy machine its own processes wait too shortly for each other."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return _start_here()
+            _start_here()
+            return
         except Exception as error:
             ray.shutdown()
             if attempt == ATTEMPTS:
+                told = str(error).strip()[:300]
                 raise RekindleError(
-                    f"Ray could not be started here, in {ATTEMPTS} attempts: {str(error).strip()[:300]} Its logs are in "
+                    f"Ray could not be started here, in {ATTEMPTS} attempts: {told} Its logs are in "
                     "/tmp/ray/session_latest/logs. Or start it yourself (ray start --head) and open the fleet again"
                 ) from error
 
