@@ -140,6 +140,7 @@ def local_fleet(
 
     fleet = run_sync(FleetOpening(parts, "fake", router, hang)._result())
     try:
+        eventually(lambda: fleet.stats().ready == replicas)
         yield fleet, connections
     finally:
         fleet.close()

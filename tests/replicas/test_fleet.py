@@ -63,7 +63,7 @@ async def test_it_answers_as_a_session_does() -> None:
 
 
 @pytest.mark.parametrize("options", VARIANTS)
-@pytest.mark.parametrize("after", [0, 1, 7, 30])
+@pytest.mark.parametrize("after", [0, 7])
 async def test_a_request_goes_on_where_its_replica_died(options: dict[str, Any], after: int) -> None:
     given = {"max_tokens": 60, **options}
     with local_fleet(slow_session) as (fleet, replicas):

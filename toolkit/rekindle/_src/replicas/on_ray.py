@@ -20,7 +20,7 @@ from rekindle._src.replicas.fleet import Parts
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.wire import Described, Mail, ReplicaGone
 from rekindle._src.session.opening import open_sync
-from rekindle.errors import MissingExtra
+from rekindle.errors import MissingExtra, RekindleError
 
 try:
     import ray
@@ -38,6 +38,7 @@ _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 _AT_ONCE = 1000  # calls of an actor
+ATTEMPTS = 3  # to start Ray
 LEASE = 60.0  # seconds that a shared replica waits for another fleet
 
 _PRINT: Any = getattr(ray._private.worker, "print_to_stdstream", None)
@@ -110,7 +111,7 @@ class RayConnection:
         except ray.exceptions.RayTaskError as error:
             raise cause_of(error) from None
         except ray.exceptions.RayError as error:
-            raise ReplicaGone(f"is gone: {str(error).strip().splitlines()[0]}") from error
+            raise ReplicaGone(f"is gone ({type(error).__name__})") from error
 
     def kill(self) -> None:
         """End its process: by a signal where that is possible, since a process that hangs takes no calls of Ray."""
@@ -171,10 +172,26 @@ def start() -> Callable[[], None]:
                 try:
                     ray.init(address="auto", log_to_driver=False, configure_logging=False)
                 except ConnectionError:
-                    _start_here()
+                    _start_patiently()
             _started = True
         _users += 1
     return _leave
+
+
+def _start_patiently() -> None:
+    """Try again where Ray could not be started: on a busy machine its own processes wait too shortly for each other."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _start_here()
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == ATTEMPTS:
+                told = str(error).strip()[:300]
+                raise RekindleError(
+                    f"Ray could not be started here, in {ATTEMPTS} attempts: {told} Its logs are in "
+                    "/tmp/ray/session_latest/logs. Or start it yourself (ray start --head) and open the fleet again"
+                ) from error
 
 
 def _start_here() -> None:
