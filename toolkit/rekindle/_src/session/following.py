@@ -68,12 +68,13 @@ def _made(
     def agree(mine: Facts) -> int:
         channel.send(Kind.FACTS, encoded(mine))
         kind, content = channel.receive()
-        told = from_json(content)
         if kind is Kind.FAILED:
-            raise ProcessLost(f"the leader ends the session: {told.get('error')}")
-        pages = told.get("device_pages")
-        if kind is not Kind.AGREED or not isinstance(pages, int):
-            raise ProcessLost(f"the leader sent a {kind.name} message in place of what was agreed")
+            raise ProcessLost(f"the leader ends the session: {from_json(content).get('error')}")
+        if kind is not Kind.AGREED:
+            raise ProcessLost(f"the leader sent a {kind.name} message before the session was open")
+        pages = from_json(content).get("device_pages")
+        if not isinstance(pages, int):
+            raise ProcessLost("the leader does not say how many pages there are")
         return pages
 
     options = session.get("options")
