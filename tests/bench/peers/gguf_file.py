@@ -1,4 +1,4 @@
-"""A Llama or Qwen 3 checkpoint as a GGUF file, the way llama.cpp's own converter lays it out."""
+"""A Llama or Qwen 3 checkpoint as a GGUF file, the way llama.cpp's own converter lays it out, without a vocabulary."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
 
 
-def write(folder: str, file: Path, *, eight_bit: bool, vocabulary: bool = False) -> None:
-    """Write it without a vocabulary, or with the tokens of tokenizer.json, which a server needs for its answers."""
+def write(folder: str, file: Path, *, eight_bit: bool) -> None:
     config = hf_config(folder)
     kind = ARCHITECTURES[config["model_type"]]
     matrices = gguf.GGMLQuantizationType.Q8_0 if eight_bit else gguf.GGMLQuantizationType.BF16
@@ -35,10 +34,7 @@ def write(folder: str, file: Path, *, eight_bit: bool, vocabulary: bool = False)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if eight_bit else gguf.LlamaFileType.MOSTLY_BF16)
-    if vocabulary:
-        _add_vocabulary(writer, Path(folder) / "tokenizer.json")
-    else:
-        writer.add_tokenizer_model("none")
+    writer.add_tokenizer_model("none")
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     for name, tensor in tensors(folder):
         if config["model_type"] == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -50,19 +46,6 @@ def write(folder: str, file: Path, *, eight_bit: bool, vocabulary: bool = False)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _add_vocabulary(writer: gguf.GGUFWriter, file: Path) -> None:
-    described = json.loads(file.read_text())
-    special = {one["id"] for one in described["added_tokens"]}
-    tokens = sorted(described["model"]["vocab"].items(), key=lambda pair: pair[1])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([name for name, _ in tokens])
-    writer.add_token_types([gguf.TokenType.CONTROL if id in special else gguf.TokenType.NORMAL for _, id in tokens])
-    writer.add_token_merges(["a b"])  # there have to be some, and the prompts are token ids
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
 
 
 def interleaved(tensor: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
