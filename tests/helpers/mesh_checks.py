@@ -132,15 +132,19 @@ def quantised(folder: Path) -> None:
 
 @check
 def four_bits(folder: Path) -> None:
-    """Parts of 4-bit matrices are whole groups, so that rows are rounded as on one device."""
+    """Parts of 4-bit matrices mean the same on a mesh. Native products round rows too: a number between two steps goes
+    to the other one after a sum in another order, and everything behind it is rounded anew."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "moe_intermediate_size": 64}
     path = checkpoints.write(folder / "wide", mesh_models.raw("llama") | sizes)
     moe = checkpoints.write(folder / "wide-experts", mesh_models.raw("qwen3-moe") | sizes)
     for model, mesh in ((path, 2), (moe, EXPERTS)):
         options = {"quantize": "mlp=int4-32,attention=int4-32"}
-        found = difference(generated(model, None, **options), generated(model, mesh, **options))
-        print(f"{mesh}: {found:.1e}", flush=True)
-        assert found < 1e-3
+        plain = {**options, "kernels": "xla"}
+        found = difference(generated(model, None, **plain), generated(model, mesh, **plain))
+        whole, parts = (generated(model, where, **options)[0].logprobs or () for where in (None, mesh))
+        rounded = abs(whole[0].logprob - parts[0].logprob)
+        print(f"{mesh}: {found:.1e} of their values, {rounded:.1e} with rounded activations", flush=True)
+        assert found < 1e-4 and rounded < 0.3
 
 
 @check
