@@ -16,7 +16,7 @@ from rekindle._src.bench.simulation.step_cost import StepCost, StepWork
 from rekindle._src.cli.main import main
 from rekindle._src.core.config import EngineConfig
 
-COST = StepCost(step=8e-3, row=30e-6, prefill=40e-6, context=5e-8)
+COST = StepCost(step=8e-3, row=30e-6, prefill=40e-6, context=5e-8, chunk=1e-3)
 CONFIG = EngineConfig(
     max_requests=16, max_tokens_per_step=512, max_model_len=8192, page_size=16, device_pages=2000, policy="fcfs"
 )
@@ -27,7 +27,7 @@ def test_one_request_takes_what_its_steps_cost() -> None:
     outcome = simulate([ask], CONFIG, COST)
     assert outcome.requests == 1 and outcome.refused == 0 and outcome.hit_rate == 0.0
     steps = -(-ask.length // CONFIG.max_tokens_per_step)
-    least = steps * COST.step + ask.length * COST.prefill
+    least = steps * (COST.step + COST.chunk) + ask.length * COST.prefill
     assert outcome.first_token[0] == pytest.approx(least, rel=0.05)
     assert outcome.between[0] == pytest.approx(COST.step + COST.row + COST.context * ask.length, rel=0.05)
 
@@ -63,7 +63,10 @@ def test_what_finds_no_place_is_refused() -> None:
 
 def test_a_cost_is_found_again() -> None:
     draw = random.Random(0)
-    works = [StepWork(draw.randint(0, 16), draw.choice([0, 0, 64, 300]), draw.randint(0, 4000)) for _ in range(200)]
+    sizes = [draw.choice([0, 0, 64, 300]) for _ in range(200)]
+    works = [
+        StepWork(draw.randint(0, 16), size, draw.randint(0, 4000), draw.randint(1, 4) if size else 0) for size in sizes
+    ]
     found = StepCost.fitted([(work, COST.seconds(work)) for work in works])
     for name, value in dataclasses.asdict(COST).items():
         assert getattr(found, name) == pytest.approx(value, rel=0.02), name

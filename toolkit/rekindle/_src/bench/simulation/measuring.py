@@ -28,24 +28,30 @@ def measure(session: Session, *, seed: int = 0) -> StepCost:
     for observed in (False, True):
         if observed:
             session._host.observe(times)
+        short = [_prompt(draw, session, 160) for _ in range(24)]
+        anyio.run(_stream, session, short, [draw.uniform(0.0, 2.0) for _ in short])
         for rows in (1, 2, 4, 8, session.config.max_requests):
             prompts = [_prompt(draw, session, longest) for _ in range(rows)]
-            anyio.run(_stream, session, prompts)
+            anyio.run(_stream, session, prompts, [0.0] * rows)
         session.cache.clear().result_sync()
     session._host.unobserve(times)
     return StepCost.fitted([(work, seconds) for work, seconds in times.steps if seconds > 0])
 
 
-async def _stream(session: Session, prompts: Sequence[Sequence[int]]) -> None:
-    """Read every delta as it comes, as those do who are served: their work takes its share of the processor."""
+async def _stream(session: Session, prompts: Sequence[Sequence[int]], after: Sequence[float]) -> None:
+    """Read every delta as it comes, as those do who are served: their work takes its share of the processor.
 
-    async def read(prompt: Sequence[int]) -> None:
+    Prompts that come `after` others were begun are computed beside these.
+    """
+
+    async def read(prompt: Sequence[int], seconds: float) -> None:
+        await anyio.sleep(seconds)
         async for _ in session.stream(prompt, max_tokens=24, ignore_eos=True):
             pass
 
     async with anyio.create_task_group() as group:
-        for prompt in prompts:
-            group.start_soon(read, prompt)
+        for prompt, seconds in zip(prompts, after, strict=True):
+            group.start_soon(read, prompt, seconds)
 
 
 def _prompt(draw: random.Random, session: Session, longest: int) -> list[int]:

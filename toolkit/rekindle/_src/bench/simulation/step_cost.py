@@ -20,10 +20,11 @@ class StepWork(NamedTuple):
     rows: int  # that decode
     prefill: int  # tokens of prompts
     context: int  # positions that the rows look back at
+    chunks: int = 0  # prompts that these tokens belong to
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
-        return cls(len(plan.decode), plan.prefill_tokens, sum(row.start for row in plan.rows))
+        return cls(len(plan.decode), plan.prefill_tokens, sum(row.start for row in plan.rows), len(plan.prefill))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,9 +35,11 @@ class StepCost:
     row: float
     prefill: float  # of a prompt's token
     context: float  # of a position that is looked back at
+    chunk: float = 0.0  # of each prompt in the step, however short its part
 
     def seconds(self, work: StepWork) -> float:
-        return self.step + self.row * work.rows + self.prefill * work.prefill + self.context * work.context
+        of_prompts = self.prefill * work.prefill + self.chunk * work.chunks
+        return self.step + self.row * work.rows + of_prompts + self.context * work.context
 
     @classmethod
     def fitted(cls, steps: Sequence[tuple[StepWork, float]]) -> StepCost:
@@ -46,7 +49,7 @@ class StepCost:
         wanted = np.array([(1, *work) for work, _ in steps], np.float64)
         seconds = np.array([taken for _, taken in steps], np.float64)
         keep = np.ones(len(steps), bool)
-        found = np.zeros(4)
+        found = np.zeros(5)
         for _ in range(3):
             # Relative errors count: a step of decode rows is as important as a prefill of 512 tokens.
             scale = 1.0 / np.maximum(seconds[keep], 1e-6)
