@@ -38,6 +38,8 @@ DRAWING: dict[str, dict[str, Any]] = {  # options that narrow a draw at temperat
 ELSEWHERE = {  # each has a test of its own, below or where it says
     "max_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "include_stop", "ignore_eos", "logprobs",
     "prompt_logprobs", "priority", "processors", "salt",
+    # tests/session/test_token_rules.py
+    "allowed_token_ids", "bad_words",
     # tests/session/test_structured.py
     "schema", "regex", "choice", "grammar", "json", "lenient", "whitespace_flexible",
 }  # fmt: skip

@@ -255,6 +255,7 @@ OTHER_VALUES: dict[str, Any] = {
     "cache_dir": "elsewhere", "restore": "name", "kernels": "reference", "prefix_cache": False, "quiet": True,
     "page_size": 128, "deterministic": True, "generation_config": "greedy",
     "structured": True,
+    "processes": 2, "coordinator": "127.0.0.1:7000",
 }  # fmt: skip
 
 
@@ -264,7 +265,10 @@ def test_every_option_changes_the_key_unless_it_is_known_not_to_matter(field: st
     value = OTHER_VALUES.get(field)
     if value is None:
         value = (getattr(config, field) or 1000) + 7
-    changed = dataclasses.replace(config, **{field: value})
+    together = (
+        {"mesh": 2, "processes": 2, "coordinator": "127.0.0.1:7000"} if field in ("processes", "coordinator") else {}
+    )
+    changed = dataclasses.replace(config, **{**together, field: value})
     same = program_key.digest(program_key.config_fields(config)) == program_key.digest(
         program_key.config_fields(changed)
     )

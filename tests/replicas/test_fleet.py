@@ -117,11 +117,11 @@ async def test_a_replica_that_hangs_is_replaced() -> None:
         with anyio.fail_after(20):
             done = await handle
         assert told(done) == alone("Once upon a time", max_tokens=200)
-        assert hanging.killed == 1
+        assert hanging.killed >= 1
         assert "has not answered" in next(one for one in fleet.stats().replicas if one.name == at).why
         assert fleet.explain(handle).moves == 1
         await anyio.to_thread.run_sync(lambda: eventually(lambda: fleet.stats().ready == 2))
-        assert hanging.lives == 2
+        assert hanging.lives == 1 + hanging.killed
 
 
 async def test_a_device_that_hangs_is_replaced() -> None:

@@ -22,7 +22,6 @@ import pytest
 import rekindle
 from helpers.sessions import eventually
 from rekindle import ConfigError, Fleet
-from rekindle._src.replicas.on_ray import cores_of
 
 pytest.importorskip("ray", reason="fleets need the extra `ray`")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
@@ -163,9 +162,11 @@ def test_what_can_not_be_opened_is_told_at_once() -> None:
 
 
 def test_cores_are_divided() -> None:
+    from rekindle._src.replicas import on_ray
+
     cores = sorted(os.sched_getaffinity(0))
     for replicas in (1, 2, 3):
-        parts = [cores_of(index, replicas) for index in range(replicas)]
+        parts = [on_ray.cores_of(index, replicas) for index in range(replicas)]
         assert all(parts)
         if replicas <= len(cores):
             assert sorted(core for part in parts for core in part) == cores

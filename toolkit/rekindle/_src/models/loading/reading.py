@@ -138,7 +138,7 @@ def _read(
     if arrays.scale is None:
         _copy(values, target)
     else:
-        arrays.quantize(values, _rows(piece))
+        arrays.quantize(values, index if whole else _rows(piece))
 
 
 def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays, meter: Meter) -> None:
