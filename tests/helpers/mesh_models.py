@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,12 @@ def case(name: str, kv_heads: int = 4) -> LoadedModel:
     """The model of `raw`."""
     options = raw(name, kv_heads)
     return checkpoints.model(options, checkpoints.tensors(options))
+
+
+def without_kernels(model: LoadedModel) -> LoadedModel:
+    """The same model with XLA's products and norms; the option `kernels` is of attention alone."""
+    precision = dataclasses.replace(model.graph.precision, implementation="xla")
+    return dataclasses.replace(model, graph=dataclasses.replace(model.graph, precision=precision))
 
 
 def generated(model: LoadedModel, mesh: Any, **options: Any) -> list[Completion]:

@@ -63,7 +63,7 @@ class EngineConfig(html.Record):
         prefix_cache (True): share the pages of equal beginnings of prompts.
         prompt_lookup (0): tokens that a request may draft from its own text, checked beside the next one; 0 is off.
         deterministic (False): the same prompt and seed give the same tokens, whatever runs beside them (CPU only).
-        kernels (None): a rekindle_kernels implementation; None picks the first that fits.
+        kernels (None): a rekindle_kernels implementation of attention; None picks the first that fits.
         seed (None): seeds the draw of per-request seeds and policy="random".
         log_every (0): steps between two log lines; 0 is quiet.
         step_timeout (60.0): seconds after which a step is reported as slow.
