@@ -94,7 +94,7 @@ class LocalReplica:
                 raise ReplicaGone("has died")
 
     def die(self) -> None:
-        """As by kill -9: what it has not told is lost."""
+        """Ends it without warning, like kill -9: what it has not told is lost."""
         session, self.replica, self.session = self.session, None, None
         self.hangs = False
         if session is not None:

@@ -93,7 +93,7 @@ def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Pat
 
 
 def test_a_mixed_file_keeps_what_can_be_kept(tmp_path: Path) -> None:
-    """As Q4_K_M: v and down in Q6_K in some layers, so that q, k and v together are floats there."""
+    """A mixture like Q4_K_M: v and down in Q6_K in some layers, so that q, k and v together are floats there."""
 
     def types(name: str) -> str:
         return "Q6_K" if name in ("blk.0.attn_v.weight", "blk.0.ffn_down.weight", "token_embd.weight") else "Q4_K"
