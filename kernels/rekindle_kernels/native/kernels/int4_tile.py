@@ -187,7 +187,7 @@ def _add_row(builder: Any, instruction: str, word: Any, columns: list[Any], sums
 
 
 def _with_vnni(builder: Any, word: Any, columns: list[Any], sums: list[Any]) -> list[Any]:
-    """Multiplies by assembly, for the reason that `gemm_tile` gives; a single product takes the word from memory by itself."""
+    """Multiplies by assembly, for the reason in `gemm_tile`; a single product takes the word from memory by itself."""
     count = len(sums)
     if count == 1:
         lines = ["vpdpbusd ($2){1to16}, $1, $0"]
