@@ -72,7 +72,10 @@ def test_types_are_read_by_the_gguf_package_and_are_what_it_would_write(kind: st
     folder = checkpoints.write(tmp_path / "folder", QWEN)
     file = export(folder, tmp_path / "model.gguf", type=kind)
     state = checkpoints.tensors(QWEN)
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    reader = gguf.GGUFReader(file)
+    kinds = reader.fields["tokenizer.ggml.token_type"].types
+    assert kinds == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32], "llama.cpp opens no file with another type"
+    stored = {tensor.name: tensor for tensor in reader.tensors}
     wanted = gguf.GGMLQuantizationType[kind.upper()]
     down = stored["blk.1.ffn_down.weight"]
     assert down.tensor_type == wanted

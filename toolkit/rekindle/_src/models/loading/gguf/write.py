@@ -33,8 +33,8 @@ def write_gguf(
 ) -> None:
     """Writes a file. `pieces` are the tensors' blocks in the order of `tensors`, in any number of pieces for each.
 
-    Values of the metadata are bool, int (32 bits, unsigned unless negative), float (32 bits), str, and lists of one of
-    these, or numpy arrays of numbers.
+    Values of the metadata are bool, int (32 bits, unsigned unless negative), float (32 bits), str, lists of one of
+    these (integers signed), or numpy arrays of numbers.
     """
     header = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
     for key, value in metadata.items():
@@ -77,6 +77,8 @@ def _value(value: Any) -> bytes:
             f"{value.dtype.kind}{value.dtype.itemsize}"
         ]
         return struct.pack("<IIQ", 9, number, value.size) + value.astype(value.dtype.newbyteorder("<")).tobytes()
+    if isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
+        return _value(np.asarray(value, np.int32))  # llama.cpp takes the kinds of tokens in no other type
     if isinstance(value, (list, tuple)):
         kind, _ = _single(value[0] if value else "")
         return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(_single(one)[1] for one in value)
