@@ -105,7 +105,7 @@ def test_what_processes_cannot_share_is_refused_at_once(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("process", "processes", "problem"),
     [
-        ("2", "2", "--process=2: is no follower. Use from 1 to 1"),
+        ("2", "2", "--process=2: is not the number of a follower. Use from 1 to 1"),
         ("0", "2", "0 is the leader"),
         ("1", "1", "can't share"),
     ],

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--process",
             place.process,
-            "is no follower",
+            "is not the number of a follower",
             f"Use from 1 to {place.processes - 1}; 0 is the leader",
         )
     follow(

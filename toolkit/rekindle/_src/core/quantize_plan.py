@@ -20,7 +20,7 @@ _EXAMPLE = 'such as {"mlp": "int4", "attention": "int8"}'
 
 
 def checked_quantize(value: Any) -> str | None:
-    """The option `quantize` as a config keeps it. Raises ConfigError for what is no plan."""
+    """The option `quantize` as a config keeps it. Raises ConfigError for anything that is not a plan."""
     if value is None or (isinstance(value, str) and value in KINDS):
         return value
     if isinstance(value, str) and "=" in value:

@@ -52,7 +52,7 @@ class Host:
         backend_options: dict[str, Any] | None = None,
         dispatched: Callable[[Engine, DeviceThread], Dispatch] | None = None,
     ) -> None:
-        """`build` makes the engine on the device thread; `dispatched` what runs it, if that is no plain `Dispatch`."""
+        """`build` makes the engine on the device thread; `dispatched` makes what runs it, by default a `Dispatch`."""
         self.opened: OneShot[Engine] = OneShot()
         self.ended: OneShot[None] = OneShot()
         self.limiter: AdmissionLimiter = AdmissionLimiter(0)  # replaced when the engine and so its bounds are known

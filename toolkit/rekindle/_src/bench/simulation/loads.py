@@ -81,7 +81,7 @@ def questions(
 
 
 def floods(draw: random.Random, requests: int, rate: float) -> list[Ask]:
-    """Chats, amid which long prompts come that nobody has sent before."""
+    """Chats, and among them long prompts that are new to every cache."""
     short = chats(draw, requests - requests // 10, rate)
     last = short[-1].at
     long = [

@@ -51,7 +51,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """Of config and weights as stored, whatever precision they are loaded in."""
+        """The digest of config and weights as stored, whatever precision they are loaded in."""
         return self.stored.fingerprint
 
     @property
