@@ -73,6 +73,10 @@ print(done.usage.completion_tokens, "tokens, ended by", done.finish_reason)
 #
 # `chat` puts messages into the form that the model was trained on, its *chat template*, and stops at the end of the
 # answer.
+#
+# A model that was trained for it can also call functions of yours: `session.chat(messages, tools=[function], run_tools=True)`
+# shows it their signatures and docstrings, runs what it calls, and gives it the results. Of a model that thinks before it
+# answers, `reply.reasoning` has the thoughts and `reply.content` the answer. The small one here does neither.
 
 # %%
 reply = await session.chat([{"role": "user", "content": "Who are you?"}], max_tokens=40)
@@ -101,7 +105,9 @@ chat.send("Tell me a story about a cat.")
 chat
 
 # %% [markdown]
-# Its answer is made in the session's thread, like any other. Stop the view, and its last picture stays in the notebook.
+# Its answer is made in the session's thread, like any other. Stop the view, and its last picture stays in the notebook. The
+# conversation itself is kept in the cache folder: after a restart `session.view.chat(restore=name)` takes it up, with the name
+# that the picture shows.
 
 # %%
 await chat.handle

@@ -165,6 +165,43 @@ print(len(many), "completions")
 await small.aclose()
 
 # %% [markdown]
+# ## A table of rows
+#
+# `session.map` asks once for each row: of a list of dicts as here, of a DataFrame, of anything that yields mappings. The
+# template is a format string, or a function of a row. A bar shows rows, tokens per second and the time left. A row that fails
+# does not stop the others.
+
+# %%
+rows = [{"name": name, "animal": animal} for name in ("Anna", "Tom", "Lily") for animal in ("dog", "cat", "duck")]
+rows.append({"name": "Max"})  # it has no animal
+answers = await session.map(rows, "{name} had a {animal}. The {animal}", max_tokens=12)
+answers
+
+# %% [markdown]
+# With `out` each answer is written to a file as soon as it is there. Interrupt the cell, or kill the kernel, and run it again:
+# only what is missing is computed. Here a task that is cancelled stands for the kill.
+
+# %%
+import tempfile
+from pathlib import Path
+
+kept = Path(tempfile.mkdtemp()) / "answers.jsonl"
+names = [{"number": number} for number in range(60)]
+with anyio.move_on_after(0.4):
+    await session.map(names, "Story {number}:", out=kept, max_tokens=24)
+print(len(kept.read_text().splitlines()), "answers were written")
+answers = await session.map(names, "Story {number}:", out=kept, max_tokens=24)
+print(answers)
+
+# %% [markdown]
+# `answers.to_pandas()` makes a DataFrame of them, with the index of the one that the rows came from. For searching and sorting
+# texts by their meaning, `session.embed` gives vectors: the model's hidden states, averaged over a text's tokens.
+
+# %%
+vectors = await session.embed(["The dog ran home.", "A dog is at home.", "She ate a red apple."])
+(vectors @ vectors.T).round(2)
+
+# %% [markdown]
 # ## Without an event loop
 #
 # `generate_sync` and `stream_sync` block their thread and need no loop, so plain functions and thread pools can use the same

@@ -185,7 +185,7 @@ class Letters:
 class LetterByLetter:
     """What detokenize asks of a detokenizer: push tokens, get text that is final."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, visible: frozenset[str] = frozenset()) -> None:
         self.stopped, self.tokens, self.released = None, 0, 0
 
     def push(self, token_ids) -> tuple[str, str | None]:

@@ -10,30 +10,35 @@ from rekindle_kernels.ops.attention import (
     paged_attention,
 )
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions, linear
-from rekindle_kernels.ops.memory import abstract_pages, give_up_zeros, init_pages, zeros
+from rekindle_kernels.ops.memory import abstract_pages, fill_pages, give_up_zeros, init_pages, zeros
 from rekindle_kernels.ops.norm import NormCall, rms_norm
 from rekindle_kernels.ops.programs import (
+    BackgroundBuild,
     Traits,
+    build_kernels,
     configure,
     ensure_kernels,
     environment,
     fuse,
     kernel_being_compiled,
+    kernels_for,
     kernels_in,
+    plain_kernels,
     traits,
     unavailable_reason,
 )
 from rekindle_kernels.ops.registry import Implementation, Registry, current_platform
 from rekindle_kernels.ops.rope import RopeCall, rope
-from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, SamplingCall, Wanted, draw, greedy
+from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, SamplingCall, Wanted, draw, greedy, top_k
 from rekindle_kernels.ops.write_kv import WriteCall, write_kv
 from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
-from rekindle_kernels.xla.linear import narrow_dtype, quantize_rows
+from rekindle_kernels.xla.linear import exact_precision, narrow_dtype, quantize_rows
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AttentionCall",
     "AttentionInputs",
     "AttentionOptions",
+    "BackgroundBuild",
     "Choice",
     "Implementation",
     "LayerKV",
@@ -50,11 +55,14 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "WriteCall",
     "abstract_pages",
     "activate",
+    "build_kernels",
     "configure",
     "current_platform",
     "draw",
     "ensure_kernels",
     "environment",
+    "exact_precision",
+    "fill_pages",
     "fuse",
     "gated",
     "gather_pages",
@@ -63,15 +71,18 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "implementation_names",
     "init_pages",
     "kernel_being_compiled",
+    "kernels_for",
     "kernels_in",
     "linear",
     "narrow_dtype",
     "paged_attention",
+    "plain_kernels",
     "quantize_rows",
     "rms_norm",
     "rope",
     "scatter_pages",
     "storage_dtype",
+    "top_k",
     "traits",
     "unavailable_reason",
     "write_kv",

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from rekindle_kernels.ops.attention import ATTENTION
 from rekindle_kernels.ops.linear import LINEAR
-from rekindle_kernels.ops.memory import ZEROS
+from rekindle_kernels.ops.memory import FILL_PAGES, ZEROS
 from rekindle_kernels.ops.norm import RMS_NORM
 from rekindle_kernels.ops.rope import ROPE
-from rekindle_kernels.ops.sampling import DRAW, GREEDY
+from rekindle_kernels.ops.sampling import DRAW, GREEDY, TOP_K
 from rekindle_kernels.ops.write_kv import WRITE_KV
 
 NATIVE = "rekindle_kernels.native.implementations"
 XLA_ATTENTION, XLA_MEMORY = "rekindle_kernels.xla.attention", "rekindle_kernels.xla.memory"
 XLA_LINEAR, XLA_NORM, XLA_ROPE = "rekindle_kernels.xla.linear", "rekindle_kernels.xla.norm", "rekindle_kernels.xla.rope"
-XLA_SAMPLING = "rekindle_kernels.xla.sampling"
+XLA_SAMPLING, XLA_TOP_K = "rekindle_kernels.xla.sampling", "rekindle_kernels.xla.top_k"
 GPU_ATTENTION, GPU_WRITE = "rekindle_kernels.pallas.gpu.attention", "rekindle_kernels.pallas.gpu.write_kv"
 TPU_ATTENTION = "rekindle_kernels.pallas.tpu.attention"
 REFERENCE = "rekindle_kernels.reference"
@@ -31,6 +31,7 @@ ATTENTION.register("pallas_gpu_interpret", GPU_ATTENTION, "INTERPRETED")  # for 
 ATTENTION.register("pallas_tpu_interpret", TPU_ATTENTION, "INTERPRETED")
 
 WRITE_KV.register("pallas_gpu", GPU_WRITE, "WRITE_KV", platforms=GPU)
+WRITE_KV.register("rows", XLA_MEMORY, "WRITE_ROWS", platforms=TPU)
 WRITE_KV.register("native", NATIVE, "WRITE_KV", platforms=CPU)
 WRITE_KV.register("xla", XLA_MEMORY, "WRITE_KV", platforms=ANYWHERE)
 WRITE_KV.register("pallas_gpu_interpret", GPU_WRITE, "INTERPRETED")
@@ -50,7 +51,13 @@ GREEDY.register("xla", XLA_SAMPLING, "GREEDY", platforms=ANYWHERE)
 DRAW.register("native", NATIVE, "DRAW", platforms=CPU)
 DRAW.register("xla", XLA_SAMPLING, "DRAW", platforms=ANYWHERE)
 
+TOP_K.register("blocks", XLA_TOP_K, "BLOCKS", platforms=GPU)  # a TPU has an instruction of its own
+TOP_K.register("xla", XLA_TOP_K, "TOP_K", platforms=ANYWHERE)
+
 ZEROS.register("native", NATIVE, "ZEROS", platforms=CPU)
 ZEROS.register("xla", XLA_MEMORY, "ZEROS", platforms=ANYWHERE)
 
-OPERATIONS = (ATTENTION, WRITE_KV, LINEAR, RMS_NORM, ROPE, GREEDY, DRAW, ZEROS)
+FILL_PAGES.register("native", NATIVE, "FILL_PAGES", platforms=CPU)
+FILL_PAGES.register("xla", XLA_MEMORY, "FILL_PAGES", platforms=ANYWHERE)
+
+OPERATIONS = (ATTENTION, WRITE_KV, LINEAR, RMS_NORM, ROPE, GREEDY, DRAW, TOP_K, ZEROS, FILL_PAGES)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+LANES = 128  # of a TPU's registers and tiles
+
 
 class LayerKV(NamedTuple):
     """One layer's keys and values; a pytree whose leaves the step donates.
@@ -46,12 +48,22 @@ class LayerKV(NamedTuple):
 
     @property
     def head_dim(self) -> int:
+        """The width of the stored vectors: at least that of the keys that are written."""
         return self.pages.shape[4]
 
 
 def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
     """The type of the array that stores pages of `dtype` on `platform`."""
     return jnp.dtype(jnp.uint16) if platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16 else jnp.dtype(dtype)
+
+
+def stored_head_dim(head_dim: int, platform: str) -> int:
+    """How many numbers a vector takes in the pages: on TPUs whole rows of 128 lanes, filled with zeros.
+
+    The tiles of memory are as wide anyway. With fewer columns XLA stores pages in another order than kernels read, and
+    copies the whole cache in every layer (2 GiB of pages a layer, D = 64: 12 GiB of temporary memory).
+    """
+    return -(-head_dim // LANES) * LANES if platform == "tpu" else head_dim
 
 
 def needs_scales(dtype: DTypeLike) -> bool:
@@ -82,6 +94,12 @@ def as_values(stored: jax.Array, kv: LayerKV) -> jax.Array:
     return stored if stored.dtype == kv.dtype else lax.bitcast_convert_type(stored, kv.dtype)
 
 
+def widened(vectors: jax.Array, kv: LayerKV) -> jax.Array:
+    """Vectors [..., D] with zeros up to the width that `kv` stores."""
+    missing = kv.head_dim - vectors.shape[-1]
+    return jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, missing)]) if missing else vectors
+
+
 def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
     """`ops.write_kv.write_kv` as one XLA scatter (and one for the scales)."""
     values = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
@@ -92,6 +110,25 @@ def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offse
     # Ids come from the scheduler; without the promise XLA adds a bounds check per token.
     pages = kv.pages.at[page_ids, :, :, offsets].set(as_stored(values, kv), mode="promise_in_bounds")
     return LayerKV(pages, scales)
+
+
+def write_kv_rows(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
+    """`write_kv` as a scatter of rows [D] into pages seen as one matrix, which on TPUs is the same memory.
+
+    XLA:TPU takes an order of dimensions that suits the scatter, and copies all pages to and from it where a layer has a
+    single kv head. A matrix has one order only.
+    """
+    tokens, kv_heads, size, head_dim = k.shape[0], kv.kv_heads, kv.page_size, kv.head_dim
+    values = jnp.stack([k, v], axis=1)
+    scales = kv.scales
+    if scales is not None:
+        values, factors = quantize(values, kv.dtype)
+        scales = scales.at[page_ids, :, :, offsets].set(factors, mode="promise_in_bounds")
+    first = page_ids[:, None] * (2 * kv_heads) + jnp.arange(2 * kv_heads, dtype=jnp.int32)
+    rows = (first * size + offsets[:, None]).reshape(-1)
+    stored = as_stored(values, kv).reshape(tokens * 2 * kv_heads, head_dim)
+    flat = kv.pages.reshape(-1, head_dim).at[rows].set(stored, mode="promise_in_bounds")
+    return LayerKV(flat.reshape(kv.pages.shape), scales)
 
 
 def gather_pages(kv: LayerKV, ids: jax.Array) -> LayerKV:

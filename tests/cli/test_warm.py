@@ -23,6 +23,13 @@ def test_what_it_has_compiled_is_loaded_the_second_time(tmp_path: Path, capsys: 
         assert {"memory", "admit", "gather", "scatter"} < {program["name"] for program in programs}
 
 
+def test_the_programs_of_structured_output_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint("micro", tmp_path / "micro")
+    command = ["warm", str(folder), "--max-requests", "1", "--cache-dir", str(tmp_path / "cache"), "--json"]
+    assert main([*command, "--structured"]) == 0
+    assert {"r2t32f", "r2t32c"} < {program["name"] for program in json.loads(capsys.readouterr().out)}
+
+
 def test_another_kind_of_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warm", "tiny", "--device-kind", "TPU v5 lite"]) == 1
     said = capsys.readouterr().err

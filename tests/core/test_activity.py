@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import re
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,3 +161,30 @@ def test_seconds_of_a_wait_count_up_to_the_moment_that_is_asked_for(clock: Clock
     with wait.waiting("r2"):
         clock.now = 15.0
     assert wait.seconds(15.0) == 5.0
+
+
+def test_marimo_shows_it_in_the_cell_of_the_thread_that_waits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """marimo lets the thread of the cells show something, and threads of its own class that this one has made."""
+    cells, outputs = threading.current_thread(), []
+
+    class Thread(threading.Thread): ...
+
+    fake = SimpleNamespace(
+        running_in_notebook=lambda: threading.current_thread() is cells,
+        Thread=Thread,
+        Html=str,
+        output=SimpleNamespace(replace=outputs.append, clear=lambda: outputs.append("")),
+    )
+    monkeypatch.setitem(sys.modules, "marimo", fake)
+    wait = ProgramWait(quiet=False)
+    with wait.shown_by_caller() as shown:
+        assert isinstance(shown, Activity)
+        assert isinstance(shown._thread, Thread)
+        with ThreadPoolExecutor(1) as pool, wait.waiting("r2t32"):
+            clock.now = 2.0
+            assert pool.submit(wait.shown_by_caller).result().__enter__() is None, "not a thread of marimo's"
+            shown.draw()
+    assert "compiling program r2t32 · 2 s" in outputs[0]
+    assert outputs[1:] == [""]
+    monkeypatch.delitem(sys.modules, "marimo")
+    assert wait.shown_by_caller().__enter__() is None, "elsewhere the thread that compiles shows it"

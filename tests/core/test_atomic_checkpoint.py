@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rekindle._src.core.atomic_checkpoint import PARTIAL, write_checkpoint
+from rekindle._src.core import atomic_checkpoint
+from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, write_checkpoint
 
 
 def write(folder: Path) -> None:
@@ -39,3 +40,24 @@ def test_no_coroutine_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     write_checkpoint(tmp_path / "pages" / "one", write)
     assert (tmp_path / "pages" / "one").is_dir()
+
+
+def test_one_of_several_processes_writes_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax would wait until all of them save."""
+
+    def waits() -> Any:
+        raise AssertionError("it would wait for ever")
+
+    monkeypatch.setattr(atomic_checkpoint, "_several_processes", lambda: True)
+    monkeypatch.setattr(atomic_checkpoint, "orbax", waits)
+    write_checkpoint(tmp_path / "pages" / "one", write)
+    assert (tmp_path / "pages" / "one" / ITEM / "file").read_text() == "content"
+    assert [path.name for path in (tmp_path / "pages").iterdir()] == ["one"]
+
+    def fails(folder: Path) -> None:
+        write(folder)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_checkpoint(tmp_path / "pages" / "two", fails)
+    assert [path.name for path in (tmp_path / "pages").iterdir()] == ["one"]

@@ -15,7 +15,7 @@ from rekindle.errors import ConfigError, InvalidRequest, MissingExtra, RekindleE
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
@@ -113,5 +113,5 @@ def test_yes_and_no_are_no_words() -> None:
 
 
 def test_who_is_out_of_bounds_learns_the_default() -> None:
-    with pytest.raises(InvalidRequest, match=r"max_tokens=0: must be at least 1\. Leave it out for 256"):
-        Sampling.of(None, {"max_tokens": 0})
+    with pytest.raises(InvalidRequest, match=r"max_tokens=-1: must be at least 0\. Leave it out for 256"):
+        Sampling.of(None, {"max_tokens": -1})

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rekindle._src.core import foreign_names
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.options import OpenOptions, SamplingOptions
+from rekindle._src.core.options import OpenOptions, Quantize, SamplingOptions
 from rekindle._src.core.sampling import Sampling
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -25,8 +25,12 @@ from rekindle.errors import ConfigError, InvalidRequest
 WIDER = {
     "stop": str | Sequence[str] | None,
     "stop_token_ids": Sequence[int] | None,
+    "allowed_token_ids": Sequence[int] | None,
+    "bad_words": str | Sequence[str] | None,
     "processors": str | Sequence[str] | None,
+    "choice": Sequence[str] | None,
     "cache_dir": str | os.PathLike[str] | None,
+    "quantize": Quantize | None,
 }
 
 

@@ -7,17 +7,20 @@ place therefore changes the output, as it would in a real model.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from helpers.guides import allowed_in
+from rekindle._src.core.guides import GuideLike, Mask, mask_words
 from rekindle._src.core.records import (
     IntArray,
     LostPage,
@@ -30,6 +33,8 @@ from rekindle._src.core.records import (
     TokenLogprobs,
 )
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.execution import guiding
+from rekindle._src.programs.packing import Layout
 
 EOS = 256
 KV = NDArray[np.uint64]
@@ -55,26 +60,38 @@ class FakeModel:
             values.append(state)
         return np.array(values, np.uint64)
 
-    def choose(self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int]) -> int:
-        """The token after positions whose KV values are `values`."""
+    def choose(
+        self,
+        values: KV,
+        sampling: Sampling,
+        generated: int,
+        forbidden: frozenset[int],
+        allowed: Collection[int] | None = None,
+    ) -> int:
+        """The token after positions whose KV values are `values`; among `allowed`, if a guide says which."""
         salt = b"" if sampling.greedy else f"{sampling.seed}:{sampling.temperature}".encode()
         digest = hashlib.blake2b(values.tobytes() + salt, digest_size=16).digest()
         number = int.from_bytes(digest[:8], "little")
         ends = int.from_bytes(digest[8:], "little") / 2**64 < self.eos_rate
         banned = forbidden | {self.eos_id} if generated < sampling.min_tokens else frozenset[int]()
+        if allowed is not None:
+            return sorted(allowed)[number % len(allowed)]
         if ends and self.eos_id not in banned:
             return self.eos_id
-        allowed = [token for token in self.alphabet if token not in banned]
-        return allowed[number % len(allowed)]
+        free = [token for token in self.alphabet if token not in banned]
+        return free[number % len(free)]
 
     def generate(self, request: Request, count: int | None = None) -> list[int]:
         """The plain loop that everything is compared with: what `request` gives alone; `count` ignores every end."""
         values = self.extend(np.zeros(0, np.uint64), request.token_ids)
         output: list[int] = []
-        sampling = request.sampling
+        sampling, guide = request.sampling, None if request.guide is None else request.guide.copy()
         while len(output) < (count or sampling.max_tokens):
-            token = self.choose(values, sampling, len(output), request.eos_ids | request.stop_ids)
+            allowed = None if guide is None else allowed_by(guide)
+            token = self.choose(values, sampling, len(output), request.eos_ids | request.stop_ids, allowed)
             output.append(token)
+            if guide is not None and guide.consume(token).ended:
+                break
             if count is None and len(output) > sampling.min_tokens and token in request.eos_ids | request.stop_ids:
                 break
             values = np.concatenate([values, self.extend(values, [token])])
@@ -96,13 +113,30 @@ class EchoModel(FakeModel):
             values = np.concatenate([values, value])
         return values[len(before) :]
 
-    def choose(self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int]) -> int:
-        other = super().choose(values, sampling, generated, forbidden)
+    def choose(
+        self,
+        values: KV,
+        sampling: Sampling,
+        generated: int,
+        forbidden: frozenset[int],
+        allowed: Collection[int] | None = None,
+    ) -> int:
+        other = super().choose(values, sampling, generated, forbidden, allowed)
+        if allowed is not None:
+            return other
         digest = hashlib.blake2b(values.tobytes() + b"surprise", digest_size=8).digest()
         if len(values) < self.period or int.from_bytes(digest, "little") / 2**64 < self.surprises:
             return other
         echo = int(values[-self.period]) & 0xFFFF
         return other if echo in forbidden and generated < sampling.min_tokens else echo
+
+
+def allowed_by(guide: GuideLike) -> set[int]:
+    """The tokens that a guide allows next."""
+    mask = np.zeros(mask_words(EOS + 1), np.int32)
+    problem = guide.fill(mask)
+    assert not problem, problem
+    return allowed_in(mask)
 
 
 class DictTier:
@@ -152,18 +186,21 @@ class DictTier:
     def observe(self, result: StepResult) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class FakeInFlight:
     plan: StepPlan
-    rows: tuple[RowResult, ...]
+    rows: tuple[RowResult, ...] | None  # None: a guide waits for tokens of the step before
     leaving: tuple[tuple[bytes, KV], ...]
     lost: tuple[LostPage, ...] = ()
+    stuck: dict[str, Exception] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class FakeFigures:
     steps: int
     programs: dict[str, int]
+    tokens: int = 0
+    step_sizes: dict[int, int] = dataclasses.field(default_factory=dict)
     compilations: int = 0
     traces: int = 0
 
@@ -201,6 +238,7 @@ class FakeRunner:
         self.computed: dict[str, int] = {}  # tokens computed for each request, cached ones excluded
         self.fetched = 0
         self.closed = False
+        self.waiting: FakeInFlight | None = None
 
     def dispatch(self, plan: StepPlan) -> FakeInFlight:
         assert not self.closed, "dispatched after close"
@@ -216,11 +254,24 @@ class FakeRunner:
                 lost.append(LostPage(move, reason))
                 continue
             self.memory[move.page] = self.host_tier.get(move.digest)[0][0]
-        rows = []
-        for row in plan.rows:
+        in_flight = FakeInFlight(plan, None, leaving, tuple(lost))
+        if guiding.waits(plan):
+            assert self.waiting is None, "two steps wait for tokens"
+            self.waiting = in_flight
+        else:
+            self.run_rows(in_flight)
+        return in_flight
+
+    def run_rows(self, in_flight: FakeInFlight) -> None:
+        plan, rows = in_flight.plan, []
+        layout = Layout(len(plan.decode), len(plan.prefill), 0, 0, 0)
+        masks = guiding.new_masks(layout, mask_words(EOS + 1))
+        in_flight.stuck = guiding.fill_masks(plan, layout, masks)
+        for index, row in enumerate(plan.rows):
             refused = self.refuse(row)
-            rows.append(RowResult(row.request.id, row.epoch, None, error=refused) if refused else self.run(row))
-        return FakeInFlight(plan, tuple(rows), leaving, tuple(lost))
+            mask = masks[index] if row.request.guide is not None else None
+            rows.append(RowResult(row.request.id, row.epoch, None, error=refused) if refused else self.run(row, mask))
+        in_flight.rows = tuple(rows)
 
     def fetch(self, in_flight: FakeInFlight) -> StepResult:
         if self.gate is not None:
@@ -233,9 +284,15 @@ class FakeRunner:
             assert self.host_tier is not None
             self.host_tier.put(digest, (values[None],))
         self.fetched += 1
-        return StepResult(
-            in_flight.plan, in_flight.rows, program="fake", device_seconds=self.step_seconds, lost=in_flight.lost
-        )
+        if in_flight is self.waiting:  # what it waited for failed
+            self.waiting = None
+            self.run_rows(in_flight)
+        assert in_flight.rows is not None
+        rows = guiding.consumed(in_flight.plan, in_flight.rows, in_flight.stuck)
+        if self.waiting is not None:
+            waiting, self.waiting = self.waiting, None
+            self.run_rows(waiting)
+        return StepResult(in_flight.plan, rows, program="fake", device_seconds=self.step_seconds, lost=in_flight.lost)
 
     def program(self, plan: StepPlan) -> str:
         return "fake"
@@ -244,12 +301,14 @@ class FakeRunner:
         return [(self.memory[page][None].copy(),) for page in pages]
 
     def statistics(self) -> FakeFigures:
-        return FakeFigures(steps=len(self.plans), programs={"fake": len(self.plans)})
+        sizes = [plan.tokens for plan in self.plans if plan.rows]
+        rounded = collections.Counter(1 << (size - 1).bit_length() for size in sizes)
+        return FakeFigures(len(self.plans), {"fake": len(self.plans)}, sum(sizes), dict(rounded))
 
     def close(self) -> None:
         self.closed = True
 
-    def run(self, row: Row) -> RowResult:
+    def run(self, row: Row, mask: Mask | None = None) -> RowResult:
         request, size = row.request, self.page_size
         if row.fresh:
             self.slots[row.slot] = (request.id, row.epoch, None)
@@ -272,7 +331,9 @@ class FakeRunner:
         self.computed[request.id] = self.computed.get(request.id, 0) + row.length
         token, logprobs = None, None
         if row.samples:
-            token = self.model.choose(values, request.sampling, row.generated, request.eos_ids | request.stop_ids)
+            forbidden = request.eos_ids | request.stop_ids
+            allowed = None if mask is None else allowed_in(mask)
+            token = self.model.choose(values, request.sampling, row.generated, forbidden, allowed)
             if not row.draft:
                 self.slots[row.slot] = (owner, epoch, token)
             if request.sampling.logprobs is not None:
@@ -281,7 +342,11 @@ class FakeRunner:
         if request.sampling.prompt_logprobs is not None:
             scored = request.token_ids[row.start + 1 : end + 1].tolist()
             prompt = tuple(self.logprobs(scored_token, request.sampling.prompt_logprobs) for scored_token in scored)
-        return RowResult(request.id, row.epoch, token, logprobs, prompt)
+        pooled = None
+        if request.pooling is not None:  # a vector of two numbers: of the tokens that were computed, or of the last one
+            part = values[-1:] if request.pooling == "last" else values[row.start : end]
+            pooled = np.array([(part >> np.uint64(40)).sum(), (part & np.uint64(0xFF)).sum()], np.float32)
+        return RowResult(request.id, row.epoch, token, logprobs, prompt, pooled=pooled)
 
     def logprobs(self, token: int, count: int) -> TokenLogprobs:
         top = self.model.alphabet[:count]
@@ -351,6 +416,7 @@ def make_request(
     stop_ids: Iterable[int] = (),
     group: str = "",
     index: int = 0,
+    guide: GuideLike | None = None,
     **sampling: Any,
 ) -> Request:
     """A validated request with its seed drawn, as intake would hand it over."""
@@ -365,4 +431,5 @@ def make_request(
         eos_ids=frozenset() if options.ignore_eos else frozenset(eos_ids),
         group=group,
         index=index,
+        guide=guide,
     )

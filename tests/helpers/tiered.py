@@ -26,13 +26,14 @@ from rekindle._src.session.session import Session  # noqa: E402
 
 MODEL = checkpoints.case("llama")
 LENGTH, NEW = 70, 6
+SHARED = 32  # leading tokens that all prompts have in common
 
 
 @functools.cache
 def prompt(index: int) -> tuple[int, ...]:
     """Eight pages of 8 tokens, the first four the same in all of them."""
-    shared = np.random.default_rng(0).integers(3, 160, 32)
-    own = np.random.default_rng(100 + index).integers(3, 160, LENGTH - 32)
+    shared = np.random.default_rng(0).integers(3, 160, SHARED)
+    own = np.random.default_rng(100 + index).integers(3, 160, LENGTH - SHARED)
     return tuple(int(token) for token in (*shared, *own))
 
 

@@ -79,6 +79,15 @@ for dtype in ("float32", "bfloat16", "int8"):
             for far in FAR:
                 product(floats(rows, 128), weight, count=jnp.int32(far)).block_until_ready()
 """,
+    "int4": """
+for rows in (3, 40, 300):
+    for blocks in (1, 6, 7):
+        weight = jnp.asarray(random.integers(0, 256, (blocks, 1024)), jnp.uint8)
+        scale = floats(blocks, 64).astype(jnp.float16)
+        for far in FAR:
+            product = jax.jit(native.multiply_int4)
+            product(floats(rows, 128), weight, scale, count=jnp.int32(far)).block_until_ready()
+""",
     "chain": """
 def function(x, weight, kv, lens, ends, prompts, table):
     q = native.multiply(x, weight).reshape(-1, 4, 64)

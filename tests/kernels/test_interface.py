@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rekindle_kernels
-from rekindle_kernels.native import build, xla_abi, zeros
+from rekindle_kernels.native import build, python_handlers, xla_abi, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no native kernels")
 Handler = Callable[[int], int]
@@ -91,9 +91,9 @@ def test_another_extension_is_no_question(kinds: tuple[int, ...]) -> None:
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def _too_new(frame: int) -> int:
     """Says that it was written for a version that XLA does not take."""
-    extension = zeros._read(xla_abi.CALL_FRAME, frame, "extension")
+    extension = python_handlers.read(xla_abi.CALL_FRAME, frame, "extension")
     if extension:
-        answer = zeros._read(xla_abi.EXTENSION, extension, "metadata") + xla_abi.METADATA.offset("major")
+        answer = python_handlers.read(xla_abi.EXTENSION, extension, "metadata") + xla_abi.METADATA.offset("major")
         (ctypes.c_int32 * 3).from_address(answer)[:] = [0, 1000, 0]
     return 0
 
@@ -123,13 +123,13 @@ import subprocess
 import sys
 sys.path[:0] = {[path for path in sys.path if path]!r}
 import ctypes, jax, rekindle_kernels
-from rekindle_kernels.native import zeros
+from rekindle_kernels.native import python_handlers, zeros
 from rekindle_kernels.native.xla_abi import CALL_FRAME, EXTENSION, METADATA
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def too_new(frame):
-    extension = zeros._read(CALL_FRAME, frame, "extension")
+    extension = python_handlers.read(CALL_FRAME, frame, "extension")
     if extension:
-        answer = zeros._read(EXTENSION, extension, "metadata") + METADATA.offset("major")
+        answer = python_handlers.read(EXTENSION, extension, "metadata") + METADATA.offset("major")
         (ctypes.c_int32 * 3).from_address(answer)[:] = [0, 1000, 0]
     return 0
 zeros.address = lambda: ctypes.cast(too_new, ctypes.c_void_p).value

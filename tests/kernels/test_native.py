@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rekindle_kernels import init_pages, native, pages
-from rekindle_kernels.native import build, products, rope_kv
+from rekindle_kernels.native import build, cpu, products, rope_kv
 from rekindle_kernels.native.kernel_table import GEMM
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
@@ -65,6 +65,22 @@ def test_many_rows_times_a_matrix(dtype: str, rows: int) -> None:
     else:
         x = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64)
     np.testing.assert_allclose(got, x @ meaning.T, rtol=1e-5, atol=1e-3)
+
+
+def test_where_the_processor_has_tiles_many_rows_are_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, quantised = weights("bfloat16", 64, 64)[0], weights("int8", 64, 64)[0]
+    if not (products._has_gemm(weight) and products._has_gemm(quantised)):
+        pytest.skip("this processor has no instruction for it")
+    monkeypatch.setattr(products, "_TILES", {"bfloat16": ("amx-bf16", 5), "int8": ("amx-int8", 64)})
+    own = cpu.features()
+
+    def choices(features: frozenset[str]) -> list[bool]:
+        monkeypatch.setattr(cpu, "features", lambda: features)
+        return [native.multiplies(rows, one, quantize_rows=True) for one in (weight, quantised) for rows in (8, 16, 64)]
+
+    assert choices(own - {"amx-bf16", "amx-int8"}) == [True] * 6
+    assert choices(own | {"amx-bf16", "amx-int8"}) == [False, False, False, True, True, False]
+    assert native.multiplies(64, weight, deterministic=True), "XLA's results depend on the number of rows"
 
 
 @pytest.mark.parametrize(("version", "works"), [("0.44.0", False), ("0.47.1", False), ("0.48.0", True), ("1.0", True)])

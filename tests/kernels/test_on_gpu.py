@@ -1,4 +1,7 @@
-"""The shared cases compiled for a real GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/kernels`."""
+"""The shared cases compiled for a real GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/kernels`.
+
+They run with XLA's own optimisations, which tests/conftest.py turns off for CPUs alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 from helpers.kernel_cases import CASES, Case, build, in_wide_queries, tolerance
-from rekindle_kernels import deprecated, gather_pages, init_pages, paged_attention, tuning, write_kv
+from rekindle_kernels import deprecated, gather_pages, init_pages, linear, paged_attention, top_k, tuning, write_kv
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
 from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
 
@@ -75,13 +78,35 @@ def test_write_kernel_equals_the_scatter(dtype: str) -> None:
     places = random.permutation(8 * 16)[:64]
     ids, offsets = jnp.asarray(1 + places // 16, jnp.int32), jnp.asarray(places % 16, jnp.int32)
     kv = init_pages(10, 3, 16, 80, dtype)
-    want, got = write_kv(kv, k, v, ids, offsets), jax.jit(pallas_gpu_write.write_kv)(kv, k, v, ids, offsets)
+    # By its name: the default on a GPU is the kernel itself.
+    want = write_kv(kv, k, v, ids, offsets, implementation="xla")
+    got = jax.jit(pallas_gpu_write.write_kv)(kv, k, v, ids, offsets)
+    assert np.asarray(want.pages.astype(jnp.float32)).any()
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         left, right = (np.asarray(leaf.astype(jnp.float32)) for leaf in (left, right))
         # Dividing by the scale may differ in the last bit, which moves a quantised value by one step.
         np.testing.assert_allclose(
             left, right, rtol=2**-3 if dtype == "float8_e4m3fn" else 1e-6, atol=1.0 * (dtype == "int8")
         )
+
+
+def test_the_write_kernel_is_the_default() -> None:
+    kv, values, at = init_pages(10, 3, 16, 80, "bfloat16"), jnp.ones((4, 3, 80), jnp.bfloat16), jnp.arange(4)
+    assert "triton" in jax.jit(write_kv).lower(kv, values, values, at, at).as_text()
+
+
+@pytest.mark.parametrize("k", [20, 64])
+def test_the_largest_logits_are_those_of_a_sort(k: int) -> None:
+    logits = jnp.round(jax.random.normal(jax.random.key(0), (8, 151936)) * 30)  # with ties
+    got, want = (jax.jit(partial(top_k, k=k, implementation=name))(logits) for name in ("blocks", "xla"))
+    for left, right in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+def test_float32_products_are_exact() -> None:
+    x, weight = (jax.random.normal(jax.random.key(n), (64, 512), jnp.float32) for n in range(2))
+    want = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(np.asarray(jax.jit(linear)(x, weight)), want, rtol=0, atol=1e-4)  # TF32: 3e-2
 
 
 def test_offloaded_pages_come_back() -> None:

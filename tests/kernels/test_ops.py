@@ -45,6 +45,7 @@ from rekindle_kernels.ops.registry import Facts
 from rekindle_kernels.ops.rope import ROPE
 from rekindle_kernels.ops.sampling import DRAW, GREEDY
 from rekindle_kernels.ops.write_kv import WRITE_KV
+from rekindle_kernels.xla import linear as xla_linear
 
 
 def call(**changes: object) -> AttentionCall:
@@ -241,7 +242,7 @@ def test_a_step_is_fused_only_where_there_is_something_to_fuse(monkeypatch: pyte
     monkeypatch.setenv("REKINDLE_CHAIN", "0")
     assert fuse(step) is step
     assert traits() == Traits(single_rows=available, skips_padding=False)
-    assert environment() == {"native": available, "chains": False}
+    assert environment() == {"native": available, "chains": False, **machine_code.identity()}
 
 
 def test_the_cache_folder_is_handed_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -251,3 +252,15 @@ def test_the_cache_folder_is_handed_in(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert machine_code.folder() == tmp_path / "user" / "rekindle_kernels" / "native"
     configure(cache_folder=tmp_path / "mine")
     assert machine_code.folder() == tmp_path / "mine" / "native"
+
+
+def test_float32_products_are_exact_where_the_device_would_round_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, narrow = jnp.ones((4, 32)), jnp.ones((8, 32), jnp.bfloat16)
+
+    def lowered(weight: jax.Array) -> str:
+        return str(jax.jit(lambda x: linear(x, weight, implementation="xla")).lower(x).as_text())
+
+    assert "HIGHEST" not in lowered(jnp.ones((8, 32))), "programs for CPUs change"
+    monkeypatch.setattr(xla_linear, "current_platform", lambda: "gpu")
+    assert "HIGHEST" in lowered(jnp.ones((8, 32)))
+    assert "HIGHEST" not in lowered(narrow)

@@ -43,6 +43,8 @@ def test_tpu_kernel_refuses_with_a_reason() -> None:
     assert "int8" in str(pallas_tpu.supports(replace(CALL, kv_dtype=jnp.dtype("int8"))))
     assert "float16" in str(pallas_tpu.supports(replace(CALL, q_dtype=jnp.dtype("float16"))))
     assert "page size 4" in str(pallas_tpu.supports(replace(CALL, page_size=4)))
+    assert pallas_tpu.supports(replace(CALL, sequences=256, table_width=8192)) is None, "it is read in parts"
+    assert "40000 pages" in str(pallas_tpu.supports(replace(CALL, table_width=40000)))
 
 
 def test_one_byte_pages_that_overflow_the_index_are_refused() -> None:

@@ -35,9 +35,13 @@ DRAWING: dict[str, dict[str, Any]] = {  # options that narrow a draw at temperat
     "top_p": {"top_p": 0.3},
     "min_p": {"min_p": 0.4},
 }
-ELSEWHERE = {  # each has a test of its own below
-    "max_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs",
-    "priority", "processors", "salt",
+ELSEWHERE = {  # each has a test of its own, below or where it says
+    "max_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "include_stop", "ignore_eos", "logprobs",
+    "prompt_logprobs", "priority", "processors", "salt",
+    # tests/session/test_token_rules.py
+    "allowed_token_ids", "bad_words",
+    # tests/session/test_structured.py
+    "schema", "regex", "choice", "grammar", "json", "lenient", "whitespace_flexible",
 }  # fmt: skip
 
 anyio_test = pytest.mark.anyio
@@ -192,6 +196,8 @@ async def test_lesson_18_stop_strings_end_the_text() -> None:
     with opened(model=FakeModel()) as session:
         whole = await session.generate("hello", max_tokens=60)
         stop = whole.text[20:23]
+        kept = await session.generate("hello", max_tokens=60, stop=[stop, "never"], include_stop=True)
+        assert kept.text == whole.text[:23] and kept.stop_reason == stop
         done = await session.generate("hello", max_tokens=60, stop=[stop, "never"])
         assert (done.text, done.finish_reason) == (whole.text[: whole.text.index(stop)], FinishReason.STOP)
 

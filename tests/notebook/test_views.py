@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from helpers.chatting import saying
+from helpers.replies import tool
 from helpers.sessions import eventually, opened
 from rekindle import Session
 from rekindle._src.core.records import Status
@@ -346,6 +348,35 @@ class TestChat:
         assert "<b>a</b> b" in done
         assert done.index("<details") < done.index('data-token="0"')
         assert "<details" not in bubbles.answer([("plain", 1)], marked=None, done=True)
+
+    def test_reasoning_is_folded_and_calls_are_shown_as_calls(self) -> None:
+        said = (
+            "<think>They ask **why**</think>Let me *look*."
+            '<tool_call>{"name": "weather", "arguments": {"city": "<Paris>"}}</tool_call>'
+        )
+        with saying(said) as session:
+            view = session.view.chat(max_tokens=400, tools=[tool("weather", city="string")])
+            try:
+                view.send("What is the weather?")
+                view._handle.result_sync()
+                made = view.draw()
+                for raw in ("&lt;tool_call", "&lt;think"):  # in the tokens that can be clicked, and nowhere else
+                    assert raw not in made.partition("tokens: click one")[0]
+                assert 'data-token="0"' in made.partition("tokens: click one")[2]
+                assert made.index("<details") < made.index("They ask **why**") < made.index("<i>look</i>")
+                assert "weather(city=&#x27;&lt;Paris&gt;&#x27;)" in made
+                view.send("And now?")
+                made = view.draw()
+                assert view.messages[1]["content"] == said, "the model reads what it wrote"
+                assert "weather(city=" in made.partition("And now?")[0]
+                assert "&lt;tool_call" not in made.partition("And now?")[0]
+                view._handle.result_sync()
+                view.fork(3, "x")
+                view._handle.result_sync()
+                assert "data-token" in view.draw(), "a fork shows its text"
+            finally:
+                view.stop()
+                view.join(10)
 
     def test_it_sleeps_while_nobody_speaks(self, view: ChatView) -> None:
         before = view.pictures

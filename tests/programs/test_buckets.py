@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.programs.buckets import Bucket, bucket_for, lattice, prefill_rows
+from rekindle._src.programs.buckets import Bucket, bucket_for, guided_lattice, lattice, prefill_rows
 from rekindle.errors import ConfigError
 
 
@@ -61,3 +61,12 @@ def test_many_short_prefills_take_a_bucket_with_enough_rows() -> None:
     assert bucket_for(buckets, 16, rows=0, tokens=30, prefills=4).tokens == 32
     assert bucket_for(buckets, 16, rows=0, tokens=30, prefills=5).tokens == 128
     assert bucket_for(buckets, 16, rows=1, tokens=0, prefills=0) == Bucket(2, 0)
+
+
+def test_steps_with_guided_rows_have_fewer_sizes_and_two_programs_each() -> None:
+    guided = guided_lattice(lattice(EngineConfig(max_requests=16, max_tokens_per_step=512), single=True))
+    assert [bucket.name for bucket in guided] == ["r1t0g", "r8t0g", "r16t0g", "r16t32g", "r16t128g", "r16t512g"]
+    assert [half.name for half in guided[0].halves] == ["r1t0f", "r1t0c"]
+    processed = guided_lattice(lattice(EngineConfig(max_requests=2, max_tokens_per_step=32), processed=True))
+    assert [bucket.name for bucket in processed] == ["r2t0g", "r2t0pg", "r2t32g", "r2t32pg"]
+    assert [half.name for half in processed[1].halves] == ["r2t0f", "r2t0pc"], "the model is the same"

@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.dict_store import DictStore
 from helpers.driving import TINY, tiny_config
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import ADMIT, MEMORY, Programs
-from rekindle._src.programs.warming import Warming, warm
-from rekindle.errors import CompileError, ConfigError, StoreError
+from rekindle._src.programs.warming import Warming, needed_after_restart, warm
+from rekindle.errors import CompileError, ConfigError
 from rekindle_kernels.native import build, zeros
 
 CONFIG = config_from_hf(TINY)
@@ -97,18 +99,14 @@ def test_a_processor_is_validated(changes: dict[str, Any]) -> None:
         LogitsProcessor(**{"function": jnp.negative, "name": "n", **changes})
 
 
-class DictStore:
-    def __init__(self) -> None:
-        self.kept: dict[str, Any] = {}
+def test_a_session_may_close_while_its_program_is_stored() -> None:
+    class Closing(DictStore):
+        def save(self, name: str, program: Any, seconds: float) -> None:
+            programs.close()
 
-    def load(self, name: str) -> Any:
-        if name not in self.kept:
-            raise StoreError("not stored yet")
-        return self.kept[name]
-
-    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
-        self.kept[name] = compiled
-        return compile_seconds > 0
+    programs = programs_of(store=Closing())
+    assert programs.get(MEMORY) is not None
+    assert not programs.ready(MEMORY)
 
 
 def test_what_the_store_has_is_neither_traced_nor_compiled() -> None:
@@ -179,6 +177,15 @@ def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(
     assert again.compilations == programs.compilations == 0
 
 
+def test_a_restart_needs_what_restores_pages_the_smallest_prefill_and_decoding() -> None:
+    programs = programs_of(store=DictStore())
+    decode = f"r{min(programs.lattice).rows}t0"
+    assert [key.name for key in needed_after_restart(programs)] == ["scatter", "r2t32", decode]
+    assert needed_after_restart(programs_of()) == [], "nothing outlives the process"
+    bare = Programs(CONFIG, GRAPH, LEAVES, tiny_config(host_memory=0, disk_memory=0), store=DictStore())
+    assert needed_after_restart(bare) == [], "no page does"
+
+
 def test_a_program_that_does_not_compile_ends_the_warming() -> None:
     programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
     with pytest.raises(CompileError, match="shorter"):
@@ -244,10 +251,10 @@ def test_jax_deprecating_the_gpu_kernels_stops_no_program(monkeypatch: pytest.Mo
             warnings.warn(text, DeprecationWarning, stacklevel=1)
             return jnp.zeros(1)
 
-        return lambda key: (traced, (), ())
+        return lambda key: Recipe(traced, (), (), (), WHOLE)
 
-    monkeypatch.setattr(programs, "_function", saying("The Pallas Triton backend is deprecated and will be removed"))
+    monkeypatch.setattr(programs, "_recipe", saying("The Pallas Triton backend is deprecated and will be removed"))
     programs.build(MEMORY)
-    monkeypatch.setattr(programs, "_function", saying("something else is deprecated"))
+    monkeypatch.setattr(programs, "_recipe", saying("something else is deprecated"))
     with pytest.raises(DeprecationWarning, match="something else"):
         programs.build(MEMORY)

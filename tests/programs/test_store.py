@@ -254,6 +254,8 @@ OTHER_VALUES: dict[str, Any] = {
     "dtype": "float16", "kv_dtype": "int8", "quantize": "int8", "policy": "lpm", "precompile": "all",
     "cache_dir": "elsewhere", "restore": "name", "kernels": "reference", "prefix_cache": False, "quiet": True,
     "page_size": 128, "deterministic": True, "generation_config": "greedy",
+    "structured": True,
+    "processes": 2, "coordinator": "127.0.0.1:7000",
 }  # fmt: skip
 
 
@@ -263,7 +265,10 @@ def test_every_option_changes_the_key_unless_it_is_known_not_to_matter(field: st
     value = OTHER_VALUES.get(field)
     if value is None:
         value = (getattr(config, field) or 1000) + 7
-    changed = dataclasses.replace(config, **{field: value})
+    together = (
+        {"mesh": 2, "processes": 2, "coordinator": "127.0.0.1:7000"} if field in ("processes", "coordinator") else {}
+    )
+    changed = dataclasses.replace(config, **{**together, field: value})
     same = program_key.digest(program_key.config_fields(config)) == program_key.digest(
         program_key.config_fields(changed)
     )

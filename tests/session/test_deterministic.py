@@ -32,7 +32,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module", params=[None, "int8"], ids=["bfloat16", "int8"])
+@pytest.fixture(scope="module", params=[None, "int8", "int4"], ids=["bfloat16", "int8", "int4"])
 def quantize(request: pytest.FixtureRequest) -> str | None:
     quantize: str | None = request.param
     return quantize

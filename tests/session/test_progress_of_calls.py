@@ -102,15 +102,19 @@ async def test_a_list_of_prompts_has_a_bar(terminal: Terminal) -> None:
 def test_rate_and_time_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(batch_progress, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
-    boxes = [Mailbox(1), Mailbox(1)]
-    progress = BatchProgress(boxes, Sampling(max_tokens=100), lambda: "compiling program r2")
+    boxes, compiling = [Mailbox(1), Mailbox(1)], ["compiling program r2"]
+    progress = BatchProgress(boxes, Sampling(max_tokens=100), lambda: compiling[0])
     assert progress.look() == State("0 of 2 prompts, compiling program r2", 0.0)
     boxes[0].put(TextDelta("r0", "x", (1,)))
     assert progress.look().fraction == pytest.approx(0.005)
     boxes[0].put(TextDelta("r0", "x" * 49, (1,) * 49))
     boxes[1].put(TextDelta("r1", "x" * 50, (1,) * 50))
     now[0] += 2.0
-    assert progress.look() == State("0 of 2 prompts, 50 tokens/s, 2 s left, compiling program r2", 0.5)
+    assert progress.look() == State("0 of 2 prompts, 50 tokens/s, compiling program r2", 0.5)
+    now[0] += 60.0
+    assert progress.look() == State("0 of 2 prompts, 50 tokens/s, compiling program r2", 0.5), "the wait does not count"
+    compiling[0] = ""
+    assert progress.look() == State("0 of 2 prompts, 50 tokens/s, 2 s left", 0.5)
     boxes[1].complete_all(RuntimeError("it failed"))
     assert progress.look().fraction == 0.75
 

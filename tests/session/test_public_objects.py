@@ -31,12 +31,26 @@ OPTIONS: dict[str, Any] = {
 Recipe = Callable[[Any, Path], Any]
 ENDS = {"aclose", "close", "attached"}  # of a session, or its beginning: nothing comes back that has not been seen
 # No session gives them to a user: types of options, and what a logits processor is called with while it is traced.
-UNSEEN = {"SamplingOptions", "OpenOptions", "LogitsContext"}
+UNSEEN = {"SamplingOptions", "OpenOptions", "LogitsContext", "DeviceMesh"}
 LIVE = {"watch", "view"}  # widgets, which tests/notebook looks at
+
+
+TOOLS = "{% if tools %}<tool_call><think>{% endif %}{{ messages[0].content }}"
+
+
+def abs_of(x: int) -> int:
+    return abs(x)
 
 
 def awaited(call: Call[Any]) -> list[Any]:
     return [call, call.result_sync()]
+
+
+def served(session: Session) -> list[Any]:
+    pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+    call = session.serve(name=EVIL, api_key="secret")
+    server = call.result_sync()
+    return [call, server, server.close(), server]
 
 
 def never_started(call: Call[Any]) -> Call[Any]:
@@ -56,15 +70,30 @@ SESSION: dict[str, Recipe] = {
     "stream": lambda session, path: [stream := session.stream(EVIL, max_tokens=3), aiter(stream), stream.result_sync()],
     "submit": lambda session, path: awaited(session.submit(EVIL, max_tokens=3)),
     "admit": lambda session, path: anyio.run(functools.partial(session.admit, EVIL, max_tokens=2)),
-    "chat": lambda session, path: awaited(session.chat([{"role": "user", "content": EVIL}], max_tokens=3)),
+    "chat": lambda session, path: [
+        *awaited(session.chat([{"role": "user", "content": EVIL}], max_tokens=3)),
+        *awaited(session.chat([{"role": "user", "content": EVIL}], tools=[abs_of], template=TOOLS, max_tokens=3)),
+        *awaited(
+            session.chat(
+                [{"role": "user", "content": EVIL}], tools=[abs_of], template=TOOLS, run_tools=True, max_tokens=3
+            )
+        ),
+    ],
+    "render": lambda session, path: session.render([{"role": "user", "content": EVIL}]),
+    "serve": lambda session, path: served(session),
     "sampling": lambda session, path: session.sampling,
     "conversation": lambda session, path: [chat := session.conversation(system=EVIL), *awaited(chat.say(EVIL)), chat],
+    "embed": lambda session, path: awaited(session.embed([EVIL, "two"])),
+    "embed_sync": lambda session, path: session.embed_sync(EVIL),
+    "map": lambda session, path: awaited(session.map([{"text": EVIL}, {}], "{text}", max_tokens=2)),
+    "map_sync": lambda session, path: session.map_sync([{"text": EVIL}], "{text}", max_tokens=2),
     "fork": lambda session, path: awaited(session.fork(session.generate_sync(EVIL, max_tokens=4), at=2)),
     "generate_sync": lambda session, path: session.generate_sync(EVIL, max_tokens=2, n=2),
     "stream_sync": lambda session, path: list(session.stream_sync(EVIL, max_tokens=3, logprobs=1)),
     "stats": lambda session, path: session.stats(),
     "programs": lambda session, path: list(session.programs()),
     "explain": lambda session, path: session.explain(session.generate_sync(EVIL, max_tokens=2)),
+    "allowed": lambda session, path: session.allowed(session.generate_sync(EVIL, choice=["<b>x</b>", EVIL]), at=0),
     "check_integrity": lambda session, path: session.check_integrity(),
     "cache": lambda session, path: session.cache,
     "save": lambda session, path: awaited(session.save("kept")),

@@ -28,7 +28,7 @@ anyio_test = pytest.mark.anyio
         (np.array([0.5]), {}, "prompt"),
         ([10**5000], {}, "prompt"),
         ("x", {"temprature": 1}, "temprature"),
-        ("x", {"max_tokens": 0}, "max_tokens"),
+        ("x", {"max_tokens": -1}, "max_tokens"),
         ("x", {"n": 10_000}, "n"),
     ],
 )

@@ -6,19 +6,39 @@ from __future__ import annotations
 
 from typing import assert_type
 
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
 import rekindle
 from rekindle import (
     Batch,
     Completion,
     Conversation,
     Handle,
+    MeshReport,
     RekindleError,
+    RowAnswer,
+    RowAnswers,
+    Server,
     Session,
     SessionStats,
     StepReport,
     TextDelta,
+    ToolCall,
+    ToolLoop,
+    ToolRun,
     Turn,
 )  # fmt: skip
+
+Vector = NDArray[np.float32]
+
+
+def meshes(mesh: jax.sharding.Mesh) -> None:
+    rekindle.open("tiny", mesh=4)
+    rekindle.open("tiny", mesh={"model": 4, "expert": 2})
+    rekindle.open("tiny", mesh=mesh)
+    rekindle.open("tiny", mesh="4")  # pyright: ignore[reportArgumentType]
 
 
 async def door(k: int) -> None:
@@ -28,6 +48,7 @@ async def door(k: int) -> None:
         assert_type(other, Session)
     with rekindle.open_sync("tiny", quiet=True) as third:
         assert_type(third, Session)
+        assert_type(third.stats().mesh, MeshReport | None)
 
     assert_type(session.generate("x"), Handle[Completion])
     assert_type(await session.generate("x"), Completion)
@@ -66,6 +87,28 @@ async def door(k: int) -> None:
     assert_type(session.fork(handle, at=1), Handle[Completion])
     assert_type(await session.admit("x"), Handle[Completion])
     assert_type(await session.chat([{"role": "user", "content": "x"}]), Completion)
+    assert_type(await session.chat([{"role": "user", "content": "x"}], n=k, tools=[add]), list[Completion])
+    reply = await session.chat([{"role": "user", "content": "x"}], tools=[add, {"name": "x"}], tool_choice="none")
+    assert_type(reply.tool_calls, tuple[ToolCall, ...])
+    assert_type(reply.reasoning, str)
+    loop = session.chat([{"role": "user", "content": "x"}], tools=[add], run_tools=True, max_rounds=2, seed=1)
+    assert_type(loop, ToolLoop)
+    assert_type(await loop, ToolRun)
+    async for delta in loop:
+        assert_type(delta, TextDelta)
+        assert_type(delta.tool_calls, tuple[ToolCall, ...])
+    tooled = session.conversation(tools=[add], run_tools=True)
+    assert_type(await tooled.answer([reply.tool_calls[0].answer(3)]), Completion)
+
+    assert_type(await session.embed("x"), Vector)
+    assert_type(await session.embed(["x", [1, 2]], pooling="last"), Vector)
+    assert_type(await session.embed(["x"], errors="return"), list[Vector | RekindleError])
+    assert_type(session.embed_sync("x", dimensions=8), Vector)
+    assert_type(session.embed("x").usage.prompt_tokens, int)
+    rows = [{"a": 1}, {"a": 2}]
+    assert_type(await session.map(rows, "{a}", out="x.jsonl", max_tokens=3), RowAnswers)
+    assert_type(session.map_sync(rows, lambda row: str(row["a"]), chat=True)[0], RowAnswer)
+    assert_type(session.map(rows, "{a}").answers.errors, dict[int, RekindleError])
 
     stats = session.stats()
     assert_type(stats, SessionStats)
@@ -73,6 +116,12 @@ async def door(k: int) -> None:
     assert_type(stats.compilations, int)
     assert_type(stats.hit_rate, float)
     assert_type(await session.step(), StepReport | None)
+    assert_type(await session.serve(port=0), Server)
+    assert_type(session.render([]), str)
+
+
+def add(a: int, b: int) -> int:
+    return a + b
 
 
 async def mistakes(session: Session) -> None:
@@ -80,7 +129,11 @@ async def mistakes(session: Session) -> None:
     await rekindle.open("tiny", max_reqests=4)  # pyright: ignore[reportCallIssue]
     await rekindle.open("tiny", dtype="float8")  # pyright: ignore[reportArgumentType]
     await session.generate("x", temprature=0.8)  # pyright: ignore
+    await session.map([], "x", temprature=0.8)  # pyright: ignore
+    await session.embed("x", pooling="max")  # pyright: ignore
+    await session.embed("x", errors="return", n=2)  # pyright: ignore
     await session.generate("x", temperature="hot")  # pyright: ignore
+    await session.serve(prt=8000)  # pyright: ignore[reportCallIssue]
     session.conversation(temprature=0.8)  # pyright: ignore[reportCallIssue]
     rekindle.Sampling(max_token=3)  # pyright: ignore[reportCallIssue]
     _ = session.stats().runing  # pyright: ignore
@@ -89,3 +142,6 @@ async def mistakes(session: Session) -> None:
     with rekindle.open("tiny"):  # pyright: ignore
         pass
     rekindle.open("tiny").generate("x")  # pyright: ignore
+    session.chat([], run_tools=True)  # pyright: ignore
+    session.chat([], tool=[add])  # pyright: ignore
+    await session.chat([], tools=[add], run_tools=True, n=2)  # pyright: ignore

@@ -11,7 +11,7 @@ import anyio.lowlevel
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from helpers.tiered import NEW, plain, prompt
+from helpers.tiered import NEW, SHARED, plain, prompt
 from rekindle._src.session.session import Session
 from rekindle.errors import RekindleError
 
@@ -127,8 +127,9 @@ class Load:
                 if what == "save":
                     await session.save(name)
                 elif what == "pin":
-                    session.pin(list(prompt(0)))
-                    session.unpin(list(prompt(0)))
+                    shared = list(prompt(0)[:SHARED])  # with all of a prompt kept, another one would not fit
+                    session.pin(shared)
+                    session.unpin(shared)
                 elif what == "prune":
                     session.cache.prune(to=self.random.choice((0, 1 << 16)))
                 else:

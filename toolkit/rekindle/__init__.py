@@ -3,8 +3,9 @@
     session = await rekindle.open("tiny")
     done = await session.generate("Once upon a time", max_tokens=64)
 
-What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.tiny` and the package
-`rekindle_kernels`. Names load their modules at first use, so that importing rekindle costs little beside jax.
+What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.ray`, `rekindle.serve`,
+`rekindle.tiny` and the package `rekindle_kernels`. Names load their modules at first use, so importing rekindle costs
+little beside jax.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ from rekindle.errors import (
     ConfigError,
     InvalidRequest,
     MissingExtra,
+    NoTokenLeft,
     OutOfMemory,
     OutOfPages,
+    ProcessLost,
+    ProcessRefused,
     PromptTooLong,
     QueueFull,
     RekindleError,
+    ReplicaLost,
     RequestAborted,
     RequestFailed,
     SessionClosed,
@@ -37,64 +42,116 @@ from rekindle.errors import (
 )
 
 if TYPE_CHECKING:
-    from rekindle import errors, models, tiny
+    from rekindle import errors, models, ray, serve, tiny
+    from rekindle._src.core.mesh_report import MeshReport
+    from rekindle._src.core.mesh_shape import DeviceMesh
     from rekindle._src.core.options import OpenOptions, SamplingOptions
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
+    from rekindle._src.core.reply import (
+        ContentDelta,
+        ReasoningDelta,
+        Reply,
+        ReplyEvent,
+        ToolCall,
+        ToolCallArguments,
+        ToolCallDropped,
+        ToolCallStarted,
+    )
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
+    from rekindle._src.replicas.fleet import Fleet, FleetOpening
+    from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
+    from rekindle._src.replicas.opening_fleet import fleet
+    from rekindle._src.replicas.routes import Placed
     from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.serve.server import Server
+    from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
     from rekindle._src.session.cache_view import CacheView
     from rekindle._src.session.cache_writer import SaveReport
     from rekindle._src.session.call import Call
     from rekindle._src.session.conversation import Conversation, Turn
-    from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
+    from rekindle._src.session.embedding import Embeddings
+    from rekindle._src.session.handle import Batch, Handle
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
+    from rekindle._src.session.row_answers import RowAnswer, RowAnswers
+    from rekindle._src.session.row_mapping import RowMap
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
+    from rekindle._src.session.streams import Stream, SyncStream
+    from rekindle._src.session.tools.choice import ToolChoice
+    from rekindle._src.session.tools.loop import ToolLoop, ToolRun
+    from rekindle._src.session.tools.tool import ToolLike
 
 _LAZY = {
+    "AllowedTokens": "rekindle._src.session.allowed",
     "Batch": "rekindle._src.session.handle",
     "CacheStats": "rekindle._src.session.cache_report",
     "CacheTree": "rekindle._src.session.cache_report",
     "CacheView": "rekindle._src.session.cache_view",
     "Call": "rekindle._src.session.call",
     "Completion": "rekindle._src.core.records",
+    "ContentDelta": "rekindle._src.core.reply",
     "Conversation": "rekindle._src.session.conversation",
+    "DeviceMesh": "rekindle._src.core.mesh_shape",
+    "Embeddings": "rekindle._src.session.embedding",
     "Explanation": "rekindle._src.scheduling.explain",
     "FinishReason": "rekindle._src.core.records",
+    "Fleet": "rekindle._src.replicas.fleet",
+    "FleetOpening": "rekindle._src.replicas.fleet",
+    "FleetStats": "rekindle._src.replicas.fleet_stats",
     "Handle": "rekindle._src.session.handle",
     "LogitsContext": "rekindle._src.programs.processors",
     "LogitsProcessor": "rekindle._src.programs.processors",
+    "MeshReport": "rekindle._src.core.mesh_report",
     "NodeView": "rekindle._src.session.cache_report",
     "OpenOptions": "rekindle._src.core.options",
     "Opening": "rekindle._src.session.opening",
+    "Placed": "rekindle._src.replicas.routes",
     "PrefixExplanation": "rekindle._src.session.cache_report",
     "ProgramReport": "rekindle._src.session.stats",
     "PromptLike": "rekindle._src.session.prompts",
+    "ReasoningDelta": "rekindle._src.core.reply",
+    "ReplicaStats": "rekindle._src.replicas.fleet_stats",
+    "Reply": "rekindle._src.core.reply",
+    "ReplyEvent": "rekindle._src.core.reply",
+    "RowAnswer": "rekindle._src.session.row_answers",
+    "RowAnswers": "rekindle._src.session.row_answers",
+    "RowMap": "rekindle._src.session.row_mapping",
     "RowReport": "rekindle._src.session.stats",
     "SamplingOptions": "rekindle._src.core.options",
     "SaveReport": "rekindle._src.session.cache_writer",
+    "Server": "rekindle._src.serve.server",
     "Session": "rekindle._src.session.session",
     "SessionStats": "rekindle._src.session.stats",
     "SnapshotInfo": "rekindle._src.kvcache.persist.snapshot",
     "Status": "rekindle._src.core.records",
     "StepReport": "rekindle._src.session.stats",
-    "Stream": "rekindle._src.session.handle",
-    "SyncStream": "rekindle._src.session.handle",
+    "Stream": "rekindle._src.session.streams",
+    "SyncStream": "rekindle._src.session.streams",
     "TextDelta": "rekindle._src.core.records",
     "Timings": "rekindle._src.core.records",
     "TokenLogprobs": "rekindle._src.core.records",
+    "ToolCall": "rekindle._src.core.reply",
+    "ToolCallArguments": "rekindle._src.core.reply",
+    "ToolCallDropped": "rekindle._src.core.reply",
+    "ToolCallStarted": "rekindle._src.core.reply",
+    "ToolChoice": "rekindle._src.session.tools.choice",
+    "ToolLike": "rekindle._src.session.tools.tool",
+    "ToolLoop": "rekindle._src.session.tools.loop",
+    "ToolRun": "rekindle._src.session.tools.loop",
     "Turn": "rekindle._src.session.conversation",
     "Usage": "rekindle._src.core.records",
+    "fleet": "rekindle._src.replicas.opening_fleet",
     "open": "rekindle._src.session.opening",
     "open_sync": "rekindle._src.session.opening",
 }
-_MODULES = ("errors", "models", "tiny")
+_MODULES = ("errors", "models", "ray", "serve", "tiny")
 
 __version__ = VERSION
 __all__ = [
+    "AllowedTokens",
     "Batch",
     "CacheStats",
     "CacheTree",
@@ -104,32 +161,52 @@ __all__ = [
     "CompileError",
     "Completion",
     "ConfigError",
+    "ContentDelta",
     "Conversation",
+    "DeviceMesh",
+    "Embeddings",
     "EngineConfig",
     "Explanation",
     "FinishReason",
+    "Fleet",
+    "FleetOpening",
+    "FleetStats",
     "Handle",
     "InvalidRequest",
     "LogitsContext",
     "LogitsProcessor",
+    "MeshReport",
     "MissingExtra",
+    "NoTokenLeft",
     "NodeView",
     "OpenOptions",
     "Opening",
     "OutOfMemory",
     "OutOfPages",
+    "Placed",
     "PrefixExplanation",
+    "ProcessLost",
+    "ProcessRefused",
     "ProgramReport",
     "PromptLike",
     "PromptTooLong",
     "QueueFull",
+    "ReasoningDelta",
     "RekindleError",
+    "ReplicaLost",
+    "ReplicaStats",
+    "Reply",
+    "ReplyEvent",
     "RequestAborted",
     "RequestFailed",
+    "RowAnswer",
+    "RowAnswers",
+    "RowMap",
     "RowReport",
     "Sampling",
     "SamplingOptions",
     "SaveReport",
+    "Server",
     "Session",
     "SessionClosed",
     "SessionForked",
@@ -145,14 +222,25 @@ __all__ = [
     "TextDelta",
     "Timings",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallArguments",
+    "ToolCallDropped",
+    "ToolCallStarted",
+    "ToolChoice",
+    "ToolLike",
+    "ToolLoop",
+    "ToolRun",
     "Turn",
     "UnsupportedModel",
     "Usage",
     "__version__",
     "errors",
+    "fleet",
     "models",
     "open",
     "open_sync",
+    "ray",
+    "serve",
     "tiny",
 ]
 

@@ -8,9 +8,13 @@
     ├── RequestAborted                     the request was cancelled before it finished
     ├── RequestFailed                      the request could not be finished
     │   ├── StepFailed                     the device step that carried it raised; the cause is attached
-    │   └── OutOfPages                     one sequence alone needs more KV pages than the pool has
+    │   ├── NoTokenLeft                    its own options leave no token that may come next
+    │   ├── OutOfPages                     one sequence alone needs more KV pages than the pool has
+    │   └── ReplicaLost                    the replicas of a fleet that it ran on died, one after another
     ├── SessionClosed                      the session was closed, or crashed; the cause is attached
     ├── SessionForked                      used or opened in a forked child of a process with a session
+    ├── ProcessLost                        a process that shares the model is gone, or does not answer
+    ├── ProcessRefused                     a process may not join: another secret, version, model or option
     ├── CheckpointError(ValueError)        a checkpoint folder is missing, broken or incomplete
     │   └── UnsupportedModel               its config.json asks for something rekindle does not implement
     ├── CompileError                       a step program failed to compile at open()
@@ -128,8 +132,16 @@ class StepFailed(RequestFailed):
     """The device step that carried the request raised; the cause is attached."""
 
 
+class NoTokenLeft(RequestFailed):
+    """The request's own options, such as a grammar with a bias, leave no token that may come next."""
+
+
 class OutOfPages(RequestFailed):
     """One sequence alone needs more KV pages than the pool has."""
+
+
+class ReplicaLost(RequestFailed):
+    """The replicas of a fleet that the request ran on died one after another, or none is left."""
 
 
 class SessionClosed(RekindleError):
@@ -141,6 +153,14 @@ class SessionForked(RekindleError):
 
     Start processes anew instead, such as by `multiprocessing.get_context("spawn")`.
     """
+
+
+class ProcessLost(RekindleError):
+    """A process that shares the model is gone, or does not answer; the session can't go on without it."""
+
+
+class ProcessRefused(RekindleError):
+    """A process may not join the others: it has another secret, version, model or option."""
 
 
 class CheckpointError(RekindleError, ValueError):

@@ -4,18 +4,37 @@
     weights = dict(zip(model.graph.paths, model.leaves))
     module = rekindle.models.merge(model.graph, model.leaves)
 
-`rekindle.open` takes a `LoadedModel` as well as a folder.
+`rekindle.open` takes a `LoadedModel` as well as a folder. `rekindle.models.calibrate(folder, texts)` makes one in four
+bits. `rekindle.models.export` writes a checkpoint as a GGUF file or as a folder:
+
+    rekindle.models.export("Qwen/Qwen3-0.6B", "qwen3.gguf", type="q8_0")
 """
 
 from __future__ import annotations
 
 from rekindle._src.models.base import Graph, LoadedModel, Model, merge, random_model
+from rekindle._src.models.calibration.layers import CalibrationProgress
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.load_progress import LoadProgress
+from rekindle._src.session.calibrating import calibrate
+from rekindle._src.session.exporting import export
 from rekindle._src.text.tokenizer import Tokenizer
 
-__all__ = ["Graph", "LoadProgress", "LoadedModel", "Model", "ModelConfig", "Tokenizer", "load", "merge", "random_model"]
+__all__ = [
+    "CalibrationProgress",
+    "Graph",
+    "LoadProgress",
+    "LoadedModel",
+    "Model",
+    "ModelConfig",
+    "Tokenizer",
+    "calibrate",
+    "export",
+    "load",
+    "merge",
+    "random_model",
+]
 
 
 def __dir__() -> list[str]:

@@ -3,11 +3,22 @@
 from rekindle_kernels.native.build import builds, called_by, ensure, give_up, unavailable_reason
 from rekindle_kernels.native.chain import chained, chains
 from rekindle_kernels.native.gradients import differentiable
-from rekindle_kernels.native.products import gates, multiplies, multiply, norms, rms_norm
+from rekindle_kernels.native.products import (
+    GATED_UNIT,
+    gates,
+    kernels_for,
+    multiplies,
+    multiplies_int4,
+    multiply,
+    multiply_int4,
+    norms,
+    rms_norm,
+)
 from rekindle_kernels.native.rope_kv import split, splits
 from rekindle_kernels.native.sampling import chooses, draw, largest_index
 
 __all__ = [
+    "GATED_UNIT",
     "builds",
     "called_by",
     "chained",
@@ -18,9 +29,12 @@ __all__ = [
     "ensure",
     "gates",
     "give_up",
+    "kernels_for",
     "largest_index",
     "multiplies",
+    "multiplies_int4",
     "multiply",
+    "multiply_int4",
     "norms",
     "rms_norm",
     "split",

@@ -1,4 +1,6 @@
-"""Machine code of the native kernels: compiled by numba once per machine, kept as an object file, loaded without numba.
+"""Machine code of the native kernels: from a library that the wheel brought, or compiled by numba once per machine.
+
+What numba compiled is kept as an object file and loaded without numba.
 
 Importing numba takes half a second and compiling a kernel up to one and a half; loading an object takes milliseconds
 and llvmlite alone. The file's name is a digest of what the code depends on: the sources, the versions, the CPU.
@@ -17,6 +19,7 @@ import platform
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,11 @@ from typing import Any
 import jax
 
 from rekindle_kernels import private_files
-from rekindle_kernels.native import zeros
+from rekindle_kernels.native import cpu, fill_pages, library, zeros
 from rekindle_kernels.native.chain_plan import ENTRIES, SLOTS, slot
 
 PREFIX = "rekindle_"
+PYTHON = {zeros.NAME: lambda: zeros.address(), fill_pages.NAME: lambda: fill_pages.address()}  # need no machine code
 OLDEST = (0, 48)  # llvmlite: 0.45 to 0.47 end the process over some kernels, those before have no bfloat16
 log = logging.getLogger(__name__)
 cache_folder: Path | None = None  # `rekindle_kernels.configure` sets it
@@ -35,7 +39,7 @@ _lock = threading.Lock()
 compiling: str = ""  # the kernel that is being compiled now
 _failed: set[str] = set()
 _ready: set[str] = set()  # kernels
-_entries = (ctypes.c_int64 * SLOTS)()  # addresses of their code, which the kernel of chains calls
+_thread = threading.local()
 
 
 def unavailable_reason() -> str | None:
@@ -44,12 +48,14 @@ def unavailable_reason() -> str | None:
         return "native kernels have not been tried on Windows"
     if os.environ.get("REKINDLE_NATIVE", "1") == "0":
         return "REKINDLE_NATIVE=0 turns them off"
+    if library.find() is not None:
+        return None
     missing = [name for name in ("numba", "llvmlite") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not installed: pip install 'rekindle[cpu]'"
+        return f"{' and '.join(missing)} not installed: pip install 'numba>=0.66'"
     version = importlib.metadata.version("llvmlite")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
-        return f"llvmlite {version} is older than {OLDEST[0]}.{OLDEST[1]}: pip install --upgrade 'rekindle[cpu]'"
+        return f"llvmlite {version} is older than {OLDEST[0]}.{OLDEST[1]}: pip install --upgrade 'numba>=0.66'"
     return None
 
 
@@ -59,16 +65,23 @@ def folder() -> Path:
     return (cache_folder or user / "rekindle_kernels") / "native"
 
 
+def identity() -> dict[str, str]:
+    """Which machine code kernels have here, as far as the sources and the processor don't say it."""
+    found, masked = library.find(), cpu.mask()
+    levels = "" if found is None else next(iter(found.levels))
+    return {"mask": masked.name if masked else "", "level": levels, "library": found.digest if found else ""}
+
+
 def ensure(name: str) -> str:
     """Register kernel `name` with XLA, building it if need be; the name of its target."""
     target = f"{PREFIX}{name}"
     with _lock:
         if name not in _ready:
-            address = zeros.address() if name == zeros.NAME else _made(name)
+            address = PYTHON[name]() if name in PYTHON else _made(name)
             jax.devices("cpu")  # a kernel that is refused before this starts would keep the backend from starting
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
-            assert not _entries[slot(name)], f"two kernels have the entry of {name}: rename one"
-            _entries[slot(name)] = address
+            assert not _entries()[slot(name)], f"two kernels have the entry of {name}: rename one"
+            _entries()[slot(name)] = address
             _ready.add(name)
     return target
 
@@ -84,7 +97,7 @@ def called_by(executable: bytes) -> list[str]:
 
 def builds(name: str) -> bool:
     """Whether kernel `name` is or can be registered. A failure is said once; XLA then does the work."""
-    if name in _failed:
+    if name in _failed or (name not in PYTHON and getattr(_thread, "plain", False)):
         return False
     try:
         ensure(name)
@@ -92,6 +105,38 @@ def builds(name: str) -> bool:
         _say(name, error)
         return False
     return True
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """What this thread traces in here does without kernels that would have to be compiled."""
+    before, _thread.plain = getattr(_thread, "plain", False), True
+    try:
+        yield
+    finally:
+        _thread.plain = before
+
+
+def is_there(name: str) -> bool:
+    """Whether nothing has to be compiled for kernel `name`: it is ready, stored, in a library, or refused."""
+    known = name in PYTHON or name in _ready or name in _failed
+    return known or library.address(name) is not None or _stored(name) is not None
+
+
+def can_compile() -> bool:
+    """Whether kernels can be compiled here, and are there for other processes then."""
+    return importlib.util.find_spec("numba") is not None and _trusted()
+
+
+def keep(name: str) -> None:
+    """Compile kernel `name` and store it. Raises where it can't be compiled."""
+    _store(name, _compile(name))
+
+
+def refuse(name: str, error: Exception) -> None:
+    """Do without kernel `name` from now on; XLA does its work."""
+    if name not in _failed and name not in _ready:
+        _say(name, error)
 
 
 def give_up(name: str, error: Exception) -> bool:
@@ -120,6 +165,9 @@ def entry(name: str) -> str:
 
 def _made(name: str) -> int:
     """The address of the kernel's code."""
+    address = library.address(name)
+    if address is not None:
+        return address
     code = _stored(name)
     if code is None:
         code = _compile(name)
@@ -152,6 +200,13 @@ def _load(name: str, code: bytes) -> int:
 
 
 @cache
+def _entries() -> Any:
+    """The addresses of all kernels' code, which the kernel of chains calls; in the library's memory if there is one."""
+    own = library.entries()
+    return (ctypes.c_int64 * SLOTS)() if own is None else own
+
+
+@cache
 def _engine() -> Any:
     """The engine that owns the code which XLA calls. One for each kernel would take five times as long to load."""
     import llvmlite.binding as llvm
@@ -166,17 +221,25 @@ def _initialised() -> None:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     llvm.initialize_native_asmparser()
-    llvm.add_symbol(ENTRIES, ctypes.addressof(_entries))
+    llvm.add_symbol(ENTRIES, ctypes.addressof(_entries()))
 
 
 def _machine(llvm: Any) -> Any:
     _initialised()
-    features = llvm.get_host_cpu_features().flatten()
+    name, features = _target(llvm)
     # Absolute addresses: through a table of offsets the second object of an engine found the first one's constants.
     reloc = "static" if platform.machine() in ("x86_64", "AMD64") else "default"
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=3, reloc=reloc, codemodel="jitdefault"
+        cpu=name, features=features, opt=3, reloc=reloc, codemodel="jitdefault"
     )
+
+
+def _target(llvm: Any) -> tuple[str, str]:
+    """LLVM's names for the processor and its features: exactly this one's, or those of the level that masks it."""
+    if cpu.mask() is None:
+        return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    level = next(iter(cpu.levels()), None)
+    return ("generic", "") if level is None else (level.cpu, level.flags)
 
 
 def digest(name: str) -> str:
@@ -187,16 +250,22 @@ def digest(name: str) -> str:
 @cache
 def _common() -> bytes:
     """A digest of what all kernels depend on: the sources, the versions, the CPU."""
-    import llvmlite.binding as llvm
-
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
-    versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
-    cpu = [llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
+    versions = [_version(package) for package in ("numba", "llvmlite")]
     hasher = hashlib.blake2b()
-    for part in (*versions, *cpu, *sources):
-        part = part if isinstance(part, bytes) else part.encode()
+    masked = cpu.mask()
+    texts = [*versions, cpu.identity(), masked.name if masked else ""]
+    for part in [*(text.encode() for text in texts), *sources]:
         hasher.update(len(part).to_bytes(8, "little") + part)
     return hasher.digest()
+
+
+def _version(package: str) -> str:
+    """The installed version; empty if there is none, as beside a library."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _stored(name: str) -> bytes | None:

@@ -38,6 +38,7 @@ def object_code(name: str, entry: str, machine: Any) -> bytes:
         # Nothing is thrown through it, and its tables for unwinding led C++ exceptions of other code astray.
         if not function.is_declaration:
             function.add_function_attribute("nounwind")
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
     _optimise(module, machine)
     numbas = [f.name for f in module.functions if f.is_declaration and f.name.startswith(("numba_", "NRT_"))]
     if numbas:

@@ -1,13 +1,131 @@
-"""What this processor can do, as LLVM sees it."""
+"""What this processor can do, and the levels of processors that kernels are compiled for.
+
+Features have LLVM's names. `REKINDLE_NATIVE_LEVEL` names a level beyond which native kernels use none, so that what an
+older processor would run can be tested and measured on a newer one. XLA's own code is not masked by it.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+
+MASK = "REKINDLE_NATIVE_LEVEL"
+V3 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"})
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# Linux's names of features, where LLVM has others.
+LINUX = {
+    "abm": "lzcnt", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8", "asimd": "neon", "asimddp": "dotprod",
+    "avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "bmi1": "bmi",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Processors for which the same machine code is compiled."""
+
+    name: str
+    machine: str  # as `platform.machine` says it
+    cpu: str  # LLVM's name for those that have the least of it
+    extra: tuple[str, ...]  # features beyond that
+    features: frozenset[str]  # all that kernels and their choice look at
+
+    @property
+    def flags(self) -> str:
+        """`extra` as LLVM reads it."""
+        return ",".join(f"+{name}" for name in self.extra)
+
+    @property
+    def suffix(self) -> str:
+        """What its symbols end in."""
+        return self.name.replace("-", "_")
+
+
+def _x86(name: str, base: str, features: frozenset[str], *extra: str) -> Level:
+    return Level(name, "x86_64", base, extra, features | {*extra})
+
+
+LEVELS = (  # of one machine the best first
+    _x86("x86-64-v4-bf16", "x86-64-v4", V4, "avx512vnni", "avx512bf16"),
+    _x86("x86-64-v4-vnni", "x86-64-v4", V4, "avx512vnni"),
+    _x86("x86-64-v4", "x86-64-v4", V4),
+    _x86("x86-64-v3", "x86-64-v3", V3),
+    Level("armv8", "aarch64", "generic", ("neon",), frozenset({"neon"})),
+)
+IDENTIFYING = {
+    "vendor_id", "cpu family", "model", "stepping", "flags", "features", "cpu implementer", "cpu architecture",
+    "cpu variant", "cpu part", "cpu revision",
+}  # fmt: skip
+building_for: Level | None = None  # set in processes that compile for others
+
+
+def level_called(name: str) -> Level:
+    """The level of that name. Raises ValueError for an unknown one."""
+    for level in LEVELS:
+        if level.name == name:
+            return level
+    raise ValueError(f"{name!r} is not a level of processors; there are {', '.join(level.name for level in LEVELS)}")
+
+
+def machine() -> str:
+    """The kind of this processor, by Linux's name."""
+    name = platform.machine()
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 @cache
-def has_feature(name: str) -> bool:
-    """Whether this processor has the instructions that LLVM calls `name`."""
+def identity() -> str:
+    """What tells this processor from others, as far as LLVM looks at it."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        named = (line.partition(":") for line in first.splitlines())
+        kept = {name.strip(): value.strip() for name, _, value in named if name.strip().lower() in IDENTIFYING}
+        if kept.keys() & {"flags", "Features"}:
+            return repr(sorted(kept.items()))
+    except OSError:
+        pass
     import llvmlite.binding as llvm
 
-    return bool(llvm.get_host_cpu_features().get(name, False))
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
+def has_feature(name: str) -> bool:
+    """Whether native kernels may use the instructions that LLVM calls `name`."""
+    return name in (features() if building_for is None else building_for.features)
+
+
+def features() -> frozenset[str]:
+    """The features that native kernels may use here."""
+    masked = mask()
+    return _own_features() if masked is None else _own_features() & masked.features
+
+
+def mask() -> Level | None:
+    """The level that REKINDLE_NATIVE_LEVEL names. Raises ValueError for an unknown one."""
+    name = os.environ.get(MASK)
+    return level_called(name) if name else None
+
+
+def levels() -> tuple[Level, ...]:
+    """The levels whose code may run here, the best first."""
+    own, kind = features(), machine()
+    return tuple(level for level in LEVELS if level.machine == kind and level.features <= own)
+
+
+@cache
+def _own_features() -> frozenset[str]:
+    """What the processor has and the system allows; LLVM is asked only where the system does not say it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next(line for line in lines if line.startswith(("flags", "Features")))
+        return frozenset(LINUX.get(name, name) for name in flags.split(":", 1)[1].split())
+    except (OSError, StopIteration):
+        if machine() == "aarch64":
+            return frozenset({"neon"})
+    try:
+        import llvmlite.binding as llvm
+    except ImportError:
+        return frozenset()
+    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)

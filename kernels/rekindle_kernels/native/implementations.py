@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import cast
 
 import jax
@@ -18,9 +19,9 @@ import numpy as np
 
 from rekindle_kernels import native
 from rekindle_kernels.activations import gated
-from rekindle_kernels.native import attention, rope_kv, zeros
+from rekindle_kernels.native import attention, fill_pages, rope_kv, zeros
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions
-from rekindle_kernels.ops.memory import ZerosCall
+from rekindle_kernels.ops.memory import FillCall, ZerosCall
 from rekindle_kernels.ops.norm import NormCall
 from rekindle_kernels.ops.registry import Facts, Implementation
 from rekindle_kernels.ops.rope import RopeCall
@@ -65,6 +66,7 @@ def linear(
     x: jax.Array,
     weight: jax.Array,
     scale: jax.Array | None,
+    minimum: jax.Array | None,
     residual: jax.Array | None,
     count: jax.Array | None,
     norm: jax.Array | None,
@@ -78,41 +80,59 @@ def linear(
         x: jax.Array,
         weight: jax.Array,
         scale: jax.Array | None,
+        minimum: jax.Array | None,
         residual: jax.Array | None,
         count: jax.Array | None,
         norm: jax.Array | None,
     ) -> jax.Array:
         x = x if norm is None else plain_norm.rms_norm(x, norm, eps)
-        y = plain_linear.multiply(x, weight, scale, options.quantize, jnp.float32)
+        y = plain_linear.multiply(x, weight, scale, options.quantize, jnp.float32, minimum)
         y = y if gate is None else gated(y, gate)
         return y if residual is None else residual + y
 
-    product = partial(
-        native.multiply,
-        eps=eps,
-        gated=gate is not None,
-        quantize_rows=options.quantize == "int8",
-        deterministic=options.deterministic,
-    )
+    def product(
+        x: jax.Array, weight: jax.Array, scale: jax.Array | None, minimum: jax.Array | None, *others: jax.Array | None
+    ) -> jax.Array:
+        if options.quantize == "int4":
+            assert scale is not None, "integers have scales"
+            return native.multiply_int4(x, weight, scale, minimum, *others, eps=eps, gated=gate is not None)
+        return native.multiply(
+            x,
+            weight,
+            scale,
+            *others,
+            eps=eps,
+            gated=gate is not None,
+            quantize_rows=options.quantize == "int8",
+            deterministic=options.deterministic,
+        )
+
     flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
-    y = native.differentiable(product, plain)(x.reshape(rows, -1), weight, scale, flat, count, norm)
+    y = native.differentiable(product, plain)(x.reshape(rows, -1), weight, scale, minimum, flat, count, norm)
     return y.reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 def multiplies(call: LinearCall) -> str | None:
     """Why a product can't be native, or can't take its norm or gate along; it is refused where XLA is faster."""
-    reason = unavailable(call)
+    reason = unavailable(call) or _refused(call)
     if reason is not None:
         return reason
-    rounded, fixed = call.quantize == "int8", call.deterministic
-    if not native.multiplies(call.rows, _like(call.weight), quantize_rows=rounded, deterministic=fixed):
-        shape = "x".join(map(str, call.weight.shape))
-        return f"XLA is faster for {call.rows} rows times {call.weight.dtype.name} {shape}, or {NOT_BUILT}"
     if call.norm and not native.norms(_like(call.x)):
         return f"rows of {call.x.dtype.name} {list(call.x.shape)} have to be normed before"
-    if call.gate is not None and (call.gate != "silu" or not native.gates(_like(call.weight))):
-        return f"{call.gate} of {call.weight.shape[0]} outputs has to be applied behind"
+    if call.gate is not None and (call.gate != "silu" or call.outputs % native.GATED_UNIT):
+        return f"{call.gate} of {call.outputs} outputs has to be applied behind"
     return None
+
+
+def _refused(call: LinearCall) -> str | None:
+    """Why a product is left to XLA."""
+    if call.quantize == "int4":
+        return None if native.multiplies_int4(_like(call.weight), call.scale or "") else NOT_BUILT
+    rounded, fixed = call.quantize == "int8", call.deterministic
+    if native.multiplies(call.rows, _like(call.weight), quantize_rows=rounded, deterministic=fixed):
+        return None
+    shape = "x".join(map(str, call.weight.shape))
+    return f"XLA is faster for {call.rows} rows times {call.weight.dtype.name} {shape}, or {NOT_BUILT}"
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -182,6 +202,28 @@ def has_untouched(call: ZerosCall) -> str | None:
     return None if native.builds(zeros.NAME) else NOT_BUILT
 
 
+def fill(
+    leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
+) -> Sequence[jax.Array]:
+    """`ops.memory.fill_pages`, by one call for all layers."""
+    arrays = len(leaves) // layers
+    sizes = [prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves[:arrays]]
+    plan = fill_pages.plan(len(pages), layers, sizes)
+    results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    aliases = {fill_pages.FIRST + index: index for index in range(len(leaves))}
+    call = jax.ffi.ffi_call(native.ensure(fill_pages.NAME), results, input_output_aliases=aliases)
+    filled: Sequence[jax.Array] = call(plan, ids, *leaves, *(leaf for page in pages for leaf in page))
+    return filled
+
+
+def fills(call: FillCall) -> str | None:
+    """Why pages can't be filled by one call. Where XLA refused the kernel of zeros, it would refuse this one too."""
+    if call.platform != "cpu" or not fill_pages.supported():
+        return "it copies in the memory of a CPU"
+    refused = zeros.supported() and not native.builds(zeros.NAME)
+    return NOT_BUILT if refused or not native.builds(fill_pages.NAME) else None
+
+
 ATTENTION = Implementation("native", attention.paged_attention, attention.supports, deterministic=True)
 WRITE_KV = Implementation("native", rope_kv.write, writes)
 LINEAR = Implementation("native", linear, multiplies, deterministic=True)
@@ -190,3 +232,4 @@ ROPE = Implementation("native", rope, splits)
 GREEDY = Implementation("native", native.largest_index, chooses)
 DRAW = Implementation("native", draw, chooses)
 ZEROS = Implementation("native", untouched, has_untouched, give_up=partial(native.give_up, zeros.NAME))
+FILL_PAGES = Implementation("native", fill, fills)

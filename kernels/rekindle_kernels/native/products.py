@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 
+from rekindle_kernels import int4
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import call
+from rekindle_kernels.native.chain_plan import CHAIN
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_spec import Variant
-from rekindle_kernels.native.kernel_table import GEMM, MATVEC, RMS_NORM
+from rekindle_kernels.native.kernel_table import (
+    ARGMAX,
+    DECODE,
+    GEMM,
+    INT4,
+    MATVEC,
+    PREFILL,
+    RMS_NORM,
+    ROPE,
+    SAMPLE,
+    WRITE_KV,
+)
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
+GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 DTYPES = ("float32", "bfloat16", "float16", "int8")
+# XLA multiplies by tiles (AMX) where the processor has them: from so many rows on that beats any kernel here.
+_TILES = {"bfloat16": ("amx-bf16", FEW_ROWS + 1), "int8": ("amx-int8", 64)}
 _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multiply two and four of them in a lane
 
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
     """Whether `multiply` takes so many rows and this weight, and beats XLA unless it has to be deterministic."""
     kernel = _kernel(rows, weight, quantize_rows, deterministic)
-    return kernel is not None and builds(kernel.name)
+    by_tiles = not deterministic and _xla_has_tiles(rows, weight)
+    return kernel is not None and not by_tiles and builds(kernel.name)
+
+
+def _xla_has_tiles(rows: int, weight: jax.Array) -> bool:
+    feature, enough = _TILES.get(weight.dtype.name, ("", 0))
+    return has_feature(feature) and rows >= enough
 
 
 def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bool = False) -> Variant | None:
@@ -39,9 +63,68 @@ def _has_gemm(weight: jax.Array) -> bool:
     return instructions is not None and K % 64 == 0 and N % 16 == 0 and has_feature(instructions)
 
 
+def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]:
+    """The kernels that a step calls, by their names, for matrices and pages of these dtypes."""
+    matrices = set(matrices)
+    kinds = [dtype for dtype in DTYPES if dtype in matrices]
+    products = [MATVEC.variant(dtype) for dtype in kinds]
+    products += [GEMM.variant(dtype) for dtype in kinds if has_feature(_INSTRUCTIONS.get(dtype, ""))]
+    products += [INT4.variant("float16")] if "uint8" in matrices else []  # of others its first call is compiled
+    own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE)]
+    if pages in DTYPES and head_dim % 16 == 0:
+        own += [spec.variant(pages, head_dim) for spec in (DECODE, PREFILL)]
+        own += [WRITE_KV.variant(pages)] if pages in ("float32", "bfloat16") else []
+    return [CHAIN, *(kernel.name for kernel in (*products, *own))]
+
+
+def multiplies_int4(weight: jax.Array, scale: str) -> bool:
+    """Whether `multiply_int4` takes this weight with scales of that dtype, for any number of rows."""
+    return weight.ndim == 2 and weight.dtype == jnp.uint8 and scale in int4.SCALES and builds(INT4.variant(scale).name)
+
+
+def multiply_int4(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    minimum: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    count: jax.Array | None = None,
+    norm: jax.Array | None = None,
+    *,
+    eps: float = 0.0,
+    gated: bool = False,
+) -> jax.Array:
+    """x [R, K] · a 4-bit matrix [N, K] + residual -> float32 [R, N], with norm and gate as in `multiply`.
+
+    Rows become 8-bit integers with a scale for each group of inputs. A row's results do not depend on the number of
+    rows, to the last bit. Results behind the first `count` rows are undefined.
+    """
+    R, (N, K) = x.shape[0], int4.matrix_shape(weight)
+    assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
+    assert not gated or N % GATED_UNIT == 0, f"{N} outputs have to be gated behind"
+    assert x.shape[1] == K, f"rows of {x.shape[1]} and a matrix of {K} inputs"
+    reason = int4.reason_against(N, K, int4.group_of(weight, scale))
+    assert reason is None, reason
+    (product,) = call(
+        INT4.variant(scale.dtype.name),
+        {
+            "weight": weight,
+            "scale": scale,
+            "minimum": minimum,
+            "x": x.astype(jnp.float32),
+            "residual": None if residual is None else residual.astype(jnp.float32),
+            "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
+            "norm": None if norm is None else norm.astype(jnp.float32),
+        },
+        {"eps": eps, "gated": gated},
+        {"M": N // 2 if gated else N},
+    )
+    return product
+
+
 def gates(weight: jax.Array) -> bool:
     """Whether `multiply` by this weight can end in a gate."""
-    return weight.shape[0] % 32 == 0
+    return weight.shape[0] % GATED_UNIT == 0
 
 
 def multiply(

@@ -13,8 +13,8 @@ import os
 import sys
 from math import prod
 
-from rekindle_kernels.native.layout import WORD, Layout
-from rekindle_kernels.native.xla_abi import API_VERSION, BUFFER, CALL_FRAME, EXTENSION, METADATA, METADATA_KIND
+from rekindle_kernels.native.python_handlers import HANDLER, address_of, asks_version, buffer, data, read
+from rekindle_kernels.native.xla_abi import BUFFER, CALL_FRAME
 
 NAME = "zeros"
 PAGE = mmap.PAGESIZE
@@ -26,35 +26,17 @@ def supported() -> bool:
     return wanted and sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 
 
-def _read(layout: Layout, address: int, name: str) -> int:
-    """A field of the record at `address`."""
-    offset, kind = layout.fields[name]
-    number = ctypes.c_int32 if kind == "int32" else ctypes.c_int64
-    return number.from_address(address + offset).value
-
-
-def _buffer(array: int, index: int) -> int:
-    """The address of a buffer's record, from an array of such addresses."""
-    return ctypes.c_int64.from_address(array + WORD * index).value
-
-
-@ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+@HANDLER
 def _handle(frame: int) -> int:
     """`(bytes per element int32 [n]) -> n buffers of zeros`."""
-    extension = _read(CALL_FRAME, frame, "extension")
-    while extension:
-        if _read(EXTENSION, extension, "kind") == METADATA_KIND:
-            answer = _read(EXTENSION, extension, "metadata") + METADATA.offset("major")
-            (ctypes.c_int32 * 3).from_address(answer)[:] = list(API_VERSION)
-            return 0
-        extension = _read(EXTENSION, extension, "next")
-    count = _read(CALL_FRAME, frame, "result_count")
-    operand = _buffer(_read(CALL_FRAME, frame, "operands"), 0)
-    sizes = (ctypes.c_int32 * count).from_address(_read(BUFFER, operand, "data"))
+    if asks_version(frame):
+        return 0
+    count = read(CALL_FRAME, frame, "result_count")
+    sizes = (ctypes.c_int32 * count).from_address(data(frame, "operands", 0))
     for index in range(count):
-        result = _buffer(_read(CALL_FRAME, frame, "results"), index)
-        shape = (ctypes.c_int64 * _read(BUFFER, result, "rank")).from_address(_read(BUFFER, result, "dims"))
-        clear(_read(BUFFER, result, "data"), sizes[index] * prod(shape))
+        result = buffer(frame, "results", index)
+        shape = (ctypes.c_int64 * read(BUFFER, result, "rank")).from_address(read(BUFFER, result, "dims"))
+        clear(read(BUFFER, result, "data"), sizes[index] * prod(shape))
     return 0
 
 
@@ -74,6 +56,4 @@ def clear(address: int, size: int) -> None:
 
 def address() -> int:
     """The address of the function that XLA calls."""
-    pointer = ctypes.cast(_handle, ctypes.c_void_p).value
-    assert pointer is not None, "a callback without an address"
-    return pointer
+    return address_of(_handle)

@@ -5,14 +5,14 @@ Axes: T tokens, N sequences, R decode rows, H query heads, D head size, W page-t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from rekindle_kernels.ops.registry import Registry, current_platform
-from rekindle_kernels.pages import LayerKV
+from rekindle_kernels.pages import LayerKV, widened
 
 ATTENTION = Registry("attention")  # run(inputs, options) -> [T, H, D]
 
@@ -110,10 +110,13 @@ def paged_attention(
     assert table.shape[0] == lens.shape[0] == rows + ends.shape[0] - 1, (
         f"page_table {table.shape}, kv_lens {lens.shape} and cu_q_lens {ends.shape} disagree with {rows} decode rows"
     )
+    width = inputs.q.shape[-1]
+    if width < inputs.kv.head_dim:  # zeros change no product, and those of the values are left out below
+        inputs = replace(inputs, q=widened(inputs.q, inputs.kv))
     chosen = ATTENTION.choose(AttentionCall.of(inputs, options, platform), implementation)
     with jax.named_scope(f"paged_attention_{chosen.name}"):
         out: jax.Array = chosen.run(inputs, options)
-    return out
+    return out if out.shape[-1] == width else out[..., :width]
 
 
 def implementation_names() -> tuple[str, ...]:

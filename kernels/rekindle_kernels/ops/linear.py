@@ -14,18 +14,21 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from rekindle_kernels import int4
 from rekindle_kernels.activations import gated
 from rekindle_kernels.ops.norm import rms_norm
 from rekindle_kernels.ops.registry import Registry, current_platform
 
-LINEAR = Registry("linear")  # run(x, weight, scale, residual, count, norm, options, dtype) -> [..., O]
+LINEAR = Registry("linear")  # run(x, weight, scale, minimum, residual, count, norm, options, dtype) -> [..., O]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearOptions:
     """The static options of a product."""
 
-    quantize: str | None = None  # how an int8 weight is multiplied: "int8" rounds rows to int8, "int8-weight" doesn't
+    # How a weight is multiplied that is not of floats: int8 by "int8", which rounds rows to int8, or "int8-weight",
+    # which doesn't; "int4" is 4-bit, stored as `rekindle_kernels.int4` says.
+    quantize: str | None = None
     gate: str | None = None  # an activation: the result is `gated(…, gate)`, half as wide
     eps: float = 0.0  # of the norm
     deterministic: bool = False  # a row's result is the same to the last bit, however many rows there are
@@ -45,6 +48,12 @@ class LinearCall:
     norm: bool = False
     gate: str | None = None
     deterministic: bool = False
+    scale: str | None = None  # the dtype of its scales, if there are any
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs the matrix has, before a gate."""
+        return self.weight.shape[0] * (int4.OUTPUTS if self.quantize == "int4" else 1)
 
     @property
     def rows(self) -> int:
@@ -57,6 +66,7 @@ def linear(
     weight: jax.Array,
     *,
     scale: jax.Array | None = None,
+    minimum: jax.Array | None = None,
     norm: jax.Array | None = None,
     residual: jax.Array | None = None,
     count: jax.Array | None = None,
@@ -66,6 +76,8 @@ def linear(
     platform: str | None = None,
 ) -> jax.Array:
     """x [..., I] · weight [O, I] (· scale [O]) → [..., O] in `dtype`, by default x's own.
+
+    With `options.quantize` "int4", `weight`, `scale` and `minimum` are the arrays of `rekindle_kernels.int4`.
 
     With `norm` [I], x is RMS-normed before. With `options.gate`, the result is the activation of its first half times
     its second half. `residual`, shaped as the result, is added last. Rows behind the first `count` are undefined.
@@ -77,6 +89,7 @@ def linear(
         jax.ShapeDtypeStruct(weight.shape, weight.dtype),
         options.quantize,
         deterministic=options.deterministic,
+        scale=None if scale is None else scale.dtype.name,
     )
     chosen = LINEAR.choose(call, implementation)
     if norm is not None and chosen.supports(replace(call, norm=True)) is not None:
@@ -85,8 +98,8 @@ def linear(
     if apart is not None and chosen.supports(replace(call, gate=apart)) is None:
         apart = None
     if apart is None:
-        y: jax.Array = chosen.run(x, weight, scale, residual, count, norm, options, dtype)
+        y: jax.Array = chosen.run(x, weight, scale, minimum, residual, count, norm, options, dtype)
         return y
-    y = chosen.run(x, weight, scale, None, count, norm, replace(options, gate=None), dtype)
+    y = chosen.run(x, weight, scale, minimum, None, count, norm, replace(options, gate=None), dtype)
     y = gated(y, apart)
     return y if residual is None else residual + y

@@ -1,7 +1,8 @@
-"""Memory for pages: their shapes, and zeros for a tree of shapes."""
+"""Memory for pages: their shapes, zeros for a tree of shapes, and pages filled from outside."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,14 +11,22 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from rekindle_kernels.ops.registry import Registry, current_platform
-from rekindle_kernels.pages import LayerKV, needs_scales, storage_dtype
+from rekindle_kernels.pages import LayerKV, needs_scales, storage_dtype, stored_head_dim
 
 ZEROS = Registry("zeros")  # run(leaves) -> one array per ShapeDtypeStruct
+FILL_PAGES = Registry("fill_pages")  # run(leaves of all layers, ids, leaves of each page, layers) -> leaves
 Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True, slots=True)
 class ZerosCall:
+    """The static facts by which an implementation is chosen."""
+
+    platform: str
+
+
+@dataclass(frozen=True, slots=True)
+class FillCall:
     """The static facts by which an implementation is chosen."""
 
     platform: str
@@ -29,6 +38,24 @@ def zeros(shapes: Tree, *, implementation: str | None = None, platform: str | No
     run = ZEROS.choose(ZerosCall(platform or current_platform()), implementation).run
     made: Tree = jax.tree.unflatten(tree, run(leaves))
     return made
+
+
+def fill_pages(
+    layers: Sequence[LayerKV],
+    ids: jax.Array,
+    pages: Sequence[Sequence[jax.Array]],
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[LayerKV, ...]:
+    """Put each of `pages` at its id ([n] int32) in all layers; in place when the caller donates `layers`.
+
+    A page is [1, layers, ...] for each array of a layer. Ids that pad the transfer are 0, the scratch page.
+    """
+    leaves, tree = jax.tree.flatten(tuple(layers))
+    run = FILL_PAGES.choose(FillCall(platform or current_platform()), implementation).run
+    filled: tuple[LayerKV, ...] = jax.tree.unflatten(tree, run(leaves, ids, pages, len(layers)))
+    return filled
 
 
 def give_up_zeros(error: Exception, *, platform: str | None = None) -> bool:
@@ -44,8 +71,9 @@ def abstract_pages(
     num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
 ) -> LayerKV:
     """The shapes of `init_pages`, without memory and without tracing."""
-    stored = storage_dtype(dtype, platform or current_platform())
-    shape = (num_pages, 2, kv_heads, page_size, head_dim)
+    platform = platform or current_platform()
+    stored = storage_dtype(dtype, platform)
+    shape = (num_pages, 2, kv_heads, page_size, stored_head_dim(head_dim, platform))
     scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs_scales(dtype) else None
     return LayerKV(jax.ShapeDtypeStruct(shape, stored), scales)  # type: ignore[arg-type]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rekindle_kernels import native
-from rekindle_kernels.native import build
+from rekindle_kernels.native import background_build, build
+from rekindle_kernels.native.background_build import BackgroundBuild
 from rekindle_kernels.ops.registry import current_platform
 
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -42,9 +44,27 @@ def unavailable_reason(platform: str | None = None) -> str | None:
     return native.unavailable_reason() if (platform or current_platform()) == "cpu" else None
 
 
-def environment() -> dict[str, bool]:
+def environment() -> dict[str, Any]:
     """The settings of this process that implementations depend on; they belong into a compiled program's key."""
-    return {"native": native.unavailable_reason() is None, "chains": native.chains()}
+    return {"native": native.unavailable_reason() is None, "chains": native.chains(), **build.identity()}
+
+
+def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]:
+    """The native kernels that a model's steps call, by their names: for matrices and pages of these dtypes.
+
+    It may name too many; one that it leaves out is compiled when a program that calls it is traced.
+    """
+    return native.kernels_for(matrices, pages, head_dim)
+
+
+def plain_kernels() -> AbstractContextManager[None]:
+    """What this thread traces meanwhile uses no kernel that would have to be compiled: XLA does their work."""
+    return build.plain()
+
+
+def build_kernels(names: Iterable[str]) -> BackgroundBuild | None:
+    """Begin to compile those kernels that are not there yet, in other processes; None if there is nothing to do."""
+    return background_build.begun(names)
 
 
 def kernels_in(executable: bytes) -> list[str]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rekindle_kernels.ops.registry import Registry, current_platform
-from rekindle_kernels.pages import LayerKV
+from rekindle_kernels.pages import LayerKV, widened
 
 WRITE_KV = Registry("write_kv")  # run(kv, k, v, page_ids, offsets) -> LayerKV
 
@@ -41,9 +41,11 @@ def write_kv(
 ) -> LayerKV:
     """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
 
+    Where the pages' vectors are wider than D, as on TPUs, zeros fill them.
     Values are rounded, or quantised with a scale per token and head, to what `kv` holds. Padding tokens write to
     page 0; which of two tokens with one destination wins is undefined.
     """
+    k, v = widened(k, kv), widened(v, kv)
     call = WriteCall(
         platform=platform or current_platform(),
         tokens=k.shape[0],

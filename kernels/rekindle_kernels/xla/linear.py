@@ -1,4 +1,4 @@
-"""Rows times a matrix as one dot, and rounding rows to int8."""
+"""Rows times a matrix as one dot, whose 4-bit weights are widened before, and rounding rows to int8."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from rekindle_kernels import int4
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions
-from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.ops.registry import Implementation, current_platform
 
 
-def multiply(x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike) -> jax.Array:
+def multiply(
+    x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike, minimum: jax.Array | None = None
+) -> jax.Array:
     """x [..., I] · weight [O, I], with its scale [O] if it is quantised → [..., O] in `out`."""
+    if quantize == "int4":
+        values = int4.dequantized(weight, scale, minimum, x.dtype)
+        return _dot(x, values, jnp.float32).astype(out)
     if quantize == "int8":
         rows, row_scale = quantize_rows(x)
         return (_dot(rows, weight, jnp.int32).astype(jnp.float32) * row_scale * scale).astype(out)
@@ -36,15 +42,26 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
+def exact_precision(x: jax.Array, weight: jax.Array) -> jax.lax.Precision | None:
+    """The precision of a product of float32: by default a GPU rounds its operands to 11 bits and a TPU to 8.
+
+    A CPU has no other than the exact one, and programs for it stay as they are.
+    """
+    exact = x.dtype == weight.dtype == jnp.float32 and current_platform() != "cpu"
+    return jax.lax.Precision.HIGHEST if exact else None
+
+
 def _dot(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    precision = exact_precision(x, weight)
     contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.dtype(dtype))
+    return jax.lax.dot_general(x, weight, contract, precision, preferred_element_type=jnp.dtype(dtype))
 
 
 def run(
     x: jax.Array,
     weight: jax.Array,
     scale: jax.Array | None,
+    minimum: jax.Array | None,
     residual: jax.Array | None,
     count: jax.Array | None,
     norm: jax.Array | None,
@@ -54,7 +71,7 @@ def run(
     """`ops.linear.linear`; every row is computed, whatever `count` says."""
     assert norm is None, "the operation norms before"
     assert options.gate is None, "the operation gates behind"
-    y = multiply(x, weight, scale, options.quantize, dtype)
+    y = multiply(x, weight, scale, options.quantize, dtype, minimum)
     return y if residual is None else residual + y
 
 

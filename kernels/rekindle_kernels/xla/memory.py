@@ -1,4 +1,4 @@
-"""Pages by one scatter, and zeros as XLA makes them."""
+"""Pages written by one scatter or put into their places one by one, and zeros as XLA makes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from rekindle_kernels import pages
 from rekindle_kernels.ops.registry import Implementation, anything
@@ -16,5 +17,21 @@ def zeros(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
+def fill(
+    leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
+) -> list[jax.Array]:
+    """Each layer's arrays with each page put into its place."""
+    arrays = len(leaves) // layers
+    filled = []
+    for index, leaf in enumerate(leaves):
+        layer, array = divmod(index, arrays)
+        for number, page in enumerate(pages):
+            leaf = lax.dynamic_update_slice_in_dim(leaf, page[array][:, layer], ids[number], 0)
+        filled.append(leaf)
+    return filled
+
+
 WRITE_KV = Implementation("xla", pages.write_kv, anything)
+WRITE_ROWS = Implementation("rows", pages.write_kv_rows, anything)
 ZEROS = Implementation("xla", zeros, anything)
+FILL_PAGES = Implementation("xla", fill, anything)

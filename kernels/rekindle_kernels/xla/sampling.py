@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rekindle_kernels.ops.registry import Implementation, anything
-from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, Wanted, block_size
+from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, Wanted, block_size, top_k
 from rekindle_kernels.xla.random import uniforms
 
 MOST_ROUNDS = 64  # each round of rejection halves the candidates at least, on average; a row of NaN never ends
@@ -103,7 +103,7 @@ def _first_above(weights: Array, uniform: Array) -> Array:
 def _kth_largest(values: Array, k: Array, wanted: Wanted) -> Array:
     """The k-th largest of each row of values <= 0, or -inf where k is 0 or beyond the row."""
     small = min(SMALL_TOP_K, values.shape[-1])
-    top, _ = lax.top_k(values, small)
+    top, _ = top_k(values, small)
     found = jnp.take_along_axis(top, jnp.clip(k - 1, 0, small - 1)[:, None], axis=1)[:, 0]
     bisected = lax.cond(wanted.large_k, lambda: _bisect(values, k), lambda: found)
     found = jnp.where(k > small, bisected, found)

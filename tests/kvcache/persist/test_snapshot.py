@@ -91,6 +91,17 @@ def test_a_snapshot_for_something_else_is_refused_with_the_reason(
     assert snapshot.infos(tmp_path, other)[0].refused is not None
 
 
+def test_another_models_snapshot_is_not_overwritten(tmp_path: Path) -> None:
+    save(tmp_path, "mine", 2)
+    other = dataclasses.replace(IDENTITY, fingerprint="other", model="its neighbour")
+    with pytest.raises(SnapshotRefused, match=r"was not saved.*session\.cache\.delete\('mine'\)"):
+        snapshot.save(tmp_path, "mine", other, [])
+    assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 2
+    snapshot.save(tmp_path, "mine", dataclasses.replace(IDENTITY, page_size=8), [])  # the same weights may
+    snapshot.delete(tmp_path, "mine")
+    snapshot.save(tmp_path, "mine", other, [])
+
+
 def test_names_are_checked_and_missing_ones_are_listed(tmp_path: Path) -> None:
     save(tmp_path, "mine", 1)
     with pytest.raises(StoreError, match="There are: 'mine'"):

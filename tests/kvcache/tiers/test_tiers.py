@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,6 +138,18 @@ def test_pages_are_read_ahead_up_to_the_budget(tiers: Tiers) -> None:
     tiers.get(chain(0, 1)[0][0].digest)
     tiers.get(chain(0, 1)[0][0].digest)
     assert tiers.disk_hits == 1
+
+
+def test_a_page_taken_at_once_counts_as_read_from_disk(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = tiers.host.put
+
+    def put_and_take(digest: bytes, *args: Any, **options: Any) -> None:
+        put(digest, *args, **options)
+        tiers.get(digest)
+
+    monkeypatch.setattr(tiers.host, "put", put_and_take)
+    assert ahead(tiers, chain(0, 6)) == [True] * 6
+    assert tiers.disk_hits == 6
 
 
 def test_what_is_used_stays_longer_than_what_was_read_ahead(tiers: Tiers) -> None:

@@ -263,9 +263,9 @@ def test_a_deeply_nested_header_is_a_checkpoint_error(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = checkpoint._look(folder)
+    seen = checkpoint.look(folder)
     (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-40])
-    monkeypatch.setattr(checkpoint, "_look", lambda _: seen)
+    monkeypatch.setattr(checkpoint, "look", lambda _: seen)
     with pytest.raises(CheckpointError, match=f"{SHARD} is truncated.* ends .* early"):
         checkpoint.load(folder)
 
@@ -310,7 +310,7 @@ def test_config_problems_are_named(folder: Path) -> None:
 
 def test_an_unknown_quantisation_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="int8-weight"):
-        checkpoint.load(folder, quantize="int4")
+        checkpoint.load(folder, quantize="int3")
 
 
 # Where the folder comes from

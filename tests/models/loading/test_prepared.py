@@ -79,9 +79,9 @@ def test_the_second_start_reads_what_the_first_kept(
 ) -> None:
     first = load(folder, cache, quantize)
     assert len(kept(cache)) == 1
-    seen = checkpoint._look(folder)
+    seen = checkpoint.look(folder)
     break_the_checkpoint(folder)
-    monkeypatch.setattr(checkpoint, "_look", lambda _: seen)
+    monkeypatch.setattr(checkpoint, "look", lambda _: seen)
     reports: list[object] = []
     assert_same(load(folder, cache, quantize, progress=reports.append), first)
     assert reports[-1].done == reports[-1].total == first.nbytes

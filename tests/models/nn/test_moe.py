@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -14,7 +15,9 @@ from helpers import checkpoints
 from rekindle._src.models import MoeSpec, Precision, config_from_hf
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.swap_weights import replace_weights
+from rekindle._src.models.nn.linear import quantise
 from rekindle._src.models.nn.moe import Experts, block_rows
+from rekindle_kernels import int4
 
 E, INNER, G, K = 32, 24, 5, 2
 CONFIG = config_from_hf(
@@ -26,6 +29,7 @@ SPEC = MoeSpec(num_experts=G, top_k=K, intermediate_size=INNER, normalize=True)
 
 def experts(precision: Precision, seed: int = 0) -> Experts:
     module = Experts(CONFIG, SPEC, precision)
+    quantise(module, precision)
     graph, state = nnx.split(module)
     rng = np.random.default_rng(seed)
 
@@ -113,3 +117,33 @@ def test_sixteen_bit_experts_are_loaded_and_replaced_as_bits(tmp_path: Path) -> 
     replaced = dict(zip(loaded.graph.paths, replace_weights(loaded, given).leaves, strict=True))
     doubled = jax.lax.bitcast_convert_type(replaced["layers.1.mlp.down.weight"], jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(doubled), np.asarray(values) * 2)
+
+
+@pytest.mark.parametrize("looped", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_experts_of_four_bits_are_those_of_their_values(looped: bool, tokens: int) -> None:
+    config = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=32)
+    spec = dataclasses.replace(SPEC, intermediate_size=32)
+    precision = Precision("float32", "int4", loop_experts=looped)
+    module = Experts(config, spec, precision)
+    quantise(module, precision)
+    graph, state = nnx.split(module)
+    rng = np.random.default_rng(3)
+
+    def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if leaf.dtype == jnp.uint8:
+            return jnp.asarray(rng.integers(0, 256, leaf.shape).astype(np.uint8))
+        if leaf.dtype == jnp.float16:
+            return jnp.asarray(rng.random(leaf.shape).astype(np.float16) / 20)
+        return jnp.asarray(rng.standard_normal(leaf.shape).astype(leaf.dtype) * 0.2)
+
+    module = nnx.merge(graph, jax.tree.map(fill, state))
+    x = jnp.asarray(rng.standard_normal((tokens, 64), np.float32))
+    plain = Experts(config, spec, Precision("float32", loop_experts=looped))
+    plain.router.weight = nnx.Param(module.router.weight[...])
+    for name in ("gate_up", "down"):
+        weight, scale, minimum = getattr(module, name).arrays
+        assert scale is not None, "integers have scales"
+        getattr(plain, name).weight = nnx.Param(int4.dequantized(weight, scale, minimum))
+    got, want = (np.asarray(jax.jit(lambda x, m=m: m(x))(x)) for m in (module, plain))
+    assert np.abs(got - want).max() <= 0.03 * np.abs(want).max()

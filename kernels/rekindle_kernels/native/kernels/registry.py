@@ -8,7 +8,18 @@ from rekindle_kernels.native import kernel_table as table
 from rekindle_kernels.native.chain_plan import CHAIN
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_spec import KernelSpec, Variant
-from rekindle_kernels.native.kernels import argmax, decode, gemm, matvec, prefill, rms_norm, rope, sample, write_kv
+from rekindle_kernels.native.kernels import (
+    argmax,
+    decode,
+    gemm,
+    int4,
+    matvec,
+    prefill,
+    rms_norm,
+    rope,
+    sample,
+    write_kv,
+)
 from rekindle_kernels.native.kernels.attention_job import Stored
 from rekindle_kernels.native.kernels.chain_runner import ChainRunner
 from rekindle_kernels.native.language import dot_products, vector
@@ -55,6 +66,7 @@ def _prefill(kernel: Variant) -> Kernel:
 MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.MATVEC: _matvec,
     table.GEMM: _gemm,
+    table.INT4: lambda kernel: int4.kernel(kernel.dtype),
     table.RMS_NORM: lambda kernel: rms_norm.kernel(),
     table.ROPE: lambda kernel: rope.kernel(),
     table.WRITE_KV: _write_kv,

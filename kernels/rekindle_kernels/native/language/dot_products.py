@@ -109,18 +109,20 @@ def total_of_ints(typing_context: Any, a: Any) -> Any:
     return types.int64(VECTOR), codegen
 
 
-@intrinsic
-def store_u8(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
-    """Rounded to the nearest integer, plus 128, sixteen bytes."""
-
+def _byte_writer(offset: int) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         narrow = ir.VectorType(ir.IntType(8), LANES)
-        integers = builder.add(builder.fptosi(args[2], _INTS), ir.Constant(_INTS, [128] * LANES))
+        integers = builder.add(builder.fptosi(args[2], _INTS), ir.Constant(_INTS, [offset] * LANES))
         pointer = builder.gep(builder.inttoptr(args[0], ir.IntType(8).as_pointer()), [args[1]])
         builder.store(builder.trunc(integers, narrow), builder.bitcast(pointer, narrow.as_pointer()), align=1)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, VECTOR), codegen
+    signature = types.void(types.int64, types.int64, VECTOR)
+    return intrinsic(lambda typing_context, address, index, value: (signature, codegen))
+
+
+store_i8 = _byte_writer(0)  # of integers, as sixteen bytes
+store_u8 = _byte_writer(128)  # of integers, plus 128
 
 
 @intrinsic

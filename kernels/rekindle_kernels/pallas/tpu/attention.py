@@ -16,6 +16,13 @@ from rekindle_kernels.pallas import tiles
 from rekindle_kernels.pallas.tpu.kernel import TileShape, run_tiles
 
 TYPES = ("bfloat16", "float32")
+# Scalar memory for the page table, out of 1 MiB on a v5e (by compiling); the rest is for tile tables and semaphores.
+TABLE_BYTES = 896 << 10
+
+
+def sequences_at_once(table_width: int) -> int:
+    """How many rows of the page table fit scalar memory, where they are padded to tiles of 8 rows and 128 columns."""
+    return TABLE_BYTES // (-(-table_width // 128) * 128 * 4) // 8 * 8
 
 
 def supports(call: AttentionCall) -> str | None:
@@ -28,15 +35,24 @@ def supports(call: AttentionCall) -> str | None:
         return f"page size {call.page_size} is not a multiple of 8, the rows of a tile"
     if call.head_dim > 256:
         return f"head_dim {call.head_dim} is more than 256"
+    if not sequences_at_once(call.table_width):
+        return f"a page table of {call.table_width} pages per sequence overflows scalar memory; use larger pages"
     return None
 
 
-def _decode_tiles(kv_lens: jax.Array, decode_rows: int) -> jax.Array:
+def _decode_tiles(contexts: jax.Array) -> jax.Array:
     """A tile table with one tile per decode row."""
-    row = jnp.arange(decode_rows)
-    contexts = kv_lens[:decode_rows]
+    row = jnp.arange(contexts.shape[0])
     zero = jnp.zeros_like(row)
     return jnp.stack([row, row, (contexts > 0).astype(row.dtype), contexts, zero]).astype(jnp.int32)
+
+
+def _of_rows(table: jax.Array, first: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """Which tiles work on rows first..first+count-1 of the page table, and a tile table where only those have keys."""
+    row = table[tiles.SEQUENCE] - first
+    mine = (row >= 0) & (row < count)
+    own = table.at[tiles.SEQUENCE].set(jnp.clip(row, 0, count - 1))
+    return mine, own.at[tiles.CONTEXT].set(jnp.where(mine, own[tiles.CONTEXT], 0))
 
 
 def _pad_rows(rows: int, dtype: jnp.dtype) -> int:
@@ -60,8 +76,8 @@ def attention(
     config = config or tuning.tpu(kv.dtype, head_dim, kv.page_size, heads, kv.kv_heads)
     block_pages = max(1, min(config.keys // kv.page_size, inputs.page_table.shape[1]))
 
-    def run(tiled: jax.Array, table: jax.Array, span: int) -> jax.Array:
-        """tiled [tiles, span, H, D] through the kernel, in the same layout."""
+    def run(tiled: jax.Array, table: jax.Array, span: int, page_table: jax.Array) -> jax.Array:
+        """tiled [tiles, span, H, D] through the kernel, in the same layout. `table` names rows of `page_table`."""
         rows = _pad_rows(span * group, q.dtype)
         folded = tiled.reshape(-1, span, kv.kv_heads, group, head_dim).swapaxes(1, 2)
         folded = folded.reshape(-1, kv.kv_heads, span * group, head_dim)
@@ -73,15 +89,18 @@ def attention(
         shape = TileShape(
             group, rows, block_pages, kv.page_size, float(options.scale), options.soft_cap, options.sliding_window
         )
-        out = run_tiles(folded, pages, table, inputs.page_table, each, shape=shape, interpret=interpret)
+        out = run_tiles(folded, pages, table, page_table, each, shape=shape, interpret=interpret)
         out = out[:, :, : span * group].reshape(-1, kv.kv_heads, span, group, head_dim)
         return out.swapaxes(1, 2).reshape(-1, span, heads, head_dim)
 
     parts = []
+    at_once = sequences_at_once(inputs.page_table.shape[1])
     if decode_rows:
         with jax.named_scope("decode"):
-            table = _decode_tiles(inputs.kv_lens, decode_rows)
-            parts.append(run(q[:decode_rows, None], table, 1)[:, 0])
+            for first in range(0, decode_rows, at_once):
+                some = slice(first, min(first + at_once, decode_rows))
+                table = _decode_tiles(inputs.kv_lens[some])
+                parts.append(run(q[some, None], table, 1, inputs.page_table[some])[:, 0])
     if tokens > decode_rows:
         with jax.named_scope("prefill"):
             span = min(config.tokens, _pad_rows(tokens - decode_rows, q.dtype))
@@ -98,7 +117,13 @@ def attention(
             offset = start[:, None] + jnp.arange(span)
             token = table[tiles.QUERY][:, None] + offset
             real = offset < table[tiles.QUERIES][:, None]
-            tiled = run(q[jnp.where(real, token, 0)], table, span)
+            queries, sequences = q[jnp.where(real, token, 0)], inputs.kv_lens.shape[0] - decode_rows
+            tiled = jnp.zeros_like(queries)
+            for first in range(decode_rows, decode_rows + sequences, at_once):
+                rows = inputs.page_table[first : first + at_once]
+                mine, own = _of_rows(table, first, rows.shape[0])
+                found = run(queries, own, span, rows)
+                tiled = found if sequences <= at_once else jnp.where(mine[:, None, None, None], found, tiled)
             # Every token from decode_rows on is in exactly one tile, padding included.
             place = jnp.zeros((tokens,), jnp.int32)
             place = place.at[jnp.where(real, token, tokens)].set(

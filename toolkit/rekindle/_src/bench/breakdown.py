@@ -27,8 +27,9 @@ from rekindle._src.bench import workloads
 from rekindle._src.bench.operations import executions, own_times, parts_of
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch.device import capture_contexts
-from rekindle._src.session.builder import OpenRequest, build
+from rekindle._src.session.builder import build
 from rekindle._src.session.opening import Opening
+from rekindle._src.session.parts import OpenRequest
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from rekindle._src.models.nn.packing import matrix_shape
 
 READ_BYTES = 384 << 20  # far more than the CPU's caches hold
 
@@ -90,7 +93,11 @@ class Work:
         named = dict(zip(paths, leaves, strict=True))
         tied = not any(path.startswith("head.") for path in named)
         read = [leaf for path, leaf in named.items() if tied or not path.startswith(("embed.", "position_embed."))]
-        products = [leaf.size for path, leaf in named.items() if path.startswith("layers.") and len(leaf.shape) == 2]
+        products = [
+            prod(matrix_shape(leaf))
+            for path, leaf in named.items()
+            if path.startswith("layers.") and path.endswith("weight") and len(leaf.shape) == 2
+        ]
         return cls(sum(leaf.size * leaf.dtype.itemsize for leaf in read), 2 * sum(products))
 
     def decode_share(self, limits: MachineLimits, tokens_per_s: float) -> float:

@@ -32,8 +32,8 @@ PARTS = {
     "idle": "the host's work and the program's start, before the step",
 }
 KERNELS = {
-    "matvec": "products", "gemm": "products", "decode": "attention", "prefill": "attention", "write": "pages",
-    "norm": "norms", "rope": "rope", "argmax": "sampling", "sample": "sampling",
+    "matvec": "products", "gemm": "products", "int4": "products", "decode": "attention", "prefill": "attention",
+    "write": "pages", "norm": "norms", "rope": "rope", "argmax": "sampling", "sample": "sampling",
 }  # fmt: skip
 SCOPES = {
     "attend": "attention", "write_kv": "pages", "rope": "rope", "logits": "logits", "sample": "sampling",

@@ -29,7 +29,7 @@ class CacheItem(NamedTuple):
     """One thing that can be removed on its own: a folder or a file two levels below the cache directory."""
 
     path: Path
-    kind: str  # the folder it is in: chats, programs, pages, snapshots, weights
+    kind: str  # the folder it is in: chats, programs, pages, snapshots, tokenizers, weights
     size: int
     used: float  # seconds since the epoch
 

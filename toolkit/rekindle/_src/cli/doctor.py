@@ -12,8 +12,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from rekindle._src.cli import doctor_mesh
+from rekindle._src.cli.checks import Check
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.memory import available
 
@@ -23,20 +25,11 @@ LOW_DISK = 1 << 30
 LOW_MEMORY = 2 << 30
 
 
-class Check(NamedTuple):
-    """One line of the report."""
-
-    status: Literal["pass", "warn", "fail"]
-    title: str
-    detail: str
-    fix: str = ""
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print every check as it ends; the exit status is 1 if any failed."""
     failed = False
     checks = []
-    wanted = examine_model(arguments.model) if arguments.model else examine(cache_folder(arguments.cache_dir))
+    wanted = _wanted(arguments)
     for check in wanted:
         failed |= check.status == "fail"
         checks.append(check)
@@ -47,6 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([check._asdict() for check in checks], indent=1))
     return int(failed)
+
+
+def _wanted(arguments: argparse.Namespace) -> Iterator[Check]:
+    if arguments.plan:
+        return doctor_mesh.plan(
+            arguments.plan, arguments.mesh, arguments.device, quantize=arguments.quantize, context=arguments.context
+        )
+    if arguments.mesh is not None:
+        return _guarded(lambda: doctor_mesh.examine(arguments.mesh))
+    return examine_model(arguments.model) if arguments.model else examine(cache_folder(arguments.cache_dir))
 
 
 def examine(folder: Path) -> Iterator[Check]:
@@ -147,16 +150,18 @@ def _native() -> Iterator[Check]:
     """Whether the native kernels, which replace slow operations of XLA:CPU, are available; CPU only."""
     import jax
 
-    from rekindle_kernels import unavailable_reason
+    from rekindle_kernels import environment, unavailable_reason
 
     if jax.default_backend() != "cpu":
         return
     reason = unavailable_reason()
     if reason is None:
-        yield Check("pass", "native kernels", "numba compiles them for this CPU at first use")
+        prebuilt = environment()["level"]
+        how = f"they came with the package, for {prebuilt}" if prebuilt else "numba compiles them for this CPU, once"
+        yield Check("pass", "native kernels", how)
     else:
         yield Check("warn", "native kernels", f"{reason.split(':')[0]}; tokens take about half as long again",
-                    "pip install 'rekindle[cpu]'")  # fmt: skip
+                    "pip install 'numba>=0.66'")  # fmt: skip
 
 
 def _memory() -> Iterator[Check]:
@@ -168,7 +173,7 @@ def _memory() -> Iterator[Check]:
         free = os.sysconf("SC_AVPHYS_PAGES") * page
     detail = f"{free / 2**30:.1f} GiB available of {total / 2**30:.1f} GiB"
     if free < LOW_MEMORY:
-        yield Check("warn", "memory", detail, "Close other programs, or open smaller models, or quantize='int8'")
+        yield Check("warn", "memory", detail, "Close other programs, or open smaller models, or quantize='int4'")
     else:
         yield Check("pass", "memory", detail)
 

@@ -8,11 +8,15 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from rekindle._src.core.config import DTYPES, POLICIES, QUANTIZE
+from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE
+from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
+from rekindle._src.core.options import GenerationConfig, KVDType
+from rekindle._src.core.quantize_plan import KINDS, checked_quantize
 from rekindle._src.core.version import VERSION
-from rekindle.errors import RekindleError
+from rekindle._src.replicas.routing import RouterName
+from rekindle.errors import ConfigError, RekindleError
 
 
 def program() -> int:
@@ -30,7 +34,7 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
     """Run one subcommand and return the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
-        command = importlib.import_module(f"rekindle._src.cli.{arguments.command}")
+        command = importlib.import_module(f"rekindle._src.cli.{arguments.command.replace('-', '_')}")
         imported()
         return int(command.run(arguments))
     except KeyboardInterrupt:
@@ -63,13 +67,35 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this installation, and show a fix for each problem")
     doctor.add_argument("--cache-dir", help="the cache directory to check")
     doctor.add_argument("--model", help="a checkpoint, whose weights and layers are checked for NaN and infinity")
+    doctor.add_argument(
+        "--mesh", type=_mesh, metavar="N", help="check that so many devices can share a model: 4, model=4,expert=2"
+    )
+    doctor.add_argument(
+        "--plan", metavar="SHAPE", help="only tell what a folder or a shape such as 70b needs on each device of --mesh"
+    )
+    doctor.add_argument("--device", default="H100", help="with --plan: the kind of device (default H100)")
+    doctor.add_argument("--quantize", type=_quantize, metavar="KIND", help="with --plan")
+    doctor.add_argument("--context", type=int, default=8192, help="with --plan: tokens of a request (default 8192)")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
-    warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a hub id, or 'tiny'")
+    warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny'")
     _engine_options(warm)
+    warm.add_argument(
+        "--structured", action="store_true", default=None, help="the programs of structured output as well"
+    )
     warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
     warm.add_argument("--json", action="store_true", help="print the programs as JSON")
+
+    export = commands.add_parser("export", help="write a checkpoint as a GGUF file or as a folder of safetensors")
+    export.add_argument("model", help="a local folder, a GGUF file, a hub id, or 'tiny'")
+    export.add_argument("out", type=Path, help="a name that ends in .gguf, or that of a folder; neither may exist")
+    export.add_argument(
+        "--type",
+        default="auto",
+        choices=("auto", "f32", "f16", "bf16", "q8_0", "q4_0"),
+        help="of matrices; q8_0 and q4_0 for GGUF only (default auto: as they are)",
+    )
 
     cache = commands.add_parser(
         "cache", help="list, prune or clear what is kept on disk: programs, pages, snapshots, weights"
@@ -95,20 +121,158 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--plots", type=Path, help="with --growth: a folder for pictures; needs matplotlib")
     bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    batch = commands.add_parser("run-batch", help="answer a file of requests in OpenAI's batch format")
+    batch.add_argument("input", type=Path, help="a JSON object with custom_id, method, url and body on each line")
+    batch.add_argument("output", type=Path, help="gets a line for each; called again after a kill, it goes on")
+    batch.add_argument("--name", help="what the model is called in the requests; by default as --model")
+    batch.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
+    _model_options(batch)
+    follow = commands.add_parser("follow", help="give this machine's devices to a session of several processes")
+    follow.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="where the leader opens the session")
+    follow.add_argument("--process", required=True, type=int, metavar="I", help="which process this is, from 1")
+    follow.add_argument(
+        "--processes", required=True, type=int, metavar="N", help="how many there are, the leader included"
+    )
+    follow.add_argument("--model", help="where this machine has the model, if not where the leader has it")
+    follow.add_argument("--cache-dir", help="where programs persist")
+    follow.add_argument("--wait", type=float, default=300.0, help="seconds in which the leader may come (default 300)")
+    _simulate(commands.add_parser("simulate", help="compare routers and numbers of replicas in simulated time"))
+    _serve(commands.add_parser("serve", help="answer requests over HTTP, as OpenAI's API"))
     return root
 
 
+def _serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("model", nargs="*", default=["tiny"], help="local folders, hub ids, or 'tiny' (the default)")
+    serve.add_argument("--name", action="append", default=[], help="what a model is called; in the models' order")
+    serve.add_argument("--host", default="127.0.0.1", help="the address to listen at (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    serve.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help="a key that requests may bring; several times for several; $REKINDLE_API_KEY is one, too",
+    )
+    serve.add_argument("--api-key-file", type=Path, help="a file with a key on each line")
+    serve.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
+    serve.add_argument("--body-limit", type=int, default=32, metavar="MIB", help="of a request (default 32)")
+    serve.add_argument(
+        "--max-queued-tokens",
+        type=int,
+        default=1 << 20,
+        metavar="N",
+        help="prompt tokens that may wait before requests get 429 (default 1048576)",
+    )
+    serve.add_argument("--drain", type=float, default=30.0, help="seconds that answers may go on after SIGTERM")
+    serve.add_argument("--cors-origin", action="append", default=[], help="an origin whose pages may use the server")
+    serve.add_argument(
+        "--trust-request-chat-template", action="store_true", help="let requests bring a chat template, which is code"
+    )
+    serve.add_argument(
+        "--metrics-names", choices=("rekindle", "vllm", "both"), default="rekindle", help="vllm: for its dashboards"
+    )
+    serve.add_argument(
+        "--replicas", type=int, metavar="N", help="processes that run the model, on Ray (default: this one)"
+    )
+    serve.add_argument(
+        "--router",
+        choices=get_args(RouterName),
+        default="affinity",
+        help="with --replicas: how one is chosen (default affinity: where a prompt's beginning is cached)",
+    )
+    serve.add_argument("--grafana", action="store_true", help="print a Grafana dashboard as JSON instead of serving")
+    serve.add_argument("--access-log", action="store_true", help="log every request")
+    _engine_options(serve)
+    serve.add_argument("--max-queue", type=int, help="requests that may wait before others get 429 (default 1024)")
+    serve.add_argument("--restore", help="a snapshot to restore, or 'auto' for what the last session left")
+    serve.add_argument(
+        "--precompile",
+        choices=PRECOMPILE,
+        default="background",
+        help="when programs compile (default background: requests are served meanwhile)",
+    )
+    serve.add_argument("--kv-dtype", choices=get_args(KVDType), help="of cached keys and values")
+    serve.add_argument("--max-tokens-per-step", type=int)
+    serve.add_argument("--device-pages", type=int, help="KV pages on the device")
+    serve.add_argument("--host-memory", type=int, metavar="BYTES", help="for pages that left the device")
+    serve.add_argument("--disk-memory", type=int, metavar="BYTES", help="for pages and snapshots")
+    serve.add_argument("--structured", action="store_true", default=None, help="precompile structured output, too")
+    serve.add_argument("--deterministic", action="store_true", default=None, help="the same seed gives the same tokens")
+    serve.add_argument(
+        "--generation-config", choices=get_args(GenerationConfig), help="greedy: sample only where requests ask for it"
+    )
+
+
+def _simulate(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument("--replicas", type=_counts, default=[1, 2, 4], help="such as 1,2,4 (the default)")
+    simulate.add_argument(
+        "--router", action="append", choices=get_args(RouterName), help="several times for several; by default all"
+    )
+    simulate.add_argument(
+        "--load", choices=("chats", "questions", "floods"), default="chats", help="made up (default chats)"
+    )
+    simulate.add_argument(
+        "--trace",
+        type=Path,
+        help="a recorded load: on each line {timestamp (ms), input_length, output_length, hash_ids}, as Mooncake's",
+    )
+    simulate.add_argument("--requests", type=int, default=1000, help="of a made-up load (default 1000)")
+    simulate.add_argument("--rate", type=float, default=8.0, help="requests a second (default 8)")
+    simulate.add_argument("--seed", type=int, default=0)
+    simulate.add_argument("--measure", metavar="MODEL", help="take the cost of steps from this model on this machine")
+    simulate.add_argument("--step-ms", type=float, default=8.0, help="of a step (default 8, about 8B on an H100)")
+    simulate.add_argument("--row-us", type=float, default=30.0, help="of a row that decodes (default 30)")
+    simulate.add_argument("--prefill-us", type=float, default=40.0, help="of a prompt's token (default 40)")
+    simulate.add_argument("--context-us", type=float, default=0.05, help="of a position looked back at (default 0.05)")
+    simulate.add_argument("--max-requests", type=int, default=64, help="that one replica runs at once (default 64)")
+    simulate.add_argument("--max-tokens-per-step", type=int, default=1024)
+    simulate.add_argument("--max-model-len", type=int, default=32768)
+    simulate.add_argument("--device-tokens", type=int, default=200_000, help="that the cache holds (default 200000)")
+    simulate.add_argument("--policy", choices=POLICIES, default="fcfs")
+    simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: these are no numbers above 0. Use 1,2,4")
+    return found
+
+
+def _mesh(text: str) -> MeshShape:
+    try:
+        return parsed_mesh(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _quantize(text: str) -> str | None:
+    try:
+        return checked_quantize(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _model_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", default="tiny", help="a local folder, a hub id, or 'tiny' (the default)")
+    command.add_argument(
+        "--model", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny' (the default)"
+    )
     _engine_options(command)
 
 
 def _engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, default="auto")
-    command.add_argument("--quantize", choices=[name for name in QUANTIZE if name])
+    command.add_argument(
+        "--quantize", type=_quantize, metavar="KIND", help=f"{', '.join(KINDS)}, or by part: mlp=int4,attention=int8"
+    )
     command.add_argument("--max-model-len", type=int)
     command.add_argument("--max-requests", type=int)
     command.add_argument("--policy", choices=POLICIES)
+    command.add_argument("--mesh", type=_mesh, metavar="N", help="devices that share the model: 4, or model=4,expert=2")
+    command.add_argument("--processes", type=int, metavar="N", help="that share the model; the others run 'follow'")
+    command.add_argument("--coordinator", metavar="HOST:PORT", help="where this process waits for the others")
     command.add_argument(
         "--prompt-lookup",
         type=int,
@@ -131,7 +295,29 @@ def _sampling_options(command: argparse.ArgumentParser) -> None:
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of `open()` that were given on the command line."""
-    names = ("dtype", "quantize", "max_model_len", "max_requests", "policy", "prompt_lookup", "cache_dir")
+    names = (
+        "dtype",
+        "quantize",
+        "max_model_len",
+        "max_requests",
+        "policy",
+        "prompt_lookup",
+        "mesh",
+        "processes",
+        "coordinator",
+        "cache_dir",
+        "max_queue",
+        "restore",
+        "precompile",
+        "kv_dtype",
+        "max_tokens_per_step",
+        "device_pages",
+        "host_memory",
+        "disk_memory",
+        "deterministic",
+        "generation_config",
+        "structured",
+    )
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 
 

@@ -16,23 +16,35 @@ import jax
 from rekindle import tiny
 from rekindle._src.cli.main import engine_options
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.loading.checkpoint import describe
+from rekindle._src.models.placement import placed
 from rekindle._src.programs.warming import Warmed, warm
-from rekindle._src.session.builder import stored_programs
+from rekindle._src.session.parts import stored_programs
 from rekindle._src.session.resolve import resolve
 from rekindle.errors import ConfigError
+from rekindle_kernels import build_kernels
 
 
 def run(arguments: argparse.Namespace) -> int:
     options = EngineConfig.of(engine_options(arguments))
+    if options.processes > 1:
+        fix = "Open the session once with precompile='all'; each process then stores its own"
+        raise ConfigError("--processes", options.processes, "can't be warmed by one of them", fix)
     if arguments.device_kind is not None:
         check_kind(arguments.device_kind)
     model = describe(
         tiny.folder() if arguments.model == "tiny" else arguments.model, dtype=options.dtype, quantize=options.quantize
     )
-    config = resolve(options, model.found.config, weight_bytes=model.nbytes)
-    programs = stored_programs(model.found.config, model.graph, model.shapes, config)
+    placement = placed(checked_mesh(options.mesh), model.graph)
+    shapes = model.shapes if placement is None else placement.shapes(model.shapes)
+    weight_bytes = model.nbytes if placement is None else placement.bytes_per_device(model.shapes)
+    config = resolve(options, model.found.config, weight_bytes=weight_bytes, placement=placement)
+    programs = stored_programs(model.found.config, model.graph, shapes, config, placement=placement)
     start = time.perf_counter()
+    kernels = build_kernels(programs.kernels())
+    if kernels is not None:
+        kernels.wait()
     warm(programs, progress=None if arguments.json else show)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(record) for record in programs.manifest()], indent=1))

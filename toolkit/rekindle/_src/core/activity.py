@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TextIO
 
 from rekindle._src.core import html
-from rekindle._src.core.progress import LOG_INTERVAL, PATIENCE, Backend, in_notebook, log
+from rekindle._src.core.progress import LOG_INTERVAL, PATIENCE, Backend, in_marimo, in_notebook, log
 
 INTERVAL = 0.2  # seconds between two pictures
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -43,7 +43,7 @@ class Activity:
         self._look, self._backend, self._quiet, self._stream = look, backend, quiet, stream
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._screen: _Notebook | _Terminal | _Log | None = None
+        self._screen: Screen | None = None
         self._began = 0.0
 
     def __enter__(self) -> Self:
@@ -62,7 +62,7 @@ class Activity:
         self._began, self._screen = time.monotonic(), screen
         with _lock:
             _shown.append(self)
-        self._thread = threading.Thread(target=self._run, name="rekindle activity", daemon=True)
+        self._thread = screen.thread(target=self._run, name="rekindle activity", daemon=True)
         self._thread.start()
         return self
 
@@ -100,8 +100,10 @@ class Activity:
                 return
 
 
-def _screen(asked: Backend, stream: TextIO | None) -> _Notebook | _Terminal | _Log | None:
+def _screen(asked: Backend, stream: TextIO | None) -> Screen | None:
     out = sys.stderr if stream is None else stream
+    if asked == "auto" and in_marimo():
+        return _Marimo()
     if asked == "auto":
         asked = "notebook" if in_notebook() else "terminal" if out is not None and out.isatty() else "log"
     if asked == "notebook":
@@ -111,7 +113,19 @@ def _screen(asked: Backend, stream: TextIO | None) -> _Notebook | _Terminal | _L
     return _Log() if log.isEnabledFor(logging.INFO) else None
 
 
-class _Terminal:
+class Screen:
+    """Where an activity is shown."""
+
+    thread: Callable[..., threading.Thread] = threading.Thread  # what draws there
+
+    def show(self, state: State, seconds: float) -> None:
+        """Replace what is shown."""
+
+    def clear(self) -> None:
+        """Leave nothing of it."""
+
+
+class _Terminal(Screen):
     """One line that is written over and erased in the end."""
 
     def __init__(self, out: TextIO) -> None:
@@ -124,7 +138,7 @@ class _Terminal:
         else:
             filled = round(20 * state.fraction)
             head = f"[{'█' * filled}{'·' * (20 - filled)}]"
-        self._out.write(f"\r\x1b[K{f'{head} {state.line} · {seconds:.0f} s'[:WIDTH]}")
+        self._out.write(f"\r\x1b[K{f'{head} {_line(state, seconds)}'[:WIDTH]}")
         self._out.flush()
 
     def clear(self) -> None:
@@ -134,7 +148,7 @@ class _Terminal:
             self._drawn = 0
 
 
-class _Log:
+class _Log(Screen):
     """A line now and then."""
 
     def __init__(self) -> None:
@@ -145,10 +159,8 @@ class _Log:
             self._next = seconds + LOG_INTERVAL
             log.info("%s (%.0f s)", state.line, seconds)
 
-    def clear(self) -> None: ...
 
-
-class _Notebook:
+class _Notebook(Screen):
     """An output of the cell that is replaced by each picture and by an empty one in the end. It is no widget, so every
     viewer shows it."""
 
@@ -158,10 +170,7 @@ class _Notebook:
     def show(self, state: State, seconds: float) -> None:
         from IPython.display import display
 
-        line = f"{state.line} · {seconds:.0f} s"
-        done = state.fraction
-        bar = "" if done is None else html.bar({"done": done, "to do": 1.0 - done}, rest="to do", legend=False)
-        data = {"text/html": html.block(bar, html.line(line)), "text/plain": line}
+        data = {"text/html": _picture(state, seconds), "text/plain": _line(state, seconds)}
         if self._output is None:
             self._output = display(data, raw=True, display_id=True)
         else:
@@ -171,3 +180,31 @@ class _Notebook:
         if self._output is not None:
             self._output.update({"text/html": "", "text/plain": ""}, raw=True)
             self._output = None
+
+
+class _Marimo(Screen):
+    """The output of the cell that runs, until it has one of its own. Its threads are those that marimo knows."""
+
+    def __init__(self) -> None:
+        self._marimo: Any = sys.modules["marimo"]
+        self.thread = self._marimo.Thread
+        self._drawn = False
+
+    def show(self, state: State, seconds: float) -> None:
+        self._marimo.output.replace(self._marimo.Html(_picture(state, seconds)))
+        self._drawn = True
+
+    def clear(self) -> None:
+        if self._drawn:
+            self._marimo.output.clear()
+            self._drawn = False
+
+
+def _line(state: State, seconds: float) -> str:
+    return f"{state.line} · {seconds:.0f} s"
+
+
+def _picture(state: State, seconds: float) -> str:
+    done = state.fraction
+    bar = "" if done is None else html.bar({"done": done, "to do": 1.0 - done}, rest="to do", legend=False)
+    return html.block(bar, html.line(_line(state, seconds)))

@@ -17,6 +17,7 @@ import functools
 import inspect
 import os
 import shutil
+import sys
 import threading
 import time
 import traceback
@@ -55,7 +56,12 @@ def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
             raise
 
     try:
-        orbax().save(own, write_or_remember)
+        if _several_processes():
+            # Orbax would wait until every process saves as well, which only one does.
+            (own / ITEM).mkdir(parents=True)
+            write_or_remember(own / ITEM)
+        else:
+            orbax().save(own, write_or_remember)
         private_files.make_private(own)
         own.rename(path)
     except BaseException as error:
@@ -65,6 +71,12 @@ def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
         raise
     finally:
         _unfinished.discard(own)
+
+
+def _several_processes() -> bool:
+    """Whether JAX runs in several processes, without importing it to find out."""
+    distributed: Any = getattr(sys.modules.get("jax"), "distributed", None)
+    return distributed is not None and bool(distributed.is_initialized())
 
 
 def abandon() -> None:

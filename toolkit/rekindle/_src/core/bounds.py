@@ -6,7 +6,7 @@ The bounds are far above what applications use, and what they admit costs the ot
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
 from rekindle.errors import InvalidRequest
@@ -18,6 +18,8 @@ MAX_PROMPT = 1 << 23  # characters or token ids of one prompt: twice what a mill
 # strings and n=64 held the other requests for seconds.
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 2_048  # of all stop strings together
+MAX_BAD_WORDS = 1_024
+MAX_WORD = 256  # characters
 MAX_SALT = 1_024  # characters
 
 
@@ -59,6 +61,15 @@ def bounded_stops(stop: Any) -> Any:
             "Use shorter or fewer ones",
         )
     return stop
+
+
+def check_words(words: Sequence[Any]) -> None:
+    """Raises InvalidRequest unless all `bad_words` are text of a sensible length."""
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise InvalidRequest("bad_words", word, "is not text, or is empty", "Remove it")
+        if len(word) > MAX_WORD:
+            raise InvalidRequest("bad_words", word, f"has more than {MAX_WORD} characters", "Use a shorter one")
 
 
 def check_salt(salt: Any) -> None:

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rekindle._src.core import foreign_names, html
+from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.option_checks import advice, defaults_of
 from rekindle._src.core.options import (
     DType,
     GenerationConfig,
     KVDType,
+    Mesh,
     Policy,
     Precompile,
-    Quantize,
     SamplingOptions,
 )
+from rekindle._src.core.process_options import check_processes
+from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 DTYPES: tuple[DType, ...] = get_args(DType)
-QUANTIZE: tuple[Quantize | None, ...] = (None, *get_args(Quantize))
 PRECOMPILE: tuple[Precompile, ...] = get_args(Precompile)
 
 
@@ -42,7 +44,9 @@ class EngineConfig(html.Record):
     Options:
         dtype ("auto"): of the weights; "auto" is the checkpoint's on GPU and TPU, bfloat16 on CPU.
         kv_dtype ("auto"): of cached keys and values; "auto" follows dtype.
-        quantize (None): "int8" for weights and activations, "int8-weight" for weights alone.
+        quantize (None): "int8" for weights and activations, "int8-weight" for weights alone, "int4" for four bits with
+            embedding and head in eight; "int4-32" and -128 choose the group. A dict says it by part: "attention",
+            "mlp", "experts", "embedding" and "head"; what it leaves out is not quantised.
         max_requests (16): sequences that run at once.
         max_tokens_per_step (512): what decoding and prefill chunks share in one step.
         max_model_len (None): tokens of prompt and completion together; None is the model's own, at most 4096.
@@ -59,17 +63,21 @@ class EngineConfig(html.Record):
         prefix_cache (True): share the pages of equal beginnings of prompts.
         prompt_lookup (0): tokens that a request may draft from its own text, checked beside the next one; 0 is off.
         deterministic (False): the same prompt and seed give the same tokens, whatever runs beside them (CPU only).
-        kernels (None): a rekindle_kernels implementation; None picks the first that fits.
+        kernels (None): a rekindle_kernels implementation of attention; None picks the first that fits.
         seed (None): seeds the draw of per-request seeds and policy="random".
         log_every (0): steps between two log lines; 0 is quiet.
         step_timeout (60.0): seconds after which a step is reported as slow.
         quiet (False): no progress bars.
         generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks; "greedy" does not.
+        structured (False): precompile also the programs of structured output; otherwise its first request does.
+        mesh (None): devices that share the model: 4, {"model": 4, "expert": 2} or a jax.sharding.Mesh; None is one.
+        processes (1): that share the model, each with as many devices of `mesh`; the others run `rekindle follow`.
+        coordinator (None): "host:port" at which this process waits for the others.
     """
 
     dtype: DType = "auto"
     kv_dtype: KVDType = "auto"
-    quantize: Quantize | None = None
+    quantize: str | None = None
     max_requests: int = 16
     max_tokens_per_step: int = 512
     max_model_len: int | None = None
@@ -92,6 +100,10 @@ class EngineConfig(html.Record):
     step_timeout: float = 60.0
     quiet: bool = False
     generation_config: GenerationConfig = "auto"
+    structured: bool = False
+    mesh: Mesh | None = None
+    processes: int = 1
+    coordinator: str | None = None
 
     if TYPE_CHECKING:
 
@@ -119,7 +131,7 @@ class EngineConfig(html.Record):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)) or value not in known:
                 raise ConfigError(name, value, "is not known", f"Use one of {', '.join(map(repr, known))}")
-        for name in ("prefix_cache", "deterministic", "quiet"):
+        for name in ("prefix_cache", "deterministic", "quiet", "structured"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "is neither True nor False", "Pass one of them")
         for name in ("cache_dir", "restore", "kernels"):
@@ -135,6 +147,9 @@ class EngineConfig(html.Record):
             raise ConfigError("step_timeout", self.step_timeout, "must be at least 0", "Leave it out for 60.0")
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError("page_size", self.page_size, "is not a power of two", "Use 16, 32, 64 or 128")
+        put(self, "mesh", checked_mesh(self.mesh))
+        put(self, "quantize", checked_quantize(self.quantize))
+        check_processes(self.processes, self.coordinator, self.mesh)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -154,7 +169,6 @@ _ENGINE_DEFAULTS = defaults_of(EngineConfig)
 _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("dtype", DTYPES),
     ("kv_dtype", get_args(KVDType)),
-    ("quantize", QUANTIZE),
     ("policy", POLICIES),
     ("precompile", PRECOMPILE),
     ("generation_config", get_args(GenerationConfig)),
@@ -162,7 +176,7 @@ _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 _WHOLE = (
     ("max_requests", 1), ("max_tokens_per_step", 1), ("max_model_len", 2), ("page_size", 8), ("device_pages", 2),
     ("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("max_queue", 1), ("seed", 0), ("log_every", 0),
-    ("prompt_lookup", 0),
+    ("prompt_lookup", 0), ("processes", 1),
 )  # fmt: skip
 
 

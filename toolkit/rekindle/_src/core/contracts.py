@@ -181,11 +181,16 @@ class DetokenizerLike(Protocol):
 class ChatLike(Protocol):
     """A model's chat template."""
 
+    def text(self, template: str | None = None, *, tools: bool = False) -> str:
+        """The text of the template that `prepare` would use."""
+        ...
+
     def prepare(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         continue_final_message: bool = False,
         **variables: Any,

@@ -18,7 +18,7 @@ class Hint(NamedTuple):
 _NEW_TOKENS = Hint("max_tokens", "Use max_tokens with the same value: it counts new tokens only")
 _STOP = Hint("stop", "Use stop with the same value: one string or a list of strings")
 _SEVERAL = Hint("n", "Use n with the same value")
-_UNGUIDED = Hint("", "Guided decoding is not implemented: leave it out")
+_SCHEMA = Hint("schema", "Use schema with the JSON schema as a dict, or with a type")
 SAMPLING: dict[str, Hint] = {
     "max_new_tokens": _NEW_TOKENS,
     "max_completion_tokens": _NEW_TOKENS,
@@ -42,18 +42,33 @@ SAMPLING: dict[str, Hint] = {
     "repeat_penalty": Hint("repetition_penalty", "Use repetition_penalty with the same value"),
     "top_logprobs": Hint("logprobs", "Use logprobs=k for the k most likely tokens: one option does both"),
     "random_seed": Hint("seed", "Use seed with the same value"),
+    "bad_words_ids": Hint("bad_words", "Use bad_words with the words as text, or logit_bias for single tokens"),
+    "suppress_tokens": Hint("logit_bias", "Use logit_bias={id: float('-inf'), …}, or allowed_token_ids"),
     "logits_processor": Hint("processors", "Give processors to open() and name them here in processors"),
     "logits_processors": Hint("processors", "Give processors to open() and name them here in processors"),
     "cache_salt": Hint("salt", "Use salt with the same value"),
     "num_beams": Hint("n", "Beam search is not implemented: n with a temperature above 0 draws several completions"),
+    "chat_template_kwargs": Hint("", "Use template_options with the same value, in session.chat"),
+    "enable_thinking": Hint("", "Use template_options={'enable_thinking': …} in session.chat"),
+    "tools": Hint("", "Use session.chat(messages, tools=[…])"),
+    "functions": Hint("", "Use tools=[…] in session.chat: functions, or JSON schemas"),
+    "auto_invoke": Hint("", "Use run_tools=True in session.chat"),
     "stream": Hint("", "Leave it out and use session.stream(prompt)"),
     "messages": Hint("", "Use session.chat(messages)"),
     "model": Hint("", "Leave it out: a session has one model, which open() takes first"),
     "timeout": Hint("", "Leave it out and use asyncio.timeout() or anyio.fail_after(): cancelling aborts the request"),
-    "response_format": _UNGUIDED,
-    "guided_json": _UNGUIDED,
-    "guided_regex": _UNGUIDED,
-    "grammar": _UNGUIDED,
+    "response_format": Hint("schema", "Use schema with a JSON schema or a type, or json=True for any JSON object"),
+    "structured_outputs": Hint("schema", "Use schema, regex, choice, grammar or json=True"),
+    "guided_json": _SCHEMA,
+    "json_schema": _SCHEMA,
+    "response_model": _SCHEMA,
+    "output_type": _SCHEMA,
+    "guided_regex": Hint("regex", "Use regex with the same value"),
+    "guided_choice": Hint("choice", "Use choice with the same value"),
+    "guided_grammar": Hint("grammar", "Use grammar with the same value: Lark's notation, or llama.cpp's"),
+    "ebnf": Hint("grammar", "Use grammar with the same value: Lark's notation, or llama.cpp's"),
+    "guided_whitespace_pattern": Hint("whitespace_flexible", "Use whitespace_flexible=True for any whitespace"),
+    "guided_decoding_backend": Hint("", "Leave it out: llguidance is the only one"),
 }  # fmt: skip
 
 _DTYPE = Hint("dtype", "Use dtype with its name as text, such as dtype='bfloat16'")
@@ -61,9 +76,10 @@ _DEVICE = Hint("", "Leave it out: JAX's default device is used; JAX_PLATFORMS or
 _LENGTH = Hint("max_model_len", "Use max_model_len with the same value: prompt and completion together, in tokens")
 _ROWS = Hint("max_requests", "Use max_requests with the same value: how many sequences run at once")
 _STEP = Hint("max_tokens_per_step", "Use max_tokens_per_step with the same value")
-_QUANTIZE = Hint("quantize", "Use quantize='int8' (weights and activations) or quantize='int8-weight' (weights)")
-_ONE_DEVICE = Hint("", "Leave it out: a session runs on one device")
-_FOUR_BITS = Hint("quantize", "4 bits are not implemented; the smallest is quantize='int8' or 'int8-weight'")
+_QUANTIZE = Hint("quantize", "Use quantize='int8' (weights and activations), 'int8-weight' (weights) or 'int4'")
+_MESH = Hint("mesh", "Use mesh with the same value: the number of devices that share the model")
+_NO_PIPELINE = Hint("mesh", "Layers are not spread over devices; mesh=4 divides each of them over four")
+_FOUR_BITS = Hint("quantize", "Use quantize='int4'")
 _WHOLE_MODEL = Hint("", "Leave it out: the whole model runs on JAX's device")
 _KERNELS = Hint("kernels", "Leave it out, or name one of rekindle's implementations in kernels, such as kernels='xla'")
 _MODEL = Hint("", "Pass the folder, the hub id or 'tiny' as the first argument")
@@ -92,9 +108,11 @@ OPEN: dict[str, Hint] = {
     "load_in_4bit": _FOUR_BITS,
     "quantization": _QUANTIZE,
     "quantization_config": _QUANTIZE,
-    "tensor_parallel_size": _ONE_DEVICE,
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "tp": _ONE_DEVICE,
+    "tensor_parallel_size": _MESH,
+    "pipeline_parallel_size": _NO_PIPELINE,
+    "tp": _MESH,
+    "tp_size": _MESH,
+    "num_devices": _MESH,
     "gpu_memory_utilization": Hint(
         "device_memory", "Use device_memory, the bytes for KV pages, or leave it out for what is free"
     ),

@@ -34,6 +34,7 @@ class Token(NamedTuple):
     text: str
     logprob: float | None = None
     alternatives: tuple[tuple[str, float], ...] = ()  # text and log-probability, most likely first
+    forced: bool = False  # a grammar left no choice
 
 
 def escape(value: object) -> str:
@@ -206,22 +207,29 @@ def changed(record: Any) -> dict[str, Any]:
     return found
 
 
+def code(value: str) -> Markup:
+    """A line of code."""
+    return Markup(f'<div style="margin:4px 0"><code style="white-space:pre-wrap">{escape(value)}</code></div>')
+
+
 def text(value: str) -> Markup:
     """Running text with its line breaks."""
     return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{escape(value)}</div>')
 
 
 def tokens(shown: Iterable[Token]) -> Markup:
-    """Text whose background shows how likely each token was; hovering shows the alternatives."""
+    """Text whose background shows how likely each token was; hovering tells more. Forced ones are underlined."""
     return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, shown))}</div>')
 
 
 def _token(token: Token) -> str:
+    line = "border-bottom:2px solid rgba(128,128,128,.7);" if token.forced else ""
     if token.logprob is None:
-        return escape(token.text)
+        return f'<span title="forced" style="{line}">{escape(token.text)}</span>' if line else escape(token.text)
     probability = math.exp(token.logprob)
     shade = _SHADES[0 if probability < 0.2 else 1 if probability < 0.7 else 2]
     title = [f"{token.text!r} {probability:.1%}"]
     title += [f"{other!r} {math.exp(logprob):.1%}" for other, logprob in token.alternatives]
-    style = f"background:rgba({shade},{0.45 - 0.3 * probability:.2f});border-radius:2px"
+    title += ["forced by the grammar"] * token.forced
+    style = f"{line}background:rgba({shade},{0.45 - 0.3 * probability:.2f});border-radius:2px"
     return f'<span title="{escape(chr(10).join(title))}" style="{style}">{escape(token.text)}</span>'

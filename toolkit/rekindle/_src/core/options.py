@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
+
+from rekindle._src.core.mesh_shape import DeviceMesh
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-Quantize = Literal["int8", "int8-weight"]
+QuantizeKind = Literal["int8", "int8-weight", "int4", "int4-32", "int4-64", "int4-128"]
+QuantizePart = Literal["attention", "mlp", "experts", "embedding", "head"]
+Quantize = QuantizeKind | Mapping[QuantizePart, QuantizeKind | None]
 Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
 Precompile = Literal["auto", "all", "lazy", "background"]
 GenerationConfig = Literal["auto", "greedy"]
+Mesh = int | Mapping[str, int] | DeviceMesh
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -31,15 +36,25 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: str | Sequence[str] | None
     seed: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
+    include_stop: bool | None
     ignore_eos: bool | None
     logprobs: int | None
     prompt_logprobs: int | None
     priority: int | None
     processors: str | Sequence[str] | None
     salt: str | None
+    schema: Any | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    json: bool | None
+    lenient: bool | None
+    whitespace_flexible: bool | None
 
 
 class OpenOptions(TypedDict, total=False):
@@ -70,3 +85,7 @@ class OpenOptions(TypedDict, total=False):
     step_timeout: float | None
     quiet: bool | None
     generation_config: GenerationConfig | None
+    structured: bool | None
+    mesh: Mesh | None
+    processes: int | None
+    coordinator: str | None

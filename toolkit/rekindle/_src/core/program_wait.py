@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.progress import in_marimo
 from rekindle_kernels import kernel_being_compiled
 
 
@@ -29,12 +31,16 @@ class ProgramWait:
         with self._lock:
             self.program, self._since = program, time.perf_counter()
         try:
-            with Activity(lambda: State(self.describe()), quiet=self._quiet):
+            with Activity(self._state, quiet=self._quiet):
                 yield
         finally:
             with self._lock:
                 self._total += time.perf_counter() - self._since
                 self.program = ""
+
+    def shown_by_caller(self) -> AbstractContextManager[object]:
+        """Show the wait in the thread that waits for an answer, where no other thread could: in marimo."""
+        return Activity(self._state, quiet=self._quiet) if in_marimo() else contextlib.nullcontext()
 
     def describe(self) -> str:
         """What is being compiled, in words; empty if nothing is."""
@@ -42,6 +48,10 @@ class ProgramWait:
         if not program:
             return ""
         return f"compiling program {program}" + (f", kernel {kernel}" if kernel else "")
+
+    def _state(self) -> State | None:
+        described = self.describe()
+        return State(described) if described else None
 
     def seconds(self, now: float) -> float:
         """The seconds waited up to `now` (of `time.perf_counter()`), a wait that is going on included."""

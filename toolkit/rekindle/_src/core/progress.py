@@ -102,6 +102,12 @@ class _Output:
             self._shown.update(data, raw=True)
 
 
+def in_marimo() -> bool:
+    """Whether this thread runs the cells of a marimo notebook; others can't show anything there."""
+    marimo = sys.modules.get("marimo")
+    return marimo is not None and bool(marimo.running_in_notebook())
+
+
 def in_notebook() -> bool:
     """Whether this process is a Jupyter kernel. IPython is not imported for it: a kernel has it already."""
     ipython = sys.modules.get("IPython")

@@ -8,15 +8,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
+from rekindle._src.core.guides import Guided, GuideLike
+from rekindle._src.core.parsing import Parsing
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, Reply, ReplyEvent, ToolCall, ToolCallDropped, fold
 from rekindle._src.core.sampling import Sampling
 
 IntArray = NDArray[np.int32]
+Vector = NDArray[np.float32]
+Pooling = Literal["mean", "last"]
 
 
 class FinishReason(enum.StrEnum):
@@ -24,6 +29,7 @@ class FinishReason(enum.StrEnum):
 
     EOS = "eos"  # the model's own end-of-sequence token, which is not part of the text
     STOP = "stop"  # a stop string or a stop token id
+    GRAMMAR = "grammar"  # the text is complete: its schema, grammar, regex or choice lets nothing follow
     LENGTH = "length"  # max_tokens
     CONTEXT = "context"  # max_model_len
     ABORTED = "aborted"  # cancelled by its caller or by closing
@@ -43,6 +49,13 @@ class Status(enum.StrEnum):
     ABORTED = "aborted"
 
 
+class Resumed(NamedTuple):
+    """What a sequence had when another process had to leave it: it goes on behind that, as after a preemption."""
+
+    token_ids: IntArray  # it has generated
+    scored: int = 0  # prompt positions whose log-probabilities were delivered
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate, validated and tokenized; `n=3` arrives as three requests of one group."""
@@ -55,6 +68,9 @@ class Request:
     arrival: float = 0.0  # time.perf_counter() at submit
     group: str = ""  # shared by the n sequences of one prompt
     index: int = 0  # which of the n
+    pooling: Pooling | None = None  # embed the prompt: its hidden states are pooled, and nothing is generated
+    guide: GuideLike | None = None  # says how its text may go on; the one part that changes, on the device's thread
+    resumed: Resumed | None = None  # it began in another process
 
     @property
     def prompt_length(self) -> int:
@@ -110,6 +126,11 @@ class StepPlan:
         return len(self.decode) + self.prefill_tokens
 
     @property
+    def guided(self) -> bool:
+        """Whether some of its rows choose among the tokens that a grammar allows."""
+        return any(row.request.guide is not None and row.samples for row in self.rows)
+
+    @property
     def drafted(self) -> bool:
         """Whether it has drafts; the next step can then only be planned once this one's result is known."""
         return any(row.draft for row in self.decode)
@@ -135,7 +156,9 @@ class RowResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
     error: Exception | None = None  # the row could not be prepared: the step ran without it, and its request fails
+    guided: Guided | None = None  # what the request's guide says to the token
     finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
+    pooled: Vector | None = None  # of a request with `pooling`: the chunk's sum of hidden states, or its last one
 
 
 class LostPage(NamedTuple):
@@ -186,6 +209,8 @@ class TokenEvent:
     cached_tokens: int = 0  # of the prompt, found in the cache
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+    pooled: Vector | None = None  # of the whole prompt; at the end of a request with `pooling`
+    guided: tuple[Guided, ...] = ()  # what the request's guide said to each token
 
     def then(self, later: TokenEvent) -> TokenEvent:
         """This event and a later one of the same request as one event."""
@@ -194,6 +219,7 @@ class TokenEvent:
             token_ids=self.token_ids + later.token_ids,
             logprobs=self.logprobs + later.logprobs,
             prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+            guided=self.guided + later.guided,
         )
 
 
@@ -207,6 +233,27 @@ class TextDelta(html.Record):
     logprobs: tuple[TokenLogprobs, ...] = ()
     index: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with a sequence's first delta, if they were asked for
+    # Of a chat whose reply is read for reasoning or calls; `text` is then everything that the model wrote.
+    events: tuple[ReplyEvent, ...] | None = None
+
+    @property
+    def content(self) -> str:
+        """Its part of the answer itself, without reasoning and calls of tools."""
+        if self.events is None:
+            return self.text
+        return "".join(event.text for event in self.events if isinstance(event, ContentDelta | ToolCallDropped))
+
+    @property
+    def reasoning(self) -> str:
+        """Its part of the reasoning before the answer."""
+        return "".join(event.text for event in self.events or () if isinstance(event, ReasoningDelta))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools that are complete with it."""
+        return fold(self.events or ()).tool_calls
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,13 +303,58 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
+    stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
+    reply: Reply | None = None  # of a chat whose reply is read for reasoning or calls: its parts
     # Texts of tokens are made when they are asked for. Copies and pickles don't have it.
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
+    forced: tuple[bool, ...] = ()  # of each token of a structured text: whether its grammar left no choice
+    covered: int = 0  # tokens at the prompt's end that belong to the structured text, in a fork
+    # What makes the object. Any: the signature of a public class names no private type.
+    parsing: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The object that the text describes, of the type that was passed as `schema`; None without a structure.
+
+        Also None if the text was cut or does not validate: `parse_error` says why.
+        """
+        return None if self.parsing is None else self.parsing.get().value
+
+    @property
+    def parse_error(self) -> str | None:
+        """Why `parsed` is None although a structure was asked for; None if it is the object."""
+        parsing: Parsing | None = self.parsing
+        return None if parsing is None else parsing.get().problem
 
     @property
     def seed(self) -> int:
         assert self.sampling.seed is not None, "a finished request has its seed drawn"
         return self.sampling.seed
+
+    @property
+    def content(self) -> str:
+        """The answer itself: the text without reasoning and calls of tools."""
+        return self.text if self.reply is None else self.reply.content
+
+    @property
+    def reasoning(self) -> str:
+        """What a reasoning model wrote before its answer; empty if there is none."""
+        return "" if self.reply is None else self.reply.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that the model wants to be called, if `chat` was given `tools`."""
+        return () if self.reply is None else self.reply.tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message, for the next turn of a chat."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [call.message() for call in self.tool_calls]
+        return found
 
     @property
     def token_texts(self) -> tuple[str, ...]:
@@ -280,20 +372,34 @@ class Completion:
         return f"<Completion {self.id}: {html.shortened(self.text)!r}, {self._summary()}>"
 
     def _repr_html_(self) -> str:
-        parts = [html.line(self._summary(), *self._speed())]
+        parts: list[str] = [html.line(self._summary(), *self._speed())]
         if self.prompt_logprobs is not None:
             # Nothing comes before a prompt's first token, so that it has no probability.
             first = html.Token(self.text_of(self.prompt_token_ids[0]))
             parts.append(html.tokens([first, *map(self._shown, self.prompt_logprobs)]))
-        parts.append(html.text(self.text) if self.logprobs is None else html.tokens(map(self._shown, self.logprobs)))
+        if self.logprobs is None and self.reply is not None:
+            parts.append(html.Markup(self.reply._repr_html_()))
+        else:
+            parts.append(self._shown_text())
         return str(html.block(*parts))
+
+    def _shown_text(self) -> html.Markup:
+        if self.logprobs is not None:
+            shown = [self._shown(entry) for entry in self.logprobs]
+        elif any(self.forced):
+            shown = [html.Token(text) for text in self.token_texts]
+        else:
+            return html.text(self.text)
+        forced = [*self.forced, *[False] * (len(shown) - len(self.forced))]
+        return html.tokens(token._replace(forced=one) for token, one in zip(shown, forced, strict=True))
 
     def _shown(self, entry: TokenLogprobs) -> html.Token:
         others = zip(map(self.text_of, entry.top_ids), entry.top_logprobs, strict=True)
         return html.Token(self.text_of(entry.token_id), entry.logprob, tuple(others))
 
     def _summary(self) -> str:
-        return f"{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
+        calls = f"{html.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
+        return f"{calls}{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
 
     def _speed(self) -> tuple[str, ...]:
         rate, usage, compiling = self.timings.decode_rate(len(self.token_ids)), self.usage, self.timings.compiling
@@ -303,8 +409,19 @@ class Completion:
             f"{compiling:.1f} s of it compiling" if compiling >= 0.05 else "",
             f"prompt of {html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
             "" if self.sampling.greedy else f"seed {self.seed}",
+            f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
+            "" if self.parse_error is None else f"no object: {html.shortened(self.parse_error, 100)}",
         )
 
     def __getstate__(self) -> list[Any]:
         # Without the tokenizer: a pickled completion is text and numbers.
         return [None if field.name == "decode" else getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Embedded:
+    """A prompt whose hidden states were pooled."""
+
+    vector: Vector
+    usage: Usage
+    timings: Timings

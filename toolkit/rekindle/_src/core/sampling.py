@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import foreign_names, html
-from rekindle._src.core.bounds import bounded, bounded_stops, check_n, check_salt
+from rekindle._src.core.bounds import MAX_BAD_WORDS, bounded, bounded_stops, check_n, check_salt, check_words
 from rekindle._src.core.option_checks import advice, defaults_of
 from rekindle._src.core.options import OpenOptions
+from rekindle._src.core.structure_checks import check_structure
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
+MAX_CHOICES = 65_536
+MAX_ALLOWED_TOKENS = 1 << 19
 MAX_PROCESSORS = 64  # names in one request; a session has at most 16 of them
 
 
@@ -33,10 +36,11 @@ class Sampling(html.Record):
     asks for sampling; `open(..., generation_config="greedy")` turns that off.
 
     The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
-    penalties, the `min_tokens` mask, `temperature`, `top_k`, `top_p`, `min_p`.
+    penalties, the `min_tokens` mask, the mask of `allowed_token_ids`, `bad_words` and a schema or grammar,
+    `temperature`, `top_k`, `top_p`, `min_p`.
 
     Options:
-        max_tokens (256): new tokens at most.
+        max_tokens (256): new tokens at most; 0 only scores the prompt, see prompt_logprobs.
         min_tokens (0): new tokens before the end of sequence or a stop token may come.
         temperature (0.0): 0 is greedy; 1 draws from the model's own distribution.
         top_k (0): draw from the k most likely tokens only; 0 is off.
@@ -46,16 +50,26 @@ class Sampling(html.Record):
         presence_penalty (0.0): taken off the logits of tokens in the output, as in OpenAI's API; -2 to 2.
         frequency_penalty (0.0): the same, for each time that the token occurred; -2 to 2.
         logit_bias ({}): added to the logits of these token ids; at most 300.
+        allowed_token_ids (()): only these tokens may come; name an end token among them if the text may end by itself.
+        bad_words (()): words that may not come, as the tokenizer spells them alone and behind a space.
         seed (None): makes the draws repeatable; None draws one, which the completion reports.
         n (1): completions of the same prompt. Above 1 the result is a list.
         stop (()): strings that end the text, which they are not part of; one, or several.
         stop_token_ids (()): token ids that end it; at most 16.
+        include_stop (False): leave the stop string, or the stop token's text, at the end of the text.
         ignore_eos (False): go on after the model's own end of sequence.
         logprobs (None): log-probabilities of the output, with the k most likely tokens; True means 1; at most 20.
         prompt_logprobs (None): the same of the prompt's tokens.
         priority (0): larger runs first in a session with policy="priority".
         processors (()): names of `LogitsProcessor`s that were given to `open()`.
         salt (None): cached pages are shared only among requests with the same salt, such as those of one user.
+        schema (None): the text is JSON of this schema: a dict, or a type such as a pydantic model or a dataclass.
+        regex (None): the whole text matches this regular expression.
+        choice (()): the text is one of these strings.
+        grammar (None): the text is derived from this grammar, in Lark's or llama.cpp's (GBNF) notation.
+        json (False): the text is a JSON object.
+        lenient (False): leave out what a grammar can't check of a schema, rather than refuse the schema.
+        whitespace_flexible (False): with a schema or json, allow spaces and line breaks between the parts.
     """
 
     max_tokens: int = 256
@@ -68,16 +82,26 @@ class Sampling(html.Record):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     priority: int = 0
     processors: tuple[str, ...] = ()
     salt: str | None = None
+    schema: Any = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+    json: bool = False
+    lenient: bool = False
+    whitespace_flexible: bool = False
 
     if TYPE_CHECKING:
 
@@ -101,11 +125,12 @@ class Sampling(html.Record):
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._whole(name)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest("ignore_eos", self.ignore_eos, "is neither True nor False", "Pass one of them")
+        for name in ("include_stop", "ignore_eos", "json", "lenient", "whitespace_flexible"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(name, getattr(self, name), "is neither True nor False", "Pass one of them")
         for name in _FLOATS:
             self._number(name)
-        self._within("max_tokens", 1, None)
+        self._within("max_tokens", 0, None)
         self._within("min_tokens", 0, self.max_tokens)
         self._within("temperature", 0.0, None)
         self._within("top_k", 0, None)
@@ -127,6 +152,8 @@ class Sampling(html.Record):
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest("stop", self.stop, "holds something other than non-empty strings", "Remove it")
+        check_words(self.bad_words)
+        check_structure(self)
         for text in self.processors:
             if not isinstance(text, str):
                 raise InvalidRequest(
@@ -136,8 +163,9 @@ class Sampling(html.Record):
             raise InvalidRequest(
                 "stop_token_ids", self.stop_token_ids, f"has more than {MAX_STOP_TOKEN_IDS} ids", "Use fewer"
             )
-        for token in self.stop_token_ids:
-            _check_token("stop_token_ids", token)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _check_token(name, token)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 "logit_bias", f"{len(self.logit_bias)} entries", f"is over {MAX_LOGIT_BIAS}", "Bias fewer tokens"
@@ -157,7 +185,8 @@ class Sampling(html.Record):
         if isinstance(self.stop, Iterable):
             put(self, "stop", bounded_stops(self.stop))
         for name, most in (
-            ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS), ("processors", MAX_PROCESSORS)
+            ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS), ("processors", MAX_PROCESSORS),
+            ("choice", MAX_CHOICES), ("allowed_token_ids", MAX_ALLOWED_TOKENS), ("bad_words", MAX_BAD_WORDS),
         ):  # fmt: skip
             if isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), str):
                 put(self, name, bounded(name, getattr(self, name), most))
@@ -168,7 +197,7 @@ class Sampling(html.Record):
         value = getattr(self, name)
         if type(value) is tuple:
             return value
-        if isinstance(value, str) and name != "stop_token_ids":
+        if isinstance(value, str) and not name.endswith("token_ids"):
             return (value,)
         if not isinstance(value, (str, bytes, Mapping)):
             with contextlib.suppress(Exception):
@@ -233,6 +262,16 @@ class Sampling(html.Record):
         return self.temperature == 0.0
 
     @property
+    def structured(self) -> bool:
+        """Whether the text has to follow a schema, an expression, a grammar or a list of choices."""
+        return self.schema is not None or bool(self.regex or self.choice or self.grammar or self.json)
+
+    @property
+    def restricted(self) -> bool:
+        """Whether some tokens may not come."""
+        return bool(self.allowed_token_ids or self.bad_words)
+
+    @property
     def penalised(self) -> bool:
         """Whether any of the three penalties is on."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
@@ -244,7 +283,10 @@ def _check_token(field: str, token: object) -> None:
 
 
 _SAMPLING_DEFAULTS = defaults_of(Sampling)
-_LISTS = (("stop", "strings"), ("stop_token_ids", "token ids"), ("processors", "names"))
+_LISTS = (
+    ("stop", "strings"), ("stop_token_ids", "token ids"), ("processors", "names"), ("choice", "strings"),
+    ("allowed_token_ids", "token ids"), ("bad_words", "strings"),
+)  # fmt: skip
 _FLOATS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip

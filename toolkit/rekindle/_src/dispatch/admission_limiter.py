@@ -21,7 +21,7 @@ class AdmissionLimiter:
     """Counts free places and admits waiting callers first come, first served. Usable from any thread."""
 
     def __init__(self, places: int) -> None:
-        self.places = places
+        self.places: int = places
         self.closed: BaseException | None = None
         self._free = places
         self._line: deque[_Waiter] = deque()
@@ -87,6 +87,13 @@ class AdmissionLimiter:
         with self._lock:
             self._free += count
             assert self._free <= self.places, "more places were given back than taken"
+            self._admit()
+
+    def resize(self, places: int) -> None:
+        """Have so many places from now on. If more are taken, no caller is admitted until enough were given back."""
+        with self._lock:
+            self._free += places - self.places
+            self.places = places
             self._admit()
 
     def close(self, error: BaseException) -> None:

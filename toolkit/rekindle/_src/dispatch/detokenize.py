@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.contracts import DetokenizerLike
+from rekindle._src.core.guides import Guided
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import (
     Completion,
+    Embedded,
     FinishReason,
     Request,
     TextDelta,
@@ -18,20 +22,44 @@ from rekindle._src.core.records import (
     TokenEvent,
     TokenLogprobs,
     Usage,
+    Vector,
 )
+from rekindle._src.core.reply import ReplyEvent, fold
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
+from rekindle._src.dispatch.structured_output import Structured
+from rekindle._src.text.replies import ReplyScanner
 from rekindle.errors import RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
+# A request for no tokens ends by its length, whatever the token that was sampled for it.
+_SCORED = dict.fromkeys((FinishReason.EOS, FinishReason.STOP, FinishReason.CONTEXT), FinishReason.LENGTH)
+
+
+class Output(Protocol):
+    """A live sequence on its way out."""
+
+    started: float  # when it first ran
+
+    @property
+    def request(self) -> Request: ...
+
+    def take(self, event: TokenEvent, now: float) -> FinishReason | None:
+        """Add an event, and say how the sequence ended if it did."""
+        ...
+
+    def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
+        """It has ended for `reason`."""
+        ...
 
 
 class OutputState:
     """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it."""
 
     __slots__ = (
-        "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_first", "_logprobs",
-        "_program_wait", "_prompt_logprobs", "_text", "_tokens", "mailbox", "prompt", "request", "started",
+        "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_events", "_first",
+        "_guided", "_logprobs", "_pooled", "_program_wait", "_prompt_logprobs", "_scanner", "_scores", "_stop_reason",
+        "_structured", "_text", "_tokens", "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +70,9 @@ class OutputState:
         detokenizer: DetokenizerLike,
         decode: Callable[[Sequence[int]], str] | None = None,
         program_wait: ProgramWait | None = None,
+        *,
+        scanner: ReplyScanner | None = None,
+        structured: Structured | None = None,
     ) -> None:
         self.request = request
         self.mailbox = mailbox
@@ -50,11 +81,18 @@ class OutputState:
         self._detokenizer = detokenizer
         self._decode = decode  # for the texts of single tokens
         self._tokens: list[int] = []
+        self._structured = structured
+        self._guided: list[Guided] = []  # one for each token, if the text follows a structure
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._scores = 0  # of them, those delivered
+        self._stop_reason: str | int | None = None
         self._text: list[str] = []
+        self._scanner = scanner  # reads the reply of a chat
+        self._events: list[ReplyEvent] = []
         self._delivered = 0  # tokens delivered in deltas
         self._cached = 0
+        self._pooled: Vector | None = None
         self._first = 0.0
         self._program_wait = program_wait
         self._compiling = self._compiling_first = self._waited(request.arrival)  # of the session, when it was taken in
@@ -68,21 +106,29 @@ class OutputState:
         if event.token_ids and not self._tokens:
             self._first = now
             self._compiling_first = self._waited(now)
+        if self.request.sampling.max_tokens == 0:
+            event, reason = _scored(event), reason and _SCORED.get(reason, reason)
         self._cached = event.cached_tokens
+        self._pooled = event.pooled
         self._prompt_logprobs += event.prompt_logprobs
         start = len(self._tokens)
         self._tokens += event.token_ids
         self._logprobs += event.logprobs
+        self._guided += event.guided
         # An eos or stop token that ended it has no text. A stop string ends it without such a token.
         ends = reason in _TOKEN_ENDS and len(event.token_ids) > 0
+        if ends and reason is FinishReason.STOP:
+            self._stop_reason = event.token_ids[-1]
+            ends = not self.request.sampling.include_stop
         text, stopped = self._detokenizer.push(event.token_ids[:-1] if ends else event.token_ids)
         if stopped is not None:  # drop the tokens after the stop string
-            del self._tokens[self._detokenizer.tokens :], self._logprobs[self._detokenizer.tokens :]
+            for made in (self._tokens, self._logprobs, self._guided):
+                del made[self._detokenizer.tokens :]
         elif reason is not None:
             text += self._detokenizer.flush()
             stopped = self._detokenizer.stopped
         if stopped is not None and reason not in (FinishReason.ABORTED, FinishReason.FAILED):
-            reason = FinishReason.STOP
+            reason, self._stop_reason = FinishReason.STOP, stopped
         if reason is not None:
             released = len(self._tokens)
         else:
@@ -95,6 +141,11 @@ class OutputState:
     def _deliver(self, text: str, released: int, reason: FinishReason | None) -> None:
         start, self._delivered = self._delivered, released
         self._text.append(text)
+        events = None
+        if self._scanner is not None:
+            events = self._scanner.feed(text)
+            events += self._scanner.finish() if reason is not None else ()
+            self._events += events
         self.mailbox.put(
             TextDelta(
                 request_id=self.request.id,
@@ -103,32 +154,47 @@ class OutputState:
                 logprobs=tuple(self._logprobs[start:released]),
                 index=self.request.index,
                 finish_reason=reason,
+                stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
+                prompt_logprobs=tuple(self._prompt_logprobs[self._scores :]),
+                events=None if events is None else tuple(events),
             )
         )
+        self._scores = len(self._prompt_logprobs)
 
-    def completion(self, reason: FinishReason, now: float) -> Completion:
-        """The completion of a sequence that ended for `reason` at `now`."""
+    def completion(self, reason: FinishReason, now: float) -> Completion | Embedded:
+        """The completion of a sequence that ended for `reason` at `now`, or its embedding."""
         request, sampling, waited = self.request, self.request.sampling, self._waited(now)
+        usage = Usage(request.prompt_length, self._cached, len(self._tokens))
+        timings = Timings(
+            queued=self.started - request.arrival,
+            first_token=self._first - request.arrival,
+            total=now - request.arrival,
+            compiling=waited - self._compiling,
+            compiling_later=waited - self._compiling_first if self._tokens else 0.0,
+        )
+        if request.pooling is not None:
+            assert self._pooled is not None, f"{request.id} ended without its vector"
+            return Embedded(self._pooled, usage, timings)
+        text, structured = "".join(self._text), self._structured
         return Completion(
             id=request.id,
-            text="".join(self._text),
+            text=text,
             token_ids=tuple(self._tokens),
             finish_reason=reason,
             prompt=self.prompt,
             prompt_token_ids=tuple(request.token_ids.tolist()),
-            usage=Usage(request.prompt_length, self._cached, len(self._tokens)),
-            timings=Timings(
-                queued=self.started - request.arrival,
-                first_token=self._first - request.arrival,
-                total=now - request.arrival,
-                compiling=waited - self._compiling,
-                compiling_later=waited - self._compiling_first if self._tokens else 0.0,
-            ),
+            usage=usage,
+            timings=timings,
             sampling=sampling,
             logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,
             index=request.index,
+            stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
+            reply=None if self._scanner is None else fold(self._events),
             decode=self._decode,
+            forced=tuple(told.forced for told in self._guided),
+            covered=0 if structured is None else len(structured.before),
+            parsing=None if structured is None else structured.parsing(text, self._tokens, self._guided, reason),
         )
 
     def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
@@ -143,10 +209,15 @@ class OutputState:
         self.mailbox.complete(self.request.index, error if error is not None else self.completion(reason, now))
 
 
+def _scored(event: TokenEvent) -> TokenEvent:
+    """The event of a request for no tokens: without the one that was sampled."""
+    return dataclasses.replace(event, token_ids=(), logprobs=())
+
+
 async def run(
     inbox: MemoryObjectReceiveStream[Events],
     feedback: MemoryObjectSendStream[ScheduleMessage],
-    outputs: dict[str, OutputState],
+    outputs: dict[str, Output],
 ) -> None:
     """Deliver events until the inbox ends.
 
@@ -165,7 +236,7 @@ async def run(
 
 
 def deliver(
-    event: TokenEvent, feedback: MemoryObjectSendStream[ScheduleMessage], outputs: dict[str, OutputState], now: float
+    event: TokenEvent, feedback: MemoryObjectSendStream[ScheduleMessage], outputs: dict[str, Output], now: float
 ) -> None:
     """Put the text of one event into its mailbox. An event of a sequence that was completed already is dropped."""
     output = outputs.get(event.request_id)

@@ -18,12 +18,16 @@ from typing import Any
 
 import anyio
 
+from rekindle._src.core.records import Request
 from rekindle._src.dispatch import detokenize, intake, schedule, step
-from rekindle._src.dispatch.detokenize import OutputState
+from rekindle._src.dispatch.detokenize import Output
 from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Abort, Control, Engine, Events, ScheduleMessage, Submission, Turn
+from rekindle._src.dispatch.relayed import RelayedOutput, Take
 from rekindle._src.dispatch.step_watchdog import StepWatchdog
+
+Task = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Dispatch:
@@ -36,23 +40,39 @@ class Dispatch:
 
     def __init__(self, engine: Engine, device: DeviceThread, places: int) -> None:
         self.engine = engine
-        self.outputs: dict[str, OutputState] = {}  # live sequences: intake adds, detokenize removes
+        self.places: int = places
+        self.outputs: dict[str, Output] = {}  # live sequences: intake adds, detokenize removes
         self.mailboxes: set[Mailbox] = set()  # of live submissions, tokenized or not
         self.watchdog = StepWatchdog(engine.scheduler, engine.runner, engine.config)
         self.observers: list[schedule.Observer] = [self.watchdog]  # called with every committed step
         self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * places + 64)
-        self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
-        turns, turned = anyio.create_memory_object_stream[Turn](1)
-        events, happened = anyio.create_memory_object_stream[Events](1)
-        from_intake, from_step, from_detokenize = (self._messages.clone() for _ in range(3))
-        self._streams = (submitted, inbox, turns, turned, events, happened, from_intake, from_step, from_detokenize)
-        self._tasks: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = (
+        self._messages, self._inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
+        self._events, happened = anyio.create_memory_object_stream[Events](1)
+        from_intake, from_detokenize = self._messages.clone(), self._messages.clone()
+        self._streams: list[Any] = [submitted, self._inbox, self._events, happened, from_intake, from_detokenize]
+        self._tasks: tuple[Task, ...] = (
             partial(intake.run, submitted, from_intake, engine, self.outputs),
+            *self._engine_tasks(device),
+            partial(detokenize.run, happened, from_detokenize, self.outputs),
+        )
+
+    def _engine_tasks(self, device: DeviceThread) -> tuple[Task, ...]:
+        """What takes the requests and gives the events: here schedule and step."""
+        engine, from_step = self.engine, self._messages.clone()
+        turns, turned = anyio.create_memory_object_stream[Turn](1)
+        self._streams += [turns, turned, from_step]
+        return (
             partial(
-                schedule.run, inbox, turns, events, engine.scheduler, engine.recover, self.observers, self.watchdog.rest
+                schedule.run,
+                self._inbox,
+                turns,
+                self._events,
+                engine.scheduler,
+                engine.recover,
+                self.observers,
+                self.watchdog.rest,
             ),
             partial(step.run, turned, from_step, engine.runner, device, self.watchdog),
-            partial(detokenize.run, happened, from_detokenize, self.outputs),
         )
 
     async def run(self) -> None:
@@ -74,6 +94,14 @@ class Dispatch:
         self.mailboxes.add(submission.mailbox)
         submission.mailbox.on_complete = self.mailboxes.discard
         self._submissions.send_nowait(submission)
+
+    def relay(self, request: Request, mailbox: Mailbox, take: Take) -> None:
+        """Run a request that another process has taken in: `take` gets its events, on this loop."""
+        self.mailboxes.add(mailbox)
+        mailbox.on_complete = self.mailboxes.discard
+        mailbox.request_ids.append(request.id)
+        self.outputs[request.id] = RelayedOutput(request, mailbox, take)
+        self._messages.send_nowait(request)
 
     def send(self, message: Control) -> None:
         self._submissions.send_nowait(message)

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
+from rekindle._src.core.program_wait import ProgramWait
+from rekindle._src.core.records import Request
 from rekindle._src.dispatch import forked
 from rekindle._src.dispatch.admission_limiter import AdmissionLimiter
 from rekindle._src.dispatch.device import Contexts, DeviceThread
 from rekindle._src.dispatch.dispatch import Dispatch, root_cause
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.dispatch.messages import Control, Engine, Submission
+from rekindle._src.dispatch.relayed import Take
 from rekindle._src.dispatch.schedule import Observer
 from rekindle._src.dispatch.wakeups import LoopWaker, caller, current_waker, run_sync
 from rekindle.errors import QueueFull, RekindleError, SessionClosed
@@ -47,14 +50,18 @@ class Host:
         contexts: Contexts = contextlib.nullcontext,
         backend: str = "asyncio",
         backend_options: dict[str, Any] | None = None,
+        dispatched: Callable[[Engine, DeviceThread], Dispatch] | None = None,
     ) -> None:
+        """`build` makes the engine on the device thread; `dispatched` makes what runs it, by default a `Dispatch`."""
         self.opened: OneShot[Engine] = OneShot()
         self.ended: OneShot[None] = OneShot()
         self.limiter: AdmissionLimiter = AdmissionLimiter(0)  # replaced when the engine and so its bounds are known
+        self.program_wait: ProgramWait = ProgramWait()  # replaced by the engine's
         self.crash: BaseException | None = None
         self.paused_by: list[object] = []  # tasks and threads inside `with session.paused()`
         self._build: Callable[[], Engine] | None = build
         self._contexts, self._backend, self._backend_options = contexts, backend, backend_options
+        self._dispatched = dispatched or _dispatched
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
         self._waker: LoopWaker | None = None
@@ -109,6 +116,10 @@ class Host:
     def submit(self, submission: Submission) -> None:
         """Hand over what has been admitted."""
         self._post(lambda dispatch: dispatch.submit(submission), submission.mailbox.complete_all)
+
+    def relay(self, request: Request, mailbox: Mailbox, take: Take) -> None:
+        """Run a request that another process has taken in, and that has been admitted; see `Dispatch.relay`."""
+        self._post(lambda dispatch: dispatch.relay(request, mailbox, take), mailbox.complete_all)
 
     def abort(self, mailbox: Mailbox) -> None:
         """Safe in finalisers, forked children and after the end: takes no lock and never raises."""
@@ -219,6 +230,11 @@ class Host:
                 self._drain_seconds = 0.0
         self._wake_closer()
 
+    def _lost(self, error: BaseException) -> None:
+        """The session ends with `error`, even if the device never answers. Safe in every thread."""
+        self._jobs.append(_Job(lambda: self._crashed(error), lambda refusal: None))
+        self._wake_loop()
+
     # The thread.
 
     def _run(self) -> None:
@@ -246,12 +262,14 @@ class Host:
             self.opened.fail(error)
             device.stop(1.0)
             return
-        places = engine.config.max_queue + engine.config.max_requests
-        self._dispatch = Dispatch(engine, device, places)
-        self.limiter = AdmissionLimiter(places)
+        self._dispatch = self._dispatched(engine, device)
+        self.limiter = AdmissionLimiter(self._dispatch.places)
+        self.program_wait = engine.program_wait or self.program_wait
         if self._drain_seconds is not None:  # closed while it was being built
             self.limiter.close(self.refusal())
         self._run_jobs()
+        if engine.watch is not None:
+            engine.watch(self._lost)
         self.opened.put(engine)
         try:
             await self._serve(self._dispatch)
@@ -308,6 +326,10 @@ class Host:
                 except Exception as error:
                     self._crashed(error)
         device.stop(1.0)
+
+
+def _dispatched(engine: Engine, device: DeviceThread) -> Dispatch:
+    return Dispatch(engine, device, engine.config.max_queue + engine.config.max_requests)
 
 
 _hosts: weakref.WeakSet[Host] = weakref.WeakSet()

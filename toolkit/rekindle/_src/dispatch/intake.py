@@ -6,15 +6,19 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
+import anyio
 import anyio.to_thread
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import IntArray, Request
-from rekindle._src.dispatch.detokenize import OutputState
+from rekindle._src.dispatch.detokenize import Output, OutputState
+from rekindle._src.dispatch.guided_intake import compiled, covered_by, grammar_of, guide_of
 from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
 from rekindle._src.scheduling.limits import how_to_fit
+from rekindle._src.structured.grammar import Grammar
+from rekindle._src.structured.token_rules import rules_of
 from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted, RequestFailed
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
@@ -24,28 +28,71 @@ async def run(
     inbox: MemoryObjectReceiveStream[Submission | Control],
     outbox: MemoryObjectSendStream[ScheduleMessage],
     engine: Engine,
-    outputs: dict[str, OutputState],
+    outputs: dict[str, Output],
 ) -> None:
     """Hand requests and controls on to schedule until the inbox ends, then tell it to drain."""
     seeds = random.Random(engine.config.seed)
+    compiling = Compiling()
     async with inbox, outbox:
-        async for first in inbox:
-            message: Submission | Control | None = first
-            # Everything that waits is handed on before schedule runs again, so that it can run in one step.
-            while message is not None:
-                if isinstance(message, Submission):
-                    await _hand_on(message, outbox, engine, outputs, seeds)
-                else:
-                    outbox.send_nowait(message)
-                message = next_waiting(inbox)
+        async with anyio.create_task_group() as group:
+            async for first in inbox:
+                message: Submission | Control | None = first
+                # Everything that waits is handed on before schedule runs again, so that it can run in one step.
+                while message is not None:
+                    if not isinstance(message, Submission):
+                        await compiling.done()  # a control never overtakes a submission
+                        outbox.send_nowait(message)
+                    elif compiled(message, engine):
+                        await _hand_on(message, outbox, engine, outputs, seeds)
+                    else:
+                        compiling.begin()
+                        group.start_soon(_compile_and_hand_on, message, outbox, engine, outputs, seeds, compiling)
+                    message = next_waiting(inbox)
         outbox.send_nowait(Drain())
+
+
+class Compiling:
+    """How many submissions wait for their grammars."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = anyio.Event()
+
+    def begin(self) -> None:
+        self._count += 1
+
+    def end(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+            self._none = anyio.Event()
+
+    async def done(self) -> None:
+        """Wait until there are none."""
+        while self._count:
+            await self._none.wait()
+
+
+async def _compile_and_hand_on(
+    submission: Submission,
+    outbox: MemoryObjectSendStream[ScheduleMessage],
+    engine: Engine,
+    outputs: dict[str, Output],
+    seeds: random.Random,
+    compiling: Compiling,
+) -> None:
+    """Apart from the others, which go on meanwhile."""
+    try:
+        await _hand_on(submission, outbox, engine, outputs, seeds)
+    finally:
+        compiling.end()
 
 
 async def _hand_on(
     submission: Submission,
     outbox: MemoryObjectSendStream[ScheduleMessage],
     engine: Engine,
-    outputs: dict[str, OutputState],
+    outputs: dict[str, Output],
     seeds: random.Random,
 ) -> None:
     mailbox = submission.mailbox
@@ -55,14 +102,10 @@ async def _hand_on(
             submission = submission._replace(text=mailbox.prompt)
         token_ids = await tokenize(submission, engine)
         mailbox.prompt_ids = token_ids
-        requests = prepare(submission, token_ids, engine, seeds)
+        grammar = await grammar_of(submission, engine)
+        requests = prepare(submission, token_ids, engine, seeds, grammar)
         decode = text_of_tokens(engine.tokenizer)
-        made = [
-            OutputState(
-                request, mailbox, submission.text, engine.detokenizer(request.sampling), decode, engine.program_wait
-            )
-            for request in requests
-        ]
+        made = [_output(request, submission, token_ids, engine, decode) for request in requests]
     except RekindleError as error:
         mailbox.complete_all(error)
         return
@@ -79,6 +122,31 @@ async def _hand_on(
         outputs[output.request.id] = output
         mailbox.request_ids.append(output.request.id)
         outbox.send_nowait(output.request)
+
+
+def _output(
+    request: Request,
+    submission: Submission,
+    token_ids: IntArray,
+    engine: Engine,
+    decode: Callable[[Sequence[int]], str] | None,
+) -> OutputState:
+    reply, sampling = submission.reply, request.sampling
+    visible = reply.visible if reply is not None else frozenset[str]()
+    scanner = None
+    if reply is not None:
+        scanner = reply.scanner(submission.text or "", request.token_ids.tobytes(), sampling.seed)
+    detokenizer = engine.detokenizer(sampling, visible)
+    return OutputState(
+        request,
+        submission.mailbox,
+        submission.text,
+        detokenizer,
+        decode,
+        engine.program_wait,
+        scanner=scanner,
+        structured=covered_by(submission, token_ids, engine),
+    )
 
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
@@ -117,7 +185,13 @@ def check_characters(text: str, engine: Engine) -> None:
         )
 
 
-def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: random.Random) -> list[Request]:
+def prepare(
+    submission: Submission,
+    token_ids: IntArray,
+    engine: Engine,
+    seeds: random.Random,
+    grammar: Grammar | None = None,
+) -> list[Request]:
     """One request for each of the n sequences; sequence i of a seeded submission has seed + i."""
     sampling, vocab = submission.sampling, engine.vocab_size
     if not len(token_ids):
@@ -126,6 +200,7 @@ def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: 
         ("prompt", token_ids),
         ("stop_token_ids", np.asarray(sampling.stop_token_ids, np.int64)),
         ("logit_bias", np.asarray(list(sampling.logit_bias), np.int64)),
+        ("allowed_token_ids", np.asarray(sampling.allowed_token_ids, np.int64)),
     ):
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
             wrong = ids[(ids < 0) | (ids >= vocab)][0].item()
@@ -146,6 +221,7 @@ def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: 
         )
     seed = sampling.seed if sampling.seed is not None else seeds.getrandbits(32)
     eos_ids = frozenset() if sampling.ignore_eos else frozenset(engine.tokenizer.eos_ids)
+    rules = rules_of(sampling, engine.tokenizer, vocab)
     return [
         Request(
             id=submission.id if sampling.n == 1 else f"{submission.id}.{index}",
@@ -156,6 +232,8 @@ def prepare(submission: Submission, token_ids: IntArray, engine: Engine, seeds: 
             arrival=submission.arrival,
             group=submission.id,
             index=index,
+            pooling=submission.pooling,
+            guide=guide_of(grammar, rules, submission, token_ids, engine, eos_ids),
         )
         for index in range(sampling.n)
     ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
-from rekindle._src.core.records import Completion, IntArray, TextDelta
+from rekindle._src.core.records import Completion, Embedded, FinishReason, IntArray, TextDelta
 from rekindle._src.dispatch.wakeups import Wakeup, new_wakeup
 
 T = TypeVar("T")
@@ -73,6 +73,12 @@ class OneShot(Generic[T]):
         return self._value
 
 
+class Relayed(NamedTuple):
+    """A sequence whose events went to another process has this in place of a result."""
+
+    reason: FinishReason
+
+
 class Mailbox:
     """What the `n` sequences of one submission produced so far: a log that only grows, read by any number of readers.
 
@@ -82,7 +88,7 @@ class Mailbox:
 
     def __init__(self, count: int) -> None:
         self.deltas: list[TextDelta] = []
-        self.results: list[Completion | BaseException | None] = [None] * count
+        self.results: list[Completion | Embedded | Relayed | BaseException | None] = [None] * count
         self.request_ids: list[str] = []  # sequences that intake handed on
         self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
@@ -100,7 +106,7 @@ class Mailbox:
         if self._stream_wakeups:
             wake(self._stream_wakeups)
 
-    def complete(self, index: int, result: Completion | BaseException) -> None:
+    def complete(self, index: int, result: Completion | Embedded | Relayed | BaseException) -> None:
         """How one sequence ended; only the first time counts."""
         if self.results[index] is not None:
             return
@@ -132,6 +138,11 @@ class Mailbox:
             await until(lambda: self.ended, self._wakeups)
         else:
             await until(lambda: self.ended or failure.filled, self._wakeups, failure.wakeups)
+
+    @staticmethod
+    async def one_ended(mailboxes: Sequence[Mailbox]) -> None:
+        """Wait until one of several is complete."""
+        await until(lambda: any(one.ended for one in mailboxes), *(one._wakeups for one in mailboxes))
 
     async def more(self, seen: int) -> None:
         """Wait until the log is longer than `seen`, or complete."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -10,10 +10,14 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
+from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.program_wait import ProgramWait
-from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, StepResult, TokenEvent
+from rekindle._src.core.records import FinishReason, IntArray, Pooling, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
+from rekindle._src.structured.grammar import Grammars
+from rekindle._src.structured.spec import Structure
+from rekindle._src.text.replies import ReplyPlan
 
 M = TypeVar("M")
 
@@ -24,7 +28,7 @@ class Engine(NamedTuple):
     scheduler: SchedulerLike
     runner: RunnerLike
     tokenizer: TokenizerLike
-    detokenizer: Callable[[Sampling], DetokenizerLike]
+    detokenizer: Callable[[Sampling, frozenset[str]], DetokenizerLike]  # the second: special tokens with a text
     config: EngineConfig  # resolved
     vocab_size: int
     chat: ChatLike | None = None  # where the model brings a template
@@ -35,8 +39,16 @@ class Engine(NamedTuple):
     # Characters that one token can stand for at most, counted when first asked; None: longer prompts are encoded.
     characters_per_token: Callable[[], int] | None = None
     longest: int | None = None  # positions of the model
+    hidden_size: int = 0  # numbers of an embedding
     sampling: Sampling | None = None  # of requests that bring none: what the checkpoint asks for
     program_wait: ProgramWait | None = None  # how long steps waited for programs
+    grammars: Grammars | None = None  # compiles what requests ask of their text's structure
+    think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
+    mesh: MeshReport | None = None  # the devices that share the model; None for one
+    # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
+    prepare_restart: Callable[[], bool] | None = None
+    # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.
+    watch: Callable[[Callable[[BaseException], object]], None] | None = None
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
 
 
@@ -51,6 +63,11 @@ class Submission(NamedTuple):
     mailbox: Mailbox
     arrival: float
     render: Callable[[], str] | None = None  # makes the text, off every event loop; a chat template does it
+    pooling: Pooling | None = None  # embed the prompt rather than go on with it
+    reply: ReplyPlan | None = None  # how a chat's reply is read for reasoning and calls of tools
+    structure: Structure | None = None  # what `sampling` asks of the text's structure
+    covered: int = 0  # tokens at the prompt's end that belong to that structure already
+    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for what routes it
 
 
 class Abort(NamedTuple):

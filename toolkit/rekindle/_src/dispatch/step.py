@@ -8,7 +8,7 @@ from rekindle._src.core.contracts import InFlightLike, RunnerLike
 from rekindle._src.core.records import StepPlan
 from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.messages import Outcome, ScheduleMessage, Turn
-from rekindle._src.dispatch.step_watchdog import StepWatchdog
+from rekindle._src.dispatch.step_watchdog import ON_DEVICE, StepWatchdog
 
 
 async def run(
@@ -64,7 +64,7 @@ def advance(
         awaited, current = current, None
     if awaited is not None:
         if watchdog is not None:
-            watchdog.enter(awaited.plan, "on the device")
+            watchdog.enter(awaited.plan, ON_DEVICE)
         try:
             result = runner.fetch(awaited)
         except Exception as error:

@@ -15,6 +15,7 @@ from rekindle._src.core.records import StepPlan, StepResult
 log = logging.getLogger("rekindle.steps")
 SHOWN = 8  # requests of a step that a warning names
 SHORTEST_SLEEP = 0.01
+ON_DEVICE = "on the device"  # what a step is that was dispatched and has not ended; compiling is over then
 
 
 class StepFigures(NamedTuple):

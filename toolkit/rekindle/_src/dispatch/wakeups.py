@@ -235,3 +235,8 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         _here.blocking -= 1
     coroutine.close()
     raise AssertionError("a client coroutine awaited something other than a wakeup")
+
+
+def blocks() -> bool:
+    """Whether the caller is inside of `run_sync`, so that it may block this thread and can't await a loop."""
+    return _here.blocking > 0

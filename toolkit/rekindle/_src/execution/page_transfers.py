@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from rekindle._src.core.records import LostPage, PageMove
+from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.programs import GATHER, MOVED_PAGES, SCATTER, Programs
+from rekindle._src.programs.programs import MOVED_PAGES
 from rekindle.errors import StoreError
 
 MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
@@ -34,33 +34,35 @@ class PayloadStore(Protocol):
 
 
 class PageTransfers:
-    """Reads pages out of the device and fills them again; the caller owns the pages and passes them in."""
+    """Reads pages out of the device and fills them again."""
 
-    def __init__(self, programs: Programs, host_tier: PayloadStore | None) -> None:
-        self._programs, self._host_tier = programs, host_tier
-        self._layout = paged.payload_layout(programs.kv)
+    def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
+        self._calls, self._host_tier = calls, host_tier
+        self._parts = calls.programs.parts
+        self._layout = self._parts.payload_layout(calls.programs.kv)
         self._restores = 0
 
-    def read_out(self, kv: paged.KV, moves: Sequence[PageMove]) -> Leaving:
+    def read_out(self, moves: Sequence[PageMove]) -> Leaving:
         """Begin to copy pages out of the device, before a later step may overwrite them."""
         leaving = []
         for at in range(0, len(moves), MOVED_PAGES):
             part = tuple(moves[at : at + MOVED_PAGES])
-            leaving.append((part, self._programs.get(GATHER)(kv, _ids(part))))
+            leaving.append((part, self._calls.gather(_ids(part))))
         return leaving
 
     def store(self, leaving: Leaving) -> None:
         """Hand what was read out to the host tier; waits for the copies."""
         for part, payload in leaving:
             assert self._host_tier is not None, "a page was offloaded without a host tier"
-            arrays = [np.asarray(leaf) for leaf in payload]
+            self._calls.arrive(payload)
+            arrays = self._parts.to_host(payload)
             for index, move in enumerate(part):
                 self._host_tier.put(move.digest, tuple(array[index : index + 1] for array in arrays))
 
-    def restore(self, kv: paged.KV, moves: Sequence[PageMove]) -> tuple[paged.KV, tuple[LostPage, ...]]:
-        """The pages with `moves` filled from the host tier, and those whose payload is missing or does not fit."""
+    def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
+        """Fill pages from the host tier; returns those whose payload is missing or does not fit."""
         if not moves:
-            return kv, ()
+            return ()
         found: list[tuple[PageMove, paged.Payload]] = []
         lost: list[LostPage] = []
         for move in moves:
@@ -72,18 +74,17 @@ class PageTransfers:
         measured = self._restores % MEASURE_EVERY == 1
         self._restores += 1
         if measured:
-            jax.block_until_ready(kv)
+            self._calls.wait(self._calls.kv)
         start = time.perf_counter()
         for at in range(0, len(found), MOVED_PAGES):
             part = found[at : at + MOVED_PAGES]
-            pages = [payload for _, payload in part]
-            pages += [pages[0]] * (MOVED_PAGES - len(part))  # padding goes to page 0
-            kv = self._programs.get(SCATTER)(kv, _ids([move for move, _ in part]), tuple(pages))
+            pages = [self._parts.to_device(payload) for _, payload in part]
+            self._calls.scatter(_ids([move for move, _ in part]), pages)
         if measured and found:
-            jax.block_until_ready(kv)
+            self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"
             self._host_tier.copied(len(found), time.perf_counter() - start)
-        return kv, tuple(lost)
+        return tuple(lost)
 
     def _payload(self, move: PageMove) -> paged.Payload:
         """What the host tier has for a page. Raises `StoreError` if that is nothing, or a page of another layout."""

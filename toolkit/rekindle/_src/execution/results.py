@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.records import Row, RowResult, StepPlan, TokenLogprobs
 from rekindle._src.core.sampling import MAX_LOGPROBS
+from rekindle._src.execution.guiding import dead_end
 from rekindle._src.programs.finite import NOT_FINITE
+from rekindle._src.programs.token_masks import NO_TOKEN
 
 Packed = NDArray[np.int32]
 
@@ -18,6 +20,11 @@ Packed = NDArray[np.int32]
 def needs_prompt(plan: StepPlan) -> bool:
     """Whether the packed prompt log-probabilities have to be transferred."""
     return any(row.request.sampling.prompt_logprobs is not None for row in plan.prefill)
+
+
+def needs_pooled(plan: StepPlan) -> bool:
+    """Whether the plan needs a program that pools hidden states."""
+    return any(row.request.pooling is not None for row in plan.prefill)
 
 
 def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
@@ -31,12 +38,24 @@ def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
     )
 
 
-def row_results(plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows: int) -> tuple[RowResult, ...]:
-    """The results in the order of `plan.rows`; row R + s of the output belongs to the s-th prefill."""
+def row_results(
+    plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows: int, pooled: NDArray[np.float32] | None = None
+) -> tuple[RowResult, ...]:
+    """The results in the order of `plan.rows`; row R + s of the output belongs to the s-th prefill.
+
+    `pooled` [2, S, E] are the sums and the last states of the prefills.
+    """
     tokens = rows[:, 0].tolist()
     results = [_result(row, rows[index], tokens[index], ()) for index, row in enumerate(plan.decode)]
     at = 0
     for index, row in enumerate(plan.prefill, start=decode_rows):
+        if row.request.pooling is not None:
+            assert pooled is not None, "a program that does not pool ran a request with pooling"
+            vector = pooled[int(row.request.pooling == "last"), index - decode_rows].copy()
+            finite = bool(np.isfinite(vector).all())
+            results.append(RowResult(row.request.id, row.epoch, None, finite=finite, pooled=vector))
+            at += row.length
+            continue
         prompts = _prompt_logprobs(row, prompt[at : at + row.length]) if prompt is not None else ()
         results.append(_result(row, rows[index], tokens[index], prompts))
         at += row.length
@@ -75,6 +94,8 @@ def _result(row: Row, packed: Packed, token: int, prompts: tuple[TokenLogprobs, 
         return RowResult(request.id, row.epoch, None, None, prompts)
     if token == NOT_FINITE:
         return RowResult(request.id, row.epoch, None, None, prompts, finite=False)
+    if token == NO_TOKEN:
+        return RowResult(request.id, row.epoch, None, None, prompts, error=dead_end(row))
     count = request.sampling.logprobs
     logprobs = None if count is None else unpack_logprobs(packed[1:], token, count)
     return RowResult(request.id, row.epoch, token, logprobs, prompts)

@@ -1,4 +1,4 @@
-"""The runner, the device side of a session: owns pages and request state, dispatches steps, and reads their results.
+"""The runner, the device side of a session: packs steps, dispatches them, and reads their results.
 
 `dispatch` and what it calls run in one thread, `fetch` may run in another. The device works on step N while the host
 packs step N + 1. On CPU a program may read a buffer in place, so a buffer is reused only when its step has ended.
@@ -16,13 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.core.program_wait import ProgramWait
-from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
-from rekindle._src.execution.page_transfers import Leaving, PageTransfers, PayloadStore
+from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
+from rekindle._src.execution.device_calls import DeviceCalls, Recorder
+from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, waits
+from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
+from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
-from rekindle._src.execution.results import needs_prompt, row_results, with_refused, without
+from rekindle._src.execution.results import needs_pooled, needs_prompt, row_results, with_refused, without
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
@@ -41,40 +44,6 @@ MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
 _Admission = tuple[Row, tuple[np.ndarray, np.ndarray] | None]  # None: nothing of the request is read from its slot
 
 
-@dataclasses.dataclass(slots=True)
-class InFlight:
-    """A dispatched step."""
-
-    plan: StepPlan
-    bucket: Bucket | None  # None: the step ran no rows, it only moved pages
-    output: StepOutput | None
-    upload: Upload | None
-    leaving: Leaving
-    dispatched: float
-    host_seconds: float
-    ran: StepPlan  # `plan` without the rows that could not be prepared
-    refused: dict[str, Exception]  # by request, why its rows could not be prepared
-    lost: tuple[LostPage, ...] = ()
-    idle_seconds: float = 0.0  # the device had nothing to do before it
-    ended: float | None = None  # estimated, if it was over before its result was asked for
-
-
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class RunnerStatistics(html.Record):
-    """Counts since the runner was made."""
-
-    steps: int
-    tokens: int
-    padding: int  # tokens that programs computed beyond those of their steps
-    host_seconds: float  # packing and dispatch
-    device_seconds: float  # during which a step ran, as far as the host can tell
-    traces: int
-    compilations: int
-    programs: dict[str, int]  # steps by program
-    pages_out: int
-    pages_in: int
-
-
 class Runner:
     """The implementation of `RunnerLike`."""
 
@@ -87,25 +56,26 @@ class Runner:
         programs: Programs | None = None,
         processors: Sequence[LogitsProcessor] = (),
         prefer_ready: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         if programs is None:
             programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
         self.programs, self.config, self.host_tier = programs, config, host_tier
         self.program_wait = ProgramWait(quiet=config.quiet)
-        self._transfers = PageTransfers(programs, host_tier)
+        self._calls = DeviceCalls(programs, model.leaves, recorder)
+        self._transfers = PageTransfers(self._calls, host_tier)
         self.prefer_ready = prefer_ready  # a larger program that is ready is used before the one that fits is compiled
-        self._leaves: tuple[Any, ...] = tuple(model.leaves)
-        self._kv, self._state = self._fresh_memory()
         self._constants = Constants(config.max_requests, tuple(p.name for p in programs.processors))
         self._owners: list[Request | None] = [None] * (config.max_requests + 1)
         self._epochs = [-1] * (config.max_requests + 1)
         self._uploads: dict[Bucket, collections.deque[Upload]] = collections.defaultdict(collections.deque)
         self._counts: collections.Counter[str] = collections.Counter()
         self._buckets: collections.Counter[str] = collections.Counter()
+        self._sizes: collections.Counter[int] = collections.Counter()
         self._host_seconds = self._device_seconds = self._last_ready = 0.0
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
-        self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
+        self._masks: dict[Bucket, collections.deque[Mask]] = collections.defaultdict(collections.deque)
         self._closed = False
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -118,41 +88,85 @@ class Runner:
             raise SessionClosed("the runner was closed; open a new session")
         start = time.perf_counter()
         self._poll(start)
-        leaving = self._transfers.read_out(self._kv, plan.offload)
-        self._kv, lost = self._transfers.restore(self._kv, plan.restore)
+        leaving = self._transfers.read_out(plan.offload)
+        lost = self._transfers.restore(plan.restore)
         ran, admissions, refused = self._prepare(plan)
         if ran.rows:
             bucket = self._bucket(ran)
-            program = self._program(bucket)
+            parts: tuple[Bucket, ...] = bucket.halves if bucket.part else ()
+            halves = [self._program(part) for part in parts]
+            program = halves[0] if halves else self._program(bucket)
             upload = self._take_upload(bucket)
             ran = self._pack(upload, ran, refused)
         if not ran.rows:
             seconds = time.perf_counter() - start
-            return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost)
+            return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost)
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
-        # The numpy buffers are passed directly: a device_put of both costs 60 of the 190 µs that a dispatch takes.
-        self._kv, self._state, output = program(self._leaves, self._kv, self._state, upload.ints, upload.floats)
-        if self._copies:
-            output.rows.copy_to_host_async()
+        output, choice = None, None
+        if halves:
+            forwarded = self._calls.forward(parts[0], program, upload)
+            choice = Choice(parts[1], halves[1], forwarded, self._take_masks(bucket))
+        else:
+            output = self._calls.step(bucket, program, upload)
         now = time.perf_counter()
         idle = self._idle(now)
         begun = now if idle else dispatched
         self._latest = InFlight(
-            plan, bucket, output, upload, leaving, begun, now - start, ran, refused, lost, idle_seconds=idle
+            plan,
+            bucket,
+            output,
+            upload,
+            leaving,
+            begun,
+            now - start,
+            ran,
+            refused,
+            lost=lost,
+            idle_seconds=idle,
+            choice=choice,
         )
         self._seen_running = now
+        if choice is not None and not waits(ran):
+            self._choose(self._latest)
         return self._latest
 
+    def _choose(self, in_flight: InFlight) -> None:
+        """Fill the masks of a step with guided rows, while the device computes its first half, and start the second."""
+        choice, bucket, upload = in_flight.choice, in_flight.bucket, in_flight.upload
+        in_flight.choice = None
+        if choice is None or bucket is None or upload is None:
+            return
+        try:
+            in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks)
+            scores, prompt, pooled = choice.forwarded
+            rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.masks)
+            in_flight.output, in_flight.masks = StepOutput(rows, prompt, pooled), choice.masks
+        except Exception as error:
+            in_flight.error = error
+
     def fetch(self, in_flight: InFlight) -> StepResult:
-        """Wait for the step and read its result."""
+        """Wait for the step and read its result; then the step after it, if it waits for these tokens, can choose."""
+        try:
+            return self._fetch(in_flight)
+        finally:
+            if self._latest is not None:
+                self._choose(self._latest)
+
+    def _fetch(self, in_flight: InFlight) -> StepResult:
+        self._choose(in_flight)  # it still waits if the step before it failed
+        if in_flight.error is not None:
+            raise in_flight.error
         plan, bucket, output = in_flight.ran, in_flight.bucket, in_flight.output
         rows: tuple[RowResult, ...] = ()
         if bucket is not None and output is not None and in_flight.upload is not None:
-            packed = np.asarray(output.rows)  # the one place that waits for the device
+            packed = self._calls.rows(output)
             prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
             self._uploads[bucket].append(in_flight.upload)
-            rows = row_results(plan, packed, prompt, bucket.rows)
+            if in_flight.masks is not None:
+                self._masks[bucket].append(in_flight.masks)
+            pooled = None if output.pooled is None else np.asarray(output.pooled)
+            rows = consumed(plan, row_results(plan, packed, prompt, bucket.rows, pooled), in_flight.stuck)
         ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
@@ -179,7 +193,8 @@ class Runner:
 
     def prefault(self, pages: int) -> None:
         """Start to prefault the memory of so many pages, because they are likely to be restored soon."""
-        prefault(jax.tree.leaves(self._kv), min(pages, self.programs.kv[0].num_pages - 1))
+        parts = [shard.data for leaf in jax.tree.leaves(self._calls.kv) for shard in leaf.addressable_shards]
+        prefault(parts, min(pages, self.programs.kv[0].num_pages - 1))
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
         """Use other weights from the next step on, without compiling; steps in flight end with the old ones."""
@@ -193,22 +208,22 @@ class Runner:
                     f"differs from the session's {old.dtype}{list(old.shape)}",
                     "Open a new session for another architecture, dtype or quantisation",
                 )
-        self._leaves = tuple(leaves)
+        self._calls.replace_weights(leaves)
 
     def read_pages(self, pages: Sequence[int]) -> list[paged.Payload]:
         """Copies of the content of pages; called between steps."""
         moves = tuple(PageMove(page, b"") for page in pages)
         payloads: list[paged.Payload] = []
-        for part, payload in self._transfers.read_out(self._kv, moves):
-            arrays = [np.asarray(leaf) for leaf in payload]
+        for part, payload in self._transfers.read_out(moves):
+            self._calls.arrive(payload)
+            arrays = self.programs.parts.to_host(payload)
             payloads += [tuple(array[at : at + 1].copy() for array in arrays) for at in range(len(part))]
         return payloads
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
         self._latest = None
-        self._delete(self._kv, self._state)
-        self._kv, self._state = self._fresh_memory()
+        self._calls.renew()
         self._owners = [None] * len(self._owners)
 
     def recover(self) -> bool:
@@ -216,10 +231,10 @@ class Runner:
 
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
-        memory = jax.tree.leaves((self._kv, self._state))
+        memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):
-                jax.block_until_ready(memory)
+                self._calls.wait(memory)
                 return False
         except Exception as error:
             log.warning("the KV pages were lost with a failed step (%r); running requests are computed again", error)
@@ -238,6 +253,7 @@ class Runner:
             programs=dict(self._buckets),
             pages_out=self._counts["pages_out"],
             pages_in=self._counts["pages_in"],
+            step_sizes=dict(self._sizes),
         )
 
     def close(self) -> None:
@@ -246,23 +262,25 @@ class Runner:
             return
         self._closed = True
         self._latest = None
-        jax.block_until_ready(jax.tree.leaves(self._state))  # a running step must not lose what it reads
-        self._delete(self._kv, self._state)
-        self._leaves = ()
+        self._calls.free()
         self._uploads.clear()
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         processed = any(row.request.sampling.processors for row in plan.rows)
         size = {"rows": len(plan.decode), "tokens": plan.prefill_tokens, "prefills": len(plan.prefill)}
         most = self.config.max_requests
-        best = bucket_for(self.programs.lattice, most, **size, processed=processed)
-        if self.prefer_ready and not self.programs.ready(best):
-            ready = [bucket for bucket in self.programs.lattice if self.programs.ready(bucket)]
+        lattice = self.programs.lattice_for(guided=plan.guided, pools=needs_pooled(plan))
+        best = bucket_for(lattice, most, **size, processed=processed)
+        if self.prefer_ready and not self._ready(best):
+            ready = [bucket for bucket in lattice if self._ready(bucket)]
             try:
                 return bucket_for(ready, most, **size, processed=processed)
             except ConfigError:
                 return best
         return best
+
+    def _ready(self, bucket: Bucket) -> bool:
+        return all(map(self.programs.ready, bucket.halves if bucket.part else (bucket,)))
 
     def program(self, plan: StepPlan) -> str:
         """The name of the program that a plan runs in."""
@@ -335,21 +353,27 @@ class Runner:
                 self._owners[row.slot] = None
                 continue
             if packed is not None:
-                self._state = self._program(ADMIT)(self._state, *packed)
+                self._calls.admit(self._program(ADMIT), *packed)
             self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
 
     def _program(self, key: Key) -> Any:
         """A program; the wait for one that isn't ready is counted and shown."""
         if self.programs.ready(key):
-            return self.programs.get(key)
+            return self._calls.program(key)
         with self.program_wait.waiting(key.name):
-            return self.programs.get(key)
+            return self._calls.program(key)
 
     def _take_upload(self, bucket: Bucket) -> Upload:
         try:
             return self._uploads[bucket].popleft()
         except IndexError:
             return Upload(self.programs.layout(bucket))
+
+    def _take_masks(self, bucket: Bucket) -> Mask:
+        try:
+            return self._masks[bucket].popleft()
+        except IndexError:
+            return new_masks(self.programs.layout(bucket), mask_words(self.programs.model.vocab_size))
 
     def _count(self, in_flight: InFlight, seconds: float) -> None:
         plan, bucket = in_flight.ran, in_flight.bucket
@@ -360,14 +384,6 @@ class Runner:
             self._counts["tokens"] += plan.tokens
             self._counts["padding"] += bucket.cost - plan.tokens
             self._buckets[bucket.name] += 1
+            self._sizes[1 << (plan.tokens - 1).bit_length()] += 1
         self._host_seconds += in_flight.host_seconds
         self._device_seconds += seconds
-
-    def _fresh_memory(self) -> tuple[paged.KV, Any]:
-        memory: tuple[paged.KV, Any] = self.programs.memory()
-        return memory
-
-    @staticmethod
-    def _delete(*trees: Any) -> None:
-        for leaf in jax.tree.leaves(trees):
-            leaf.delete()

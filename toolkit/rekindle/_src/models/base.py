@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -20,8 +20,10 @@ from jax.typing import DTypeLike
 from rekindle._src.core import html
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.nn.packing import is_packed
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import family
+from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
     from rekindle._src.models.nn.layers import Attend
@@ -63,7 +65,7 @@ class LoadedModel:
     graph: Graph
     leaves: tuple[jax.Array, ...]
     fingerprint: str  # names config and weights; everything persistent is keyed by it
-    folder: Path | None = None  # holds the tokenizer and the chat template
+    folder: Path | None = None  # the folder or GGUF file that holds the tokenizer and the chat template
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +73,7 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        return sum(leaf.size for leaf in self.leaves)
+        return sum(leaf.size * (2 if is_packed(leaf) else 1) for leaf in self.leaves)
 
     def __repr__(self) -> str:
         size = f"{self.num_parameters / 1e6:,.1f}M parameters, {self.nbytes / 2**20:,.0f} MiB"
@@ -85,16 +87,27 @@ class LoadedModel:
 def abstract_model(
     config: ModelConfig,
     dtype: DTypeLike = jnp.float32,
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str | None] | None = None,
     *,
     quantize_embeddings: bool = True,
+    kinds: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The graph and the shapes of the leaves: enough to compile programs and to know what to load."""
+    """The graph and the shapes of the leaves: enough to compile programs and to know what to load.
+
+    `kinds` are those of matrices by their paths, as in `Precision`.
+    """
     precision = Precision.of(dtype, quantize, quantize_embeddings=quantize_embeddings)
+    precision = dataclasses.replace(precision, kinds=kinds)
     _, state = _split(config, precision)
     keyed, _ = jax.tree_util.tree_flatten_with_path(state)
     paths = tuple(".".join(str(key.key) for key in path[:-1]) for path, _ in keyed)
     return Graph(config, precision, paths), tuple(leaf for _, leaf in keyed)
+
+
+def leaf_shapes(graph: Graph) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of a graph's leaves, in their order."""
+    _, state = _split(graph.config, graph.precision)
+    return tuple(jax.tree.leaves(state))
 
 
 def merge(graph: Graph, leaves: Sequence[Any]) -> Model:
@@ -110,8 +123,25 @@ def _split(config: ModelConfig, precision: Precision) -> tuple[Any, Any]:
     """The model's nnx.GraphDef, and its state with shapes for arrays."""
     from flax import nnx
 
-    definition, state = nnx.split(family(config.model_type).module(config, precision))
+    definition, state = nnx.split(_module(config, precision))
     return definition, state
+
+
+def kinds_in(graph: Graph) -> tuple[tuple[str, str], ...]:
+    """How each matrix of a model is quantised, by its path; `Precision.kinds` of the same graph, written out."""
+    from rekindle._src.models.nn import linear
+
+    found = linear.matrices(_module(graph.config, graph.precision))
+    kinds = ((path, matrix.packing.kind if matrix.packing else matrix.quantize) for path, matrix in found.items())
+    return tuple((path, kind) for path, kind in kinds if kind is not None)
+
+
+def _module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn import linear
+
+    module = family(config.model_type).module(config, precision)
+    linear.quantise(module, precision)
+    return module
 
 
 def random_model(
@@ -119,11 +149,17 @@ def random_model(
     *,
     seed: int = 0,
     dtype: DTypeLike = jnp.float32,
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
 ) -> LoadedModel:
-    """A model with random weights of a sensible spread, for tests, benchmarks and the start of training."""
+    """A model with random weights of a sensible spread, for tests, benchmarks and the start of training.
+
+    The weights depend on the platform: a GPU or TPU draws them itself, which a host would do for minutes at 8B.
+    """
     graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
+    if (platform := current_platform()) != "cpu":
+        fingerprint = f"random-{platform}-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
+        return LoadedModel(config, graph, drawn_on_device(graph, shapes, seed), fingerprint)
     rng = np.random.default_rng(seed)
     leaves = tuple(
         jax.device_put(_adopted(_random(path, leaf, config, graph.precision, rng)), may_alias=True)
@@ -131,6 +167,43 @@ def random_model(
     )
     fingerprint = f"random-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
     return LoadedModel(config, graph, leaves, fingerprint)
+
+
+def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> tuple[jax.Array, ...]:
+    """Random leaves of a graph, drawn by the default device."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return tuple(_draw(key, path, leaf, graph) for key, path, leaf in zip(keys, graph.paths, shapes, strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(key: jax.Array, path: str, leaf: jax.ShapeDtypeStruct, graph: Graph) -> jax.Array:
+    value = _constant(path, leaf, graph.config)
+    if value is not None:
+        return jnp.full(leaf.shape, value, leaf.dtype)
+    if leaf.dtype == jnp.int8:
+        return jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
+    if is_packed(leaf):
+        return jax.random.bits(key, leaf.shape, jnp.uint8)
+    spread = _spread(path, graph.config)
+    drawn = (jax.random.normal(key, leaf.shape) * spread).astype(graph.precision.value_dtype(leaf.dtype))
+    return drawn if drawn.dtype == leaf.dtype else jax.lax.bitcast_convert_type(drawn, leaf.dtype)
+
+
+def _constant(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig) -> float | None:
+    """The value of a leaf that is the same everywhere; None for one that is drawn."""
+    name = path.rsplit(".", 1)[-1]
+    if leaf.dtype == jnp.int8 or is_packed(leaf):
+        return None
+    if name == "scale":  # by the deviation of the integers that are drawn
+        return config.hidden_size**-0.5 / (4.6 if leaf.dtype == jnp.float16 else 73.0)
+    if name == "bias":
+        return 0.0
+    return 1.0 if "norm" in path else None
+
+
+def _spread(path: str, config: ModelConfig) -> float:
+    """The deviation of a matrix."""
+    return config.hidden_size**-0.5 if not path.startswith("embed") or config.tie_embeddings else 1.0
 
 
 def _adopted(values: np.ndarray) -> np.ndarray:
@@ -143,16 +216,13 @@ def _adopted(values: np.ndarray) -> np.ndarray:
 def _random(
     path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig, precision: Precision, rng: np.random.Generator
 ) -> Any:
-    name = path.rsplit(".", 1)[-1]
-    spread = config.hidden_size**-0.5
+    value = _constant(path, leaf, config)
+    if value is not None:
+        return np.full(leaf.shape, value, leaf.dtype)
     if leaf.dtype == jnp.int8:
         return rng.integers(-127, 128, leaf.shape, np.int8)
-    if name == "scale":
-        return np.full(leaf.shape, spread / 73.0, np.float32)  # 73: the deviation of the integers above
-    if name == "bias":
-        return np.zeros(leaf.shape, np.float32)
-    if "norm" in path:
-        return np.ones(leaf.shape, np.float32)
+    if is_packed(leaf):
+        return rng.integers(0, 256, leaf.shape, np.uint8)
     values = rng.standard_normal(leaf.shape, np.float32)
-    values *= spread if not path.startswith("embed") or config.tie_embeddings else 1.0
+    values *= _spread(path, config)
     return values.astype(precision.value_dtype(leaf.dtype)).view(leaf.dtype)

@@ -159,6 +159,13 @@ class Keys:
                     low_freq_factor=float(options["low_freq_factor"]),
                     high_freq_factor=float(options["high_freq_factor"]),
                 )  # fmt: skip
+            if kind == "factors":  # of GGUF files; transformers has no such kind
+                factors = tuple(map(float, options["factors"]))
+                if len(factors) != dim // 2:
+                    raise UnsupportedModel(
+                        f"factors has {len(factors)} entries, and {dim // 2} frequencies are rotated. Check config.json"
+                    )
+                return RopeSpec(theta=theta, dim=dim, kind=kind, short_factor=factors)
             factor = float(options.get("factor", longest / original))
             given = options.get("attention_factor")
             scale = attention_factor(kind, factor, original, options) if given is None else float(given)

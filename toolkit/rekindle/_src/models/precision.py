@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-QUANTIZE = (None, "int8", "int8-weight")
+from rekindle._src.core.quantize_plan import checked_quantize, kinds_of
+from rekindle._src.models.nn.shards import Shards
+from rekindle_kernels import current_platform
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,34 +19,44 @@ class Precision:
     """The dtypes of a model's weights and of its computation. Static in its graph."""
 
     weights: str = "float32"
-    quantize: str | None = None
+    quantize: str | None = None  # as `quantize_plan.checked_quantize` returns it
     quantize_embeddings: bool = True  # the embedding and the head too
     stream: str = "float32"  # the residual stream
     loop_experts: bool = False  # one expert at a time rather than `ragged_dot`
     implementation: str | None = None  # of norms, products, ropes and sampling; None: the first that fits each call
     deterministic: bool = False  # a token's numbers are the same to the last bit, whatever is computed beside it
+    shards: Shards | None = None  # the layers are those of one device, which shares the model with others
+    kinds: tuple[tuple[str, str], ...] = ()  # of matrices by their paths, instead of what `quantize` says
 
     @classmethod
     def of(
         cls,
         dtype: DTypeLike,
-        quantize: str | None = None,
+        quantize: Any = None,
         *,
         quantize_embeddings: bool = True,
         platform: str | None = None,
     ) -> Precision:
         """The precision for a platform: on CPU activations are float32, elsewhere they have the weights' dtype."""
-        assert quantize in QUANTIZE, f"quantize={quantize!r}"
         name = jnp.dtype(dtype).name
-        on_cpu = (platform or jax.default_backend()) == "cpu"
+        on_cpu = (platform or current_platform()) == "cpu"
         return cls(
             name,
-            quantize,
-            quantize_embeddings,
-            "float32" if on_cpu else name,
+            checked_quantize(quantize),
+            quantize_embeddings=quantize_embeddings,
+            stream="float32" if on_cpu else name,
             loop_experts=on_cpu,
         )
 
     def value_dtype(self, stored: DTypeLike) -> np.dtype[Any]:
         """The dtype of a leaf's values, given the dtype that it is stored with."""
         return jnp.dtype(self.weights if stored == jnp.uint16 else stored)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any matrix is quantised."""
+        return self.quantize is not None or bool(self.kinds)
+
+    def kind(self, path: str, part: str) -> str | None:
+        """How a matrix of this part of the model is quantised; None if it is not."""
+        return dict(self.kinds).get(path) if self.kinds else kinds_of(self.quantize).get(part)

@@ -15,6 +15,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import Keys
 from rekindle._src.models.loading.manifest import Manifest
+from rekindle._src.models.loading.quantized.schemes import scheme
 from rekindle.errors import UnsupportedModel
 
 # model_type in config.json → the module that implements it.
@@ -54,13 +55,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             f"model_type={model_type!r} (architecture {architecture}) is not implemented. "
             f"Use one of: {', '.join(sorted(FAMILIES))}."
         )
-    quantized = raw.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else "?"
-        raise UnsupportedModel(
-            f"quantization_config: the checkpoint is already quantised ({method}), which is not implemented. "
-            "Open the unquantised checkpoint with quantize='int8'."
-        )
+    scheme(raw)  # raises for a quantization_config that is not read
     found = family(model_type)
     try:
         return found.config(Keys(raw, found.aliases))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rekindle._src.core import html
+from rekindle._src.core.reply import Reply
 from rekindle._src.notebook.markdown import has_markup, render
 
 _BUBBLE = "width:fit-content;max-width:min(80ch,92%);padding:4px 12px;border-radius:10px;overflow-x:auto;"
@@ -23,25 +24,45 @@ def bubble(role: str, said: str) -> html.Markup:
     return html.Markup(f'<div style="margin:6px 0">{name}{inner}</div>')
 
 
-def message(role: str, content: str) -> html.Markup:
-    """A message that will not change: Markdown if the model wrote it, else the text as it was typed."""
-    rendered = role == "assistant" and has_markup(content)
-    return bubble(role, render(content) if rendered else html.text(content))
+def message(role: str, content: str, reply: Reply | None = None, *, key: str = "") -> html.Markup:
+    """A message that will not change: Markdown if the model wrote it, else the text as it was typed.
+
+    Of a model's `reply` with reasoning or calls its parts are shown; what was unfolded stays so under the same `key`.
+    """
+    if reply is not None:
+        return bubble(role, _parts(reply, key))
+    return bubble(role, _rendered(content) if role == "assistant" else html.text(content))
 
 
-def answer(pieces: Iterable[tuple[str, int]], *, marked: int | None, done: bool) -> html.Markup:
+def answer(
+    pieces: Iterable[tuple[str, int]], *, marked: int | None, done: bool, reply: Reply | None = None, key: str = ""
+) -> html.Markup:
     """The last answer, from texts and the number of tokens of each, where any token can be clicked.
 
-    Once it has ended and has Markdown, that is rendered and the tokens are folded below it.
+    Once it has ended and has Markdown, that is rendered and the tokens are folded below it. A `reply` with reasoning or
+    calls is shown by its parts from the beginning.
     """
     pieces = list(pieces)
     text = "".join(piece for piece, _ in pieces)
     tokens = "".join(_clickable(pieces, marked, done))
-    if not (done and has_markup(text)):
+    if reply is not None:
+        shown = _parts(reply, key) + ("" if done else " ▌")
+    elif done and has_markup(text):
+        shown = render(text)
+    else:
         return bubble("assistant", tokens)
-    return html.block(
-        bubble("assistant", render(text)), html.folded("tokens: click one to fork there", tokens, key="tokens")
-    )
+    return html.block(bubble("assistant", shown), html.folded("tokens: click one to fork there", tokens, key="tokens"))
+
+
+def _parts(reply: Reply, key: str) -> str:
+    """What the model thought, folded; what it says; and the tools that it calls."""
+    thought = html.folded("reasoning", html.text(reply.reasoning), key=key) if reply.reasoning else ""
+    said = _rendered(reply.content) if reply.content.strip() else ""
+    return f"{thought}{said}{''.join(html.code(str(call)) for call in reply.tool_calls)}"
+
+
+def _rendered(content: str) -> str:
+    return render(content) if has_markup(content) else html.text(content)
 
 
 def _clickable(pieces: list[tuple[str, int]], at: int | None, done: bool) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rekindle._src.core import html
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.reply import Reply, fold
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.notebook import bubbles
 from rekindle._src.notebook.live import Live
@@ -76,6 +77,7 @@ class ChatView(Live):
         self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
         self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
         self._kept: tuple[Piece, ...] = ()  # what a fork kept of the answer
+        self._replies: dict[str, Reply] = {}  # earlier answers by their texts: those with reasoning or calls
         # For the drawing thread alone: the request it shows, how many of its deltas, and whether it has shown the end.
         self._watched: RequestLike | None = None
         self._seen, self._over = 0, True
@@ -225,10 +227,19 @@ class ChatView(Live):
         deltas = self._handle.deltas if self._handle is not None else ()
         return [*self._kept, *(Piece(delta.text, delta.token_ids) for delta in deltas if delta.index == 0)]
 
+    def _reply(self) -> Reply | None:
+        """The parts of the last answer if it has reasoning or calls; those of a fork are not known."""
+        if self._handle is None or self._kept:
+            return None
+        reply = fold(event for delta in self._handle.deltas if delta.index == 0 for event in delta.events or ())
+        return reply if reply.reasoning or reply.tool_calls else None
+
     def _finish_answer(self) -> None:
         """Stop the answer and add it to the messages as far as it got."""
         if self._handle is not None:
             self._handle.cancel()
+            if (reply := self._reply()) is not None:
+                self._replies[self.answer] = reply
             self.messages.append({"role": "assistant", "content": self.answer})
         self._drop()
 
@@ -281,10 +292,14 @@ class ChatView(Live):
         self._stirred.set()
 
     def draw(self) -> str:
-        rows = [bubbles.message(message["role"], message["content"]) for message in self.messages]
+        rows = [
+            bubbles.message(said["role"], said["content"], self._replies.get(said["content"]), key=f"reasoning {at}")
+            for at, said in enumerate(self.messages)
+        ]
         if (handle := self._handle) is not None:
             pieces = [(piece.text, len(piece.token_ids)) for piece in self._pieces()]
-            rows.append(bubbles.answer(pieces, marked=self._marked, done=handle.done))
+            key = f"reasoning {len(self.messages)}"
+            rows.append(bubbles.answer(pieces, marked=self._marked, done=handle.done, reply=self._reply(), key=key))
             error = handle.error
             if error is not None and not isinstance(error, RequestAborted):
                 rows.append(html.line(f"{type(error).__name__}: {error}"))

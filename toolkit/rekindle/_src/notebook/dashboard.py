@@ -65,6 +65,7 @@ class Dashboard(Live):
                 f"{self._recorder.slowest() * 1e3:.0f} ms between tokens (p99)",
                 f"{cached / asked:.0%} of prompt tokens cached" if asked else "",
                 html.count(figures.get("compilations", 0), "compilation"),
+                html.count(figures["mesh"].size, "device") if "mesh" in figures else "",
             ),
             self._timeline.draw(),
         ]

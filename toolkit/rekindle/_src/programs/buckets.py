@@ -8,6 +8,7 @@ where prefill tokens dominate. Programs do not differ by context length, which t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from rekindle._src.core.config import EngineConfig
@@ -18,6 +19,8 @@ SMALLEST_TOKENS = 32
 TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
 MIXED_ROWS_STEP = 8  # decode rows beside prefill tokens: 16, 2
 MAX_PREFILL_ROWS = 64
+FORWARD, CHOICE, BOTH = "f", "c", "g"
+GUIDED_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -27,10 +30,18 @@ class Bucket:
     rows: int  # decode rows, padding included
     tokens: int  # prefill tokens, padding included
     processed: bool = False  # the variant that contains the user's logits processors
+    pools: bool = False  # the variant that also pools the hidden states of its prefill sequences
+    part: str = ""  # of a step with guided rows, which runs as two programs: FORWARD, CHOICE, or BOTH for their sizes
 
     @property
     def name(self) -> str:
-        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "")
+        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "") + ("e" if self.pools else "") + self.part
+
+    @property
+    def halves(self) -> tuple[Bucket, Bucket]:
+        """The forward and the choice program of a guided step of this size."""
+        forward = dataclasses.replace(self, processed=False, part=FORWARD)
+        return forward, dataclasses.replace(self, pools=False, part=CHOICE)
 
     @property
     def cost(self) -> int:
@@ -78,6 +89,28 @@ def lattice(config: EngineConfig, *, processed: bool = False, single: bool = Fal
         for tokens in _powers(config.max_tokens_per_step, SMALLEST_TOKENS, TOKENS_STEP)
     ]
     return tuple(decode + mixed)
+
+
+@functools.cache
+def guided_lattice(plain: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+    """The sizes of steps with guided rows: fewer than those of others, because each is two programs.
+
+    Of the decode steps the smallest and those from GUIDED_ROWS rows on, which drafts fill up; beside prefill tokens,
+    where a guided row samples only while a prompt comes in, the largest number of rows.
+    """
+    least, most = min(bucket.rows for bucket in plain), max(bucket.rows for bucket in plain)
+    few = min(GUIDED_ROWS, most)
+    sizes = [
+        bucket
+        for bucket in plain
+        if bucket.rows == most or (not bucket.tokens and (bucket.rows == least or bucket.rows >= few))
+    ]
+    return tuple(dataclasses.replace(bucket, part=BOTH) for bucket in sizes)
+
+
+def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """The variants of buckets with prefill tokens that also pool hidden states."""
+    return tuple(dataclasses.replace(bucket, pools=True) for bucket in buckets if bucket.tokens)
 
 
 def bucket_for(

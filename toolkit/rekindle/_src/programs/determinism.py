@@ -27,6 +27,8 @@ def why_not(model: ModelConfig, config: EngineConfig) -> str | None:
     """Why this model has no deterministic steps here; None if it has."""
     if jax.default_backend() != "cpu":
         return f"it is for CPUs, and this session runs on {jax.default_backend()}"
+    if config.mesh is not None:
+        return "devices that share a model add up what each of them has"
     missing = unavailable_reason("cpu")
     if missing is not None:
         return f"it needs the native kernels, and {missing}"

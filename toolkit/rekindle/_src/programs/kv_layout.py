@@ -19,9 +19,9 @@ from rekindle_kernels import (
     AttentionOptions,
     LayerKV,
     abstract_pages,
+    fill_pages,
     gather_pages,
     paged_attention,
-    scatter_pages,
     write_kv,
 )
 
@@ -80,10 +80,4 @@ def gather(kv: KV, ids: Array) -> Payload:
 def scatter(kv: KV, ids: Array, pages: Sequence[Payload]) -> KV:
     """Write payloads of `gather`, one for each page, to the pages `ids`; ids that pad the transfer are 0."""
 
-    def one(index: int, layer: LayerKV) -> LayerKV:
-        tree = jax.tree.structure(layer)
-        return scatter_pages(
-            layer, ids, [jax.tree.unflatten(tree, [leaf[:, index] for leaf in page]) for page in pages]
-        )
-
-    return tuple(one(index, layer) for index, layer in enumerate(kv))
+    return fill_pages(kv, ids, pages)

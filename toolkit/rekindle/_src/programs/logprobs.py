@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from rekindle._src.core.sampling import MAX_LOGPROBS
 from rekindle._src.programs.flags import Flag
+from rekindle_kernels import top_k
 
 WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own log-probability, the most likely ids, and theirs
 CHUNK = 32  # positions whose logits exist at once, [32, V]; those of a whole chunk, 512 x 49152, would be 100 MB
@@ -26,7 +27,7 @@ def logprobs_of(logits: Array, tokens: Array) -> Array:
     normaliser = jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True)) + largest
     own = jnp.take_along_axis(logits, tokens[:, None], axis=1) - normaliser
     count = min(MAX_LOGPROBS, logits.shape[-1])
-    top, ids = lax.top_k(logits, count)
+    top, ids = top_k(logits, count)
     missing = ((0, 0), (0, MAX_LOGPROBS - count))
     top, ids = jnp.pad(top - normaliser, missing, constant_values=-jnp.inf), jnp.pad(ids, missing)
     bits = lax.bitcast_convert_type(jnp.concatenate([own, top], axis=1), jnp.int32)

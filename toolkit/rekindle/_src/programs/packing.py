@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +28,7 @@ from rekindle_kernels import Choice
 # -inf to NaN, and a repetition penalty would be 0, which is divided by.
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 _VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
+NEUTRAL = np.array([0, 1, 0, 1, 0, 0], np.float32)  # the float options of a slot that no request has
 # Plain integers, since each operation on an enum.IntFlag takes a microsecond.
 _PROMPT, _SAMPLES, _KEPT = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.KEPT)
 _CHOOSES = int(Flag.SAMPLES | Flag.CHOOSES)
@@ -75,12 +76,34 @@ class Layout:
         return self.sequences * _FLOATS
 
 
+class Sections(NamedTuple):
+    """The parts of an integer buffer, of numpy or of JAX; numpy's are views."""
+
+    wanted: Any  # [1]
+    varying: Any  # [N, 4]: slot, length, token, flags
+    constant: Any  # [N, 4]: prompt length, top_k, both halves of the seed
+    table: Any  # [N, W]
+    offsets: Any  # [S + 1]
+    tokens: Any  # [T]
+    targets: Any  # [T]
+
+
+def sections(layout: Layout, ints: Any) -> Sections:
+    """The parts of an integer buffer."""
+    parts, at = [], 0
+    for shape in layout.sections:
+        size = int(np.prod(shape))
+        parts.append(ints[at : at + size].reshape(shape))
+        at += size
+    return Sections(*parts)
+
+
 class Constants:
     """Values that are constant while a request has its slot, in arrays by slot, so that a step gathers them at once."""
 
     def __init__(self, slots: int, processors: tuple[str, ...]) -> None:
         self.ints = np.zeros((slots + 1, _CONSTANT), np.int32)
-        self.floats = np.tile(np.array([0, 1, 0, 1, 0, 0], np.float32), (slots + 1, 1))
+        self.floats = np.tile(NEUTRAL, (slots + 1, 1))
         self.flags = [0] * (slots + 1)
         self._processors = {name: index for index, name in enumerate(processors)}
 
@@ -106,11 +129,7 @@ class Upload:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.ints, self.floats = np.zeros(layout.ints, np.int32), np.zeros(layout.floats, np.float32)
-        views, at = [], 0
-        for shape in layout.sections:
-            size = int(np.prod(shape))
-            views.append(self.ints[at : at + size].reshape(shape))
-            at += size
+        views = sections(layout, self.ints)
         self._wanted, self._varying, self._constant, self._table, self._offsets, self._tokens, self._targets = views
         self._floats = self.floats.reshape(layout.sequences, _FLOATS)
 
@@ -193,12 +212,7 @@ class StepInputs(NamedTuple):
 def unpack(layout: Layout, page_size: int, ints: Array, floats: Array, last_token: Array) -> StepInputs:
     """Unpack the buffers. A decode row without a token takes its slot's `last_token`, which an earlier step sampled."""
     R, S, T = layout.rows, layout.prefills, layout.tokens
-    parts, at = [], 0
-    for shape in layout.sections:
-        size = int(np.prod(shape))
-        parts.append(ints[at : at + size].reshape(shape))
-        at += size
-    wanted, varying, constant, table, cu, tokens, targets = parts
+    wanted, varying, constant, table, cu, tokens, targets = sections(layout, ints)
     slots, lengths, given, flags = (varying[:, column] for column in range(_VARYING))
     prompt_lengths, top_k = constant[:, 0], constant[:, 1]
     temperature, top_p, min_p, repetition, presence, frequency = (

@@ -27,6 +27,8 @@ NOT_IN_PROGRAMS = frozenset(
     {
         "cache_dir", "device_memory", "disk_memory", "generation_config", "host_memory", "log_every", "max_queue",
         "policy", "precompile", "prefix_cache", "prompt_lookup", "quiet", "restore", "seed", "step_timeout",
+        "structured",
+        "mesh", "processes", "coordinator",  # a key names the devices themselves
     }
 )  # fmt: skip
 JAX_OPTIONS = (
@@ -44,9 +46,7 @@ def config_fields(config: EngineConfig) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Everything outside the session that programs depend on: sources, versions, device, processor, flags."""
-    device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
-    if isinstance(device, str):
-        device = jax.local_devices(backend=device)[0]
+    device = default_device()
     return {
         "sources": source_digest(),
         "jax": jax.__version__,
@@ -64,6 +64,12 @@ def environment() -> dict[str, Any]:
         "libtpu_flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "options": {name: str(getattr(jax.config, name, None)) for name in JAX_OPTIONS},
     }
+
+
+def default_device() -> Any:
+    """The device that computes what names none."""
+    device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
 
 
 def digest(fields: dict[str, Any]) -> str:

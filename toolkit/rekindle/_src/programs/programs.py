@@ -7,10 +7,12 @@ compilation, and different programs compile in parallel.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -19,19 +21,33 @@ import jax.numpy as jnp
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
+from rekindle._src.core.guides import mask_words
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import request_state
-from rekindle._src.programs.buckets import Bucket, lattice
+from rekindle._src.programs.buckets import FORWARD, SMALLEST_ROWS, Bucket, guided_lattice, lattice, pooling_lattice
+from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.packing import Layout
+from rekindle._src.programs.partitioning import PAGES, PAYLOAD, WEIGHTS, WHOLE, Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
-from rekindle._src.programs.step import make_step
+from rekindle._src.programs.step import Scores, make_choice, make_forward, make_step
 from rekindle.errors import CompileError, StoreError
-from rekindle_kernels import deprecated, fuse, give_up_zeros, kernel_being_compiled, traits, zeros
+from rekindle_kernels import (
+    deprecated,
+    fuse,
+    give_up_zeros,
+    kernel_being_compiled,
+    kernels_for,
+    plain_kernels,
+    traits,
+    zeros,
+)
 
-MOVED_PAGES = 4  # pages of one gather or scatter; a scatter compiles one operation for each page and layer
+log = logging.getLogger("rekindle.engine")
+MOVED_PAGES = 4  # pages of one gather or scatter; where XLA fills pages, it compiles an operation for each and layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,33 +96,77 @@ class Programs:
         *,
         processors: Sequence[LogitsProcessor] = (),
         store: Store | None = None,
+        placement: Placement | None = None,
     ) -> None:
+        """`leaves` are those of the whole model as they lie on the devices of `placement`, None for one device."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        self.lattice = lattice(config, processed=bool(self.processors), single=single)
+        self._lattice = lattice(config, processed=bool(self.processors), single=single)
+        self._padded = lattice(config, processed=bool(self.processors))
+        self.guided_keys = _halves(guided_lattice(self._lattice))  # made ahead if config.structured, or as needed
+        # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
+        self.pooling = pooling_lattice(self._lattice)
+        self.guided_pooling = pooling_lattice(guided_lattice(self._lattice))
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        self.kv = paged.abstract(model, config.device_pages, config.page_size, config.kv_dtype)
+        self.parts = Partitioning(placement)
+        self._graph = graph if placement is None else placement.local  # what one device computes
+        self._kv = paged.abstract(self._graph.config, config.device_pages, config.page_size, config.kv_dtype)
+        self.kv = self.parts.pages(self._kv)
         self.state = request_state.abstract_state(config.max_requests, model.vocab_size)
         self.traces = 0
         self.compilations = 0
+        self._plain = False  # new programs are made without the kernels that are still being compiled
+        self._provisional: dict[Key, Compiled] = {}  # such programs; they stay until the end, see `close`
         self._store = store
         self._lock = threading.Lock()
         self._building: dict[Key, threading.Lock] = {}
         self._ready: dict[Key, Compiled] = {}
         self._records: dict[Key, ProgramRecord] = {}
         self._compiling: dict[Key, None] = {}  # in the order in which they began
-        self._why: dict[Key, str] = {}  # why the store could not give it
+        self._why: dict[str, str] = {}  # why the store could not give it, by its name there
+        self._replaced: list[Compiled] = []  # no step calls them any more
+
+    @property
+    def lattice(self) -> tuple[Bucket, ...]:
+        """The step programs. While native kernels are being compiled none has a single row, which XLA is slow at."""
+        return self._padded if self._provisional or self._plain else self._lattice
+
+    @property
+    def keeps(self) -> bool:
+        """Whether programs outlive the process."""
+        return self._store is not None
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """All programs; `gather` and `scatter` only where there is a tier below the device."""
+        """The programs that `precompile` makes; `gather` and `scatter` only where there is a tier below the device."""
         moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
-        return (*self.lattice, MEMORY, ADMIT, *moves)
+        return (*self._lattice, MEMORY, ADMIT, *moves, *(self.guided_keys if self.config.structured else ()))
+
+    @property
+    def known(self) -> dict[Key, None]:
+        padded = _halves(guided_lattice(self._padded))  # steps find them while native kernels are being compiled
+        return dict.fromkeys((*self.keys, *self.guided_keys, *padded, *self.pooling, *_halves(self.guided_pooling)))
+
+    def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
+        """The buckets among which a step finds its own."""
+        if guided:
+            return self.guided_pooling if pools else guided_lattice(self.lattice)
+        return self.pooling if pools else self.lattice
+
+    def kernels(self) -> list[str]:
+        """The native kernels that step programs call, as far as shapes tell; none where another implementation is asked
+        for, or another platform computes."""
+        wanted = {self.config.kernels, self.graph.precision.implementation}
+        if not wanted <= {None, "native"} or jax.default_backend() != "cpu":
+            return []
+        named = zip(self.graph.paths, self.leaves, strict=True)
+        matrices = [leaf.dtype.name for path, leaf in named if path.endswith("weight") and len(leaf.shape) > 1]
+        return kernels_for(matrices, self.kv[0].dtype.name, self.kv[0].head_dim)
 
     def layout(self, bucket: Bucket) -> Layout:
         return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
@@ -117,7 +177,7 @@ class Programs:
 
     def manifest(self) -> tuple[ProgramRecord, ...]:
         """Every program that is ready, in the order of `keys`."""
-        return tuple(self._records[key] for key in self.keys if key in self._records)
+        return tuple(self._records[key] for key in self.known if key in self._records)
 
     def record(self, key: Key) -> ProgramRecord:
         """The record of a program that is ready."""
@@ -130,8 +190,39 @@ class Programs:
             return found
         with self._alone(key):
             if key not in self._ready and not self._load(key):
-                self._ready[key] = self._compiled(key)
+                return self._make(key)  # not from `_ready`: the session may have been closed meanwhile
             return self._ready[key]
+
+    def begin_plain(self) -> None:
+        """Make step programs without native kernels from now on, since those are still being compiled."""
+        self._plain = True
+
+    def end_plain(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Native kernels are there: replace the programs that do without, which go on serving until theirs is ready.
+
+        A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so the
+        next step may run in another program than the last one.
+        """
+        self._plain = False
+        for key in self.known:  # `_alone` waits for one that is just being made without
+            if stopped():
+                return
+            if not isinstance(key, Bucket):
+                continue
+            with self._alone(key):
+                provisional = key in self._provisional
+            single = dataclasses.replace(key, rows=1)
+            if not provisional:
+                continue
+            try:
+                if key.rows == SMALLEST_ROWS and single in self._lattice:
+                    self.get(single)  # one row runs there once the lattice has it
+                with self._alone(key):
+                    if not self._load(key):
+                        self._make(key)
+                    self._replaced.append(self._provisional.pop(key, None))  # None: closed meanwhile
+            except CompileError as error:
+                log.warning("%s goes on without native kernels: %s", key.name, error)
 
     def load(self, key: Key) -> bool:
         """Load a program from the store, without compiling; whether it is ready now."""
@@ -148,27 +239,30 @@ class Programs:
             if "RESOURCE_EXHAUSTED" in str(error) or not give_up_zeros(error):
                 raise
         with self._alone(MEMORY):
-            self._ready[MEMORY] = self._compiled(MEMORY)
+            self._make(MEMORY)
         return jax.block_until_ready(self.get(MEMORY)())
 
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
-        function, arguments, donated = self._function(key)
+        recipe = self._recipe(key)
 
         def counted(*args: Any) -> Any:
             with self._lock:
                 self.traces += 1
-            return function(*args)
+            return recipe.function(*args)
 
-        whole = fuse(counted, implementation=self.graph.precision.implementation)
-        with deprecated.known():
-            return jax.jit(whole, donate_argnums=donated).lower(*arguments)
+        # Others call no kernels that could be joined, and asking for the one that joins may compile it.
+        implementation = self.graph.precision.implementation
+        joined = fuse(counted, implementation=implementation) if isinstance(key, Bucket) else counted
+        with deprecated.known(), self.parts.tracing():
+            whole = jax.jit(self.parts.wrap(recipe, joined), donate_argnums=recipe.donated)
+            return whole.lower(*self.parts.arguments(recipe))
 
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""
         try:
             with gc_paused():
-                compiled = self.build(key).compile()
+                compiled = self.build(key).compile(compiler_options=compiler_options())
         except Exception as error:
             raise CompileError(
                 f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
@@ -184,41 +278,58 @@ class Programs:
         executables, which crashed XLA at times.
         """
         self._ready.clear()
+        self._provisional.clear()
+        self._replaced.clear()
 
     def _alone(self, key: Key) -> threading.Lock:
-        if key not in self.keys:
-            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.keys)}")
+        if key not in self.known:
+            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.known)}")
         with self._lock:
             return self._building.setdefault(key, threading.Lock())
 
+    def _without_kernels(self, key: Key) -> bool:
+        return self._plain and isinstance(key, Bucket)
+
     def _load(self, key: Key) -> bool:
         """Load a program from the store, which is asked once for each."""
-        if self._store is None or key in self._why:
+        plain = self._without_kernels(key)
+        name = _plain_name(key) if plain else key.name
+        if self._store is None or name in self._why:
             return False
         start = time.perf_counter()
         try:
-            program = self._store.load(key.name)
+            program = self._store.load(name)
         except StoreError as error:
-            self._why[key] = str(error)
+            self._why[name] = str(error)
             return False
-        self._records[key] = ProgramRecord(key.name, "loaded", time.perf_counter() - start)
-        self._ready[key] = program
+        self._put(key, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start), plain=plain)
         return True
 
-    def _compiled(self, key: Key) -> Compiled:
+    def _make(self, key: Key) -> Compiled:
+        """Compile a program, and store it."""
         start = time.perf_counter()
         with self._lock:
             self._compiling[key] = None
+        plain = self._without_kernels(key)
+        name = _plain_name(key) if plain else key.name
         try:
-            compiled = self.compile(key)
+            with plain_kernels() if plain else contextlib.nullcontext():
+                compiled = self.compile(key)
         finally:
             with self._lock:
                 del self._compiling[key]
         seconds = time.perf_counter() - start
-        self._records[key] = ProgramRecord(key.name, "compiled", seconds, self._why.get(key, "no store"))
+        why = self._why.get(name, "no store")
+        self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, why), plain=plain)
         if self._store is not None:
-            self._store.save(key.name, compiled, seconds)
+            self._store.save(name, compiled, seconds)
         return compiled
+
+    def _put(self, key: Key, program: Compiled, record: ProgramRecord, *, plain: bool) -> None:
+        if plain:
+            self._provisional[key] = program
+        self._records[key] = record
+        self._ready[key] = program
 
     def describe_compiling(self) -> str:
         """What is being compiled now, in words; empty if nothing is."""
@@ -227,27 +338,58 @@ class Programs:
         kernel = kernel_being_compiled()
         return f"compiling {names}" + (f" (kernel {kernel})" if kernel else "") if names else ""
 
-    def _function(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+    def _recipe(self, key: Key) -> Recipe:
+        if isinstance(key, Bucket) and key.part:
+            return self._half(key)
         if isinstance(key, Bucket):
             layout = self.layout(key)
             step = make_step(
-                self.graph,
+                self._graph,
                 layout,
                 self.kv[0].page_size,
                 implementation=self.config.kernels,
                 processors=self.processors if key.processed else (),
+                pools=key.pools,
             )
-            return step, (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats)), (1, 2)
+            arguments = (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats))
+            return Recipe(step, arguments, (1, 2), (WEIGHTS, PAGES, WHOLE, WHOLE, WHOLE), (PAGES, WHOLE, WHOLE))
         if key == MEMORY:
-            return lambda: zeros((self.kv, self.state)), (), ()
+            return Recipe(lambda: zeros((self._kv, self.state)), (), (), (), (PAGES, WHOLE))
         if key == ADMIT:
             ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
-            return request_state.admit, (self.state, _ints(ints), _floats(floats)), (0,)
+            slot = (self.state, _ints(ints), _floats(floats))
+            return Recipe(request_state.admit, slot, (0,), (WHOLE, WHOLE, WHOLE), WHOLE)
         ids = _ints(MOVED_PAGES)
         if key == GATHER:
-            return paged.gather, (self.kv, ids), ()
+            return self.parts.leaving(Recipe(paged.gather, (self.kv, ids), (), (PAGES, WHOLE), PAYLOAD))
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
-        return paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,)
+        pages = (page,) * MOVED_PAGES
+        return Recipe(paged.scatter, (self.kv, ids, pages), (0,), (PAGES, WHOLE, PAYLOAD), PAGES)
+
+    def _half(self, key: Bucket) -> Recipe:
+        """One of the two programs of a guided step."""
+        layout, page_size, processors = self.layout(key), self.kv[0].page_size, self.processors if key.processed else ()
+        upload = _ints(layout.ints), _floats(layout.floats)
+        if key.part == FORWARD:
+            forward = make_forward(self._graph, layout, page_size, implementation=self.config.kernels, pools=key.pools)
+            arguments = (self.leaves, self.kv, self.state.last_token, *upload)
+            operands, results = (WEIGHTS, PAGES, WHOLE, WHOLE, WHOLE), (PAGES, WHOLE, WHOLE, WHOLE)
+            return Recipe(forward, arguments, (1,), operands, results)
+        implementation, stream = self.graph.precision.implementation, self.graph.precision.stream
+        sizes = ((self.model.vocab_size, "float32"), (self.model.hidden_size, stream))
+        scores = Scores._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)
+        masks = jax.ShapeDtypeStruct((layout.sequences, mask_words(self.model.vocab_size)), jnp.int32)
+        choice = make_choice(layout, page_size, implementation=implementation, processors=processors)
+        return Recipe(choice, (self.state, scores, *upload, masks), (0,), (WHOLE,) * 5, (WHOLE, WHOLE))
+
+
+def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:
+    return tuple(dict.fromkeys(half for bucket in buckets for half in bucket.halves))
+
+
+def _plain_name(key: Key) -> str:
+    """What a program without native kernels is stored as."""
+    return f"{key.name} plain"
 
 
 def _ints(size: int) -> jax.ShapeDtypeStruct:

@@ -1,16 +1,19 @@
-"""The fused step program: two buffers and the state on the device in; new pages, new state and one packed result out.
+"""The step program: two buffers and the state on the device in; new pages, new state and one packed result out.
 
 Axes: R decode rows, S prefill sequences, N = R + S rows that may sample, T prefill tokens, V vocabulary.
 
 One call runs the model over [decode rows] + [prefill tokens], computes logits of the N last tokens only, samples, and
 records each sampled token in its slot, where the next step reads it. Features that few requests use are inside
 `lax.cond`s with small results: a branch that returned logits would copy [N, V] even when it is not taken.
+
+A step with guided rows runs as two programs, `make_forward` and `make_choice`: which tokens a guide allows is known
+when the tokens of the step before have been read, and the model runs meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +26,21 @@ from rekindle._src.programs.flags import PROCESSORS, SHAPES, Flag
 from rekindle._src.programs.logit_shaping import shape
 from rekindle._src.programs.logprobs import prompt_logprobs, row_logprobs
 from rekindle._src.programs.packing import Layout, StepInputs, unpack
+from rekindle._src.programs.pooling import pooled_states
 from rekindle._src.programs.processors import LogitsContext, LogitsProcessor, process
 from rekindle._src.programs.request_state import RequestState, record
 from rekindle._src.programs.sampling import choose
+from rekindle._src.programs.token_masks import Take, among, plainly, with_dead_ends
 from rekindle_kernels import greedy
 
 Leaves = Sequence[Array]
+
+
+class Scores(NamedTuple):
+    """What a forward program hands over to the choice."""
+
+    logits: Array  # float32 [N, V]
+    last: Array  # hidden states of the N last tokens
 
 
 class StepOutput(NamedTuple):
@@ -36,9 +48,12 @@ class StepOutput(NamedTuple):
 
     rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token or NOT_FINITE, packed log-probabilities (or zeros)
     prompt: Array  # int32 [T, logprobs.WIDTH]: read only when a row asked for prompt_logprobs
+    pooled: Array | None = None  # float32 [2, S, E] in a pooling program: sums and last states of each prefill chunk
 
 
 Step = Callable[[Leaves, paged.KV, RequestState, Array, Array], tuple[paged.KV, RequestState, StepOutput]]
+Forward = Callable[[Leaves, paged.KV, Array, Array, Array], tuple[paged.KV, Scores, Array, Array | None]]
+Choice = Callable[[RequestState, Scores, Array, Array, Array], tuple[RequestState, Array]]
 
 
 def make_step(
@@ -48,38 +63,87 @@ def make_step(
     *,
     implementation: str | None = None,
     processors: Sequence[LogitsProcessor] = (),
+    pools: bool = False,
 ) -> Step:
     """The step of one layout as a pure function; the caller donates pages and state."""
 
     def step(
         leaves: Leaves, kv: paged.KV, state: RequestState, ints: Array, floats: Array
     ) -> tuple[paged.KV, RequestState, StepOutput]:
-        model = merge(graph, leaves)
         inputs = unpack(layout, page_size, ints, floats, state.last_token)
-        fixed = graph.precision.deterministic
-        attend = paged.PagedAttention(model.config, kv, inputs, layout.rows, implementation, deterministic=fixed)
-        hidden = model(
-            inputs.tokens,
-            inputs.positions,
-            attend,
-            lengths=jnp.maximum(inputs.prompt_lengths, inputs.positions + 1),
-        )
-        numbers = lax.iota(jnp.int32, layout.sequences) + 1
-        needed = jnp.max(numbers, initial=0, where=inputs.flag(Flag.CHOOSES))  # 0 where no row samples
-        last = hidden[inputs.last]
-        logits = model.logits(last, needed)
+        model, new_kv, hidden, scores = _compute(graph, leaves, kv, layout, inputs, implementation)
         with jax.named_scope("sample"):
-            tokens = _sample(logits, inputs, state, processors, implementation=graph.precision.implementation)
-        told = marked(tokens, last, logits)
-        logprobs = row_logprobs(inputs.wanted, logits, tokens)
-        slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
-        output = StepOutput(
-            jnp.concatenate([told[:, None], logprobs], axis=1),
-            prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits),
-        )
-        return tuple(attend.kv), record(state, slots, tokens), output
+            tokens = _sample(scores.logits, inputs, state, processors, implementation=graph.precision.implementation)
+        told = marked(tokens, scores.last, scores.logits)
+        new_state, rows = _recorded(layout, inputs, state, scores, tokens, told)
+        prompt = prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits)
+        pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
+        return new_kv, new_state, StepOutput(rows, prompt, pooled)
 
     return step
+
+
+def make_forward(
+    graph: Graph, layout: Layout, page_size: int, *, implementation: str | None = None, pools: bool = False
+) -> Forward:
+    """The first half of a guided step: everything but the choice of tokens. The caller donates pages."""
+
+    def forward(
+        leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array
+    ) -> tuple[paged.KV, Scores, Array, Array | None]:
+        inputs = unpack(layout, page_size, ints, floats, last_token)
+        model, new_kv, hidden, scores = _compute(graph, leaves, kv, layout, inputs, implementation)
+        pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
+        return new_kv, scores, prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits), pooled
+
+    return forward
+
+
+def make_choice(
+    layout: Layout, page_size: int, *, implementation: str | None = None, processors: Sequence[LogitsProcessor] = ()
+) -> Choice:
+    """The second half: the tokens of each row, among those in its mask [N, W]. The caller donates the state."""
+
+    def choice(
+        state: RequestState, scores: Scores, ints: Array, floats: Array, masks: Array
+    ) -> tuple[RequestState, Array]:
+        inputs = unpack(layout, page_size, ints, floats, state.last_token)
+        with jax.named_scope("sample"):
+            tokens, values = _sample(
+                scores.logits, inputs, state, processors, among(masks), implementation=implementation
+            )
+        told = with_dead_ends(marked(tokens, scores.last, scores.logits), masks, values)
+        return _recorded(layout, inputs, state, scores, tokens, told)
+
+    return choice
+
+
+def _compute(
+    graph: Graph, leaves: Leaves, kv: paged.KV, layout: Layout, inputs: StepInputs, implementation: str | None
+) -> tuple[Any, paged.KV, Array, Scores]:
+    model = merge(graph, leaves)
+    fixed = graph.precision.deterministic
+    attend = paged.PagedAttention(model.config, kv, inputs, layout.rows, implementation, deterministic=fixed)
+    hidden = model(
+        inputs.tokens,
+        inputs.positions,
+        attend,
+        lengths=jnp.maximum(inputs.prompt_lengths, inputs.positions + 1),
+    )
+    numbers = lax.iota(jnp.int32, layout.sequences) + 1
+    needed = jnp.max(numbers, initial=0, where=inputs.flag(Flag.CHOOSES))  # 0 where no row samples
+    last = hidden[inputs.last]
+    logits = model.logits(last, needed)
+    return model, tuple(attend.kv), hidden, Scores(logits, last)
+
+
+def _recorded(
+    layout: Layout, inputs: StepInputs, state: RequestState, scores: Scores, tokens: Array, told: Array
+) -> tuple[RequestState, Array]:
+    """The state with the rows' tokens in it, and the rows' results for the host."""
+    logprobs = row_logprobs(inputs.wanted, scores.logits, tokens)
+    slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
+    return record(state, slots, tokens), jnp.concatenate([told[:, None], logprobs], axis=1)
 
 
 def _sample(
@@ -87,9 +151,11 @@ def _sample(
     inputs: StepInputs,
     state: RequestState,
     processors: Sequence[LogitsProcessor],
+    take: Take = plainly,
     *,
     implementation: str | None,
-) -> Array:
+) -> Any:
+    """Tokens [N], or what `take` makes of shaped logits and the function that chooses among them."""
     changes, processed = inputs.wanted & (SHAPES | PROCESSORS) != 0, inputs.wanted & PROCESSORS != 0
 
     def change() -> Array:
@@ -99,12 +165,12 @@ def _sample(
             changed = lax.cond(processed, lambda: process(processors, logits, inputs.flags, context), lambda: logits)
         return shape(changed, inputs.shaping, state, inputs.slots)
 
-    def options() -> Array:
+    def options() -> Any:
         changed = lax.cond(changes, change, lambda: logits)
-        return choose(changed, inputs.choice, inputs.wanted, implementation=implementation)
+        return take(changed, lambda found: choose(found, inputs.choice, inputs.wanted, implementation=implementation))
 
     plain = inputs.wanted & (SHAPES | PROCESSORS | Flag.DRAWS) == 0
-    return lax.cond(plain, lambda: greedy(logits, implementation=implementation), options)
+    return lax.cond(plain, lambda: take(logits, lambda found: greedy(found, implementation=implementation)), options)
 
 
 def _context(inputs: StepInputs, state: RequestState) -> LogitsContext:

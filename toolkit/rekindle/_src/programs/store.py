@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,18 @@ class ExecutableStore:
         elif self._compilations.is_dir() and private_files.distrust_reason(self._compilations) is None:
             self._fall_back()
 
-    def load(self, key: str) -> Any:
-        """The executable, ready to be called. Raises `StoreError` with the reason why there is none."""
+    def load(self, key: str, devices: Sequence[Any] | None = None) -> Any:
+        """The executable, ready to be called. Raises `StoreError` with the reason why there is none.
+
+        It runs on `devices`, in this order; None is JAX's default device. The key names the same ones.
+        """
         if self.distrusted is not None:
             raise StoreError(f"not loaded: {self.distrusted}")
         path = self._path(key)
         if not path.is_dir():
             raise StoreError(_UNSERIALISABLE if self._compilations.is_dir() else "not stored yet")
         try:
-            compiled = _loaded(path)
+            compiled = _loaded(path, devices or [program_key.default_device()])
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             if is_passing(error):
@@ -184,9 +188,10 @@ class ProgramStore:
     store: ExecutableStore
     model: str
     identity: str  # a digest of everything that determines a program but its name
+    devices: tuple[Any, ...] | None = None  # that its programs run on; None: the default one
 
     def load(self, name: str) -> Any:
-        return self.store.load(self._key(name))
+        return self.store.load(self._key(name), self.devices)
 
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
         return self.store.save(self._key(name), compiled, name=name, model=self.model, compile_seconds=compile_seconds)
@@ -203,7 +208,7 @@ def _write(path: Path, payload: bytes, meta: dict[str, Any]) -> None:
     write_checkpoint(path, write)
 
 
-def _loaded(path: Path) -> Any:
+def _loaded(path: Path, devices: Sequence[Any]) -> Any:
     """The executable, after the native kernels that it calls: tracing would have registered them."""
     meta = json.loads(private_files.read(path / META, inside=path.parent))
     if meta["format"] != FORMAT:
@@ -215,7 +220,10 @@ def _loaded(path: Path) -> Any:
     with gc_paused():
         ensure_kernels(meta["native"])
         trees = stored_trees.decode(meta["arguments"]), stored_trees.decode(meta["results"])
-        return serialize_executable.deserialize_and_load(executable, *trees)
+        # Without them it would be loaded for all devices of the platform, and not run on fewer.
+        return serialize_executable.deserialize_and_load(
+            executable, *trees, backend=devices[0].client, execution_devices=devices
+        )
 
 
 def _is_broken(path: Path) -> bool:

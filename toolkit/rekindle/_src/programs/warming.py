@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import SCATTER, Key, ProgramRecord, Programs
+from rekindle_kernels import BackgroundBuild, build_kernels
 
+_at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
+_registered = False
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
 
@@ -33,8 +38,8 @@ def likely_first(keys: Iterable[Key]) -> list[Key]:
 
     def rank(key: Key) -> tuple[int, int, int]:
         if not isinstance(key, Bucket):
-            return 2, 0, 0
-        return (1 if key.processed else 0), key.rows, key.tokens
+            return 4, 0, 0
+        return (1 if key.processed else 0) + (2 if key.part else 0), key.rows, key.tokens
 
     return sorted(keys, key=rank)
 
@@ -48,6 +53,21 @@ def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
     return [*([SCATTER] if restoring else []), *prefill[:1], decode, *prefill[1:]]
 
 
+def needed_after_restart(programs: Programs) -> list[Key]:
+    """The programs that a process needs first which restores the pages of this one, as far as it has a store.
+
+    It copies the pages to the device, then computes what no full page holds, at most a page of tokens; then it decodes.
+    This process may have needed none of them: its prompts were longer, and pages never came back.
+    """
+    if not programs.keeps or SCATTER not in programs.keys:
+        return []
+    first = first_needed(programs, restoring=True)
+    buckets = [key for key in first if isinstance(key, Bucket)]
+    page = programs.kv[0].page_size
+    enough = next((bucket.tokens for bucket in buckets if bucket.tokens >= page), programs.config.max_tokens_per_step)
+    return [key for key in first if not isinstance(key, Bucket) or key.tokens <= enough]
+
+
 def warm(
     programs: Programs,
     keys: Iterable[Key] | None = None,
@@ -59,6 +79,7 @@ def warm(
 ) -> None:
     """Make all programs ready, or those of `keys` in this order. Raises the first `CompileError`."""
     ordered = likely_first(programs.keys) if keys is None else [*keys]
+    workers = min(workers, len(ordered))
     waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
     for key in ordered:
         waiting.put(key)
@@ -95,12 +116,35 @@ def warm(
         raise errors[0]
 
 
+def _finish_at_exit(warming: Warming) -> None:
+    """Let it finish and store its program at the interpreter's exit, which waits for its thread in any case.
+
+    Orbax stores in thread pools, which take no more work once threading's own exit functions have run, last registered
+    first; see `models.loading.prepared`.
+    """
+    global _registered
+    _at_work.add(warming)
+    if not _registered:
+        import concurrent.futures.thread  # noqa: F401  registers the end of thread pools, which has to come later
+
+        getattr(threading, "_register_atexit", atexit.register)(_finish)
+        _registered = True
+
+
+def _finish() -> None:
+    for warming in tuple(_at_work):
+        warming.stop(None)
+
+
 class Warming:
     """The work of the option `precompile`, which starts while the weights are being read.
 
     all         every program is ready when the session opens
     background  every program is made ready while the session serves; one that fails is tried again when it is needed
     lazy        nothing is compiled; the first request's programs are loaded from the store until the session opens
+
+    Where native kernels have to be compiled first, other processes do that. With "all" they are waited for. Otherwise
+    programs without them serve meanwhile, and are replaced as soon as the kernels are there.
     """
 
     def __init__(
@@ -113,41 +157,90 @@ class Warming:
         contexts: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._stopped = threading.Event()
+        self._opened = threading.Event()
         self._precompile = precompile
         self._error: BaseException | None = None
+        # What is deterministic has no form without kernels: its programs have them compiled when they are traced. Nor
+        # has what several processes compute, since all of them have to choose the same tokens.
+        one_form = programs.config.deterministic or programs.parts.several
+        kernels = None if one_form else build_kernels(programs.kernels())
+        if kernels is not None and precompile != "all":
+            programs.begin_plain()
         first = first_needed(programs, restoring=restoring)
+        prefill_and_decode = first[: 3 if restoring else 2]
 
         def work() -> None:
             if precompile == "lazy":
+                started = self._load(programs, prefill_and_decode, contexts)
+                if kernels is not None or not (started or self._opened.is_set()):
+                    self._replace(programs, kernels, contexts)
                 self._load(programs, first, contexts)
                 return
-            keys = [*first, *(key for key in likely_first(programs.keys) if key not in first)]
-            # In the background one worker: the other core serves meanwhile.
+            # In the background one worker, because the other core serves; but not until the first programs are there.
             workers = WORKERS if precompile == "all" else 1
             try:
+                if precompile == "background":
+                    if kernels is not None:
+                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
+                    if kernels is not None or not self._load(programs, prefill_and_decode, contexts):
+                        self._replace(programs, kernels, contexts)
+                elif kernels is not None:
+                    kernels.wait(self._is_stopped)
+                now = first_needed(programs, restoring=restoring)
+                keys = [*now, *(key for key in likely_first(programs.keys) if key not in now)]
                 warm(programs, keys, progress=progress, stopped=self._stopped, contexts=contexts, workers=workers)
+                # Earlier sessions had guided requests; those programs are there, and this one may need them as well.
+                self._load(programs, programs.guided_keys, contexts, all_of_them=True)
             except BaseException as error:
                 self._error = error
 
         self._thread = threading.Thread(target=work, name="rekindle warming", daemon=False)
+        _finish_at_exit(self)
         self._thread.start()
 
     def opened(self) -> None:
         """Called when the weights are loaded. Raises the `CompileError` of a program that has to be ready by now."""
+        self._opened.set()
         if self._precompile == "lazy":
-            self._stopped.set()
-        elif self._precompile == "all":
+            return
+        if self._precompile == "all":
             self._thread.join()
             if self._error is not None:
                 raise self._error
 
-    def stop(self, timeout: float = 0.5) -> None:
+    def stop(self, timeout: float | None = 0.5) -> None:
         """Start no further program. A compilation can't be interrupted and is left to end by itself."""
         self._stopped.set()
         self._thread.join(timeout)
 
-    def _load(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
+    def _load(
+        self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any], *, all_of_them: bool = False
+    ) -> bool:
+        """Load programs one by one as long as they are stored, or `all_of_them` that are; whether all were."""
+        found = True
         with contexts():
             for key in keys:
-                if self._stopped.is_set() or not programs.load(key):
-                    return
+                if self._is_stopped() or (self._precompile == "lazy" and self._opened.is_set()):
+                    return False
+                found &= programs.load(key)
+                if not (found or all_of_them):
+                    return False
+        return found
+
+    def _replace(self, programs: Programs, kernels: BackgroundBuild | None, contexts: Callable[[], Any]) -> None:
+        """Wait for the kernels, then put programs that use them in place of those that do without.
+
+        Without `kernels` all are there, but the last process may have ended before its programs used them: those that
+        it has stored serve until then.
+        """
+        with contexts():
+            if kernels is None:
+                programs.begin_plain()
+                for key in first_needed(programs, restoring=False)[:2]:
+                    programs.load(key)
+            if kernels is None or kernels.wait(self._is_stopped):
+                programs.end_plain(self._is_stopped)
+
+    def _is_stopped(self) -> bool:
+        """Also at the interpreter's exit, which waits for this thread before it closes sessions."""
+        return self._stopped.is_set() or not threading.main_thread().is_alive()

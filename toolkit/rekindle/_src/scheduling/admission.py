@@ -95,7 +95,7 @@ class Admission:
                 return None  # preempted, and its last step is still in flight
             if self._park(sequence):
                 continue
-            if self._loading.start(sequence):
+            if sequence.request.pooling is None and self._loading.start(sequence):
                 self._queue.discard(sequence)
                 sequence.reason = "waits for pages to be read from disk"
                 continue
@@ -110,7 +110,7 @@ class Admission:
             self._queue.take(sequence)
             self._loading.discard(sequence)
             self._running_set.enter(sequence, start)
-            if self._ledger.cache is not None:
+            if self._ledger.cache is not None and sequence.request.pooling is None:  # an embedding publishes no pages
                 self._claims.claim(sequence, sequence.published)
             return sequence
         return None

@@ -1,4 +1,7 @@
-"""Speculative decoding by prompt lookup: draft rows compute proposed tokens of a request beside its next one.
+"""Speculative decoding: draft rows compute proposed tokens of a request beside its next one.
+
+Proposals come from prompt lookup, and from grammars: a fifth of a text in JSON is forced. What a grammar forces is
+text, and the model may spell it with other tokens than those proposed; then its own spelling counts, as with any draft.
 
 A draft is a decode row like any other, one position further on, with the proposed token as its input. All rows write
 their keys and values before attention reads, and a draw depends on seed and position alone, so a draft row samples what
@@ -16,6 +19,7 @@ from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import Row
 from rekindle._src.programs.buckets import padded_rows
+from rekindle._src.scheduling.forced_tokens import ForcedTokens
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
@@ -38,13 +42,12 @@ class Drafts:
 
     def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:
         """Insert draft rows behind some of a step's decode rows, within `budget` tokens and the pages that are free."""
-        drafting = [sequence for sequence in sequences if self._can_draft(sequence)]
+        drafting = [sequence for sequence in sequences if self._drafts(sequence)]
         counts = self._counts(drafting, len(rows), budget, mixed=mixed) if drafting else {}
         for sequence in drafting:
             if count := self._within_pages(sequence, counts.get(sequence, 0)):
                 after = sequences.index(sequence) + 1
-                skip = sequence.planned - sequence.known
-                drafts = sequence.drafts(_lookup(sequence).propose(skip, count))
+                drafts = sequence.drafts(_drafter(sequence).propose(_skip(sequence), count))
                 rows[after:after] = drafts
                 sequences[after:after] = [sequence] * len(drafts)
 
@@ -56,29 +59,42 @@ class Drafts:
                 drafted[sequence] += 1
                 accepted[sequence] += was_right
         for sequence, count in drafted.items():
-            _lookup(sequence).learn(count, accepted[sequence])
+            _drafter(sequence).learn(count, accepted[sequence])
             sequence.drafts_checked()
             self.drafted += count
 
-    def _can_draft(self, sequence: Sequence) -> bool:
+    def _drafts(self, sequence: Sequence) -> bool:
+        """Whether a sequence has drafts to propose, and who proposes them."""
+        if sequence.forced is None and not self._limits.prompt_lookup:
+            return False
+        sampling = sequence.request.sampling
+        if sequence.remaining <= 0 or sampling.penalised or sampling.processors:
+            return False  # penalties and processors read earlier tokens, and the device does not count drafts
+        if sequence.forced is not None and sequence.forced.ready(_skip(sequence)):
+            sequence.drafter = sequence.forced
+            return True
+        if not self._limits.prompt_lookup:
+            return False
         if sequence.lookup is None:
-            sampling = sequence.request.sampling
-            if sampling.penalised or sampling.processors:
-                return False  # these read which tokens were sampled before, and the device does not count drafts
             sequence.lookup = PromptLookup(sequence.tokens(0, sequence.known))
-        return sequence.lookup.ready and sequence.remaining > 0
+        sequence.drafter = sequence.lookup
+        return sequence.lookup.ready
 
     def _counts(self, drafting: list[Sequence], rows: int, budget: int, *, mixed: bool) -> dict[Sequence, int]:
         """Drafts of each sequence: one more than are likely to be accepted, then as many as fill up the program."""
         most = self._limits.max_requests
         room = min(budget, max(padded_rows(rows, most, mixed=mixed), min(FEW_ROWS, most)) - rows)
-        bounds = {s: min(self._limits.prompt_lookup, s.remaining) for s in drafting}
-        expected = {s: _lookup(s).expected for s in drafting}
+        bounds = {s: min(self._most(s), s.remaining) for s in drafting}
+        expected = {s: _expected(s) for s in drafting}
         counts = _shared({s: min(bound, 1 + int(expected[s])) for s, bound in bounds.items()}, room)
         if sum(min(count, expected[s]) for s, count in counts.items()) < WAIT_COST * rows:
             return {}
         wanted = sum(counts.values())
         return _shared(bounds, min(room, padded_rows(rows + wanted, most, mixed=mixed) - rows))
+
+    def _most(self, sequence: Sequence) -> int:
+        drafter = _drafter(sequence)
+        return drafter.most(_skip(sequence)) if isinstance(drafter, ForcedTokens) else self._limits.prompt_lookup
 
     def _within_pages(self, sequence: Sequence, count: int) -> int:
         """How many of `count` drafts have pages; takes a page only while every other slot could take one as well."""
@@ -89,9 +105,19 @@ class Drafts:
         return count
 
 
-def _lookup(sequence: Sequence) -> PromptLookup:
-    assert sequence.lookup is not None, f"{sequence.id} drafts without an index"
-    return sequence.lookup
+def _drafter(sequence: Sequence) -> PromptLookup | ForcedTokens:
+    assert sequence.drafter is not None, f"{sequence.id} has drafts from nowhere"
+    return sequence.drafter
+
+
+def _expected(sequence: Sequence) -> float:
+    drafter = _drafter(sequence)
+    return drafter.expected(_skip(sequence)) if isinstance(drafter, ForcedTokens) else drafter.expected
+
+
+def _skip(sequence: Sequence) -> int:
+    """How many tokens past the known ones the first draft would be: those that steps in flight will bring."""
+    return sequence.planned - sequence.known
 
 
 def _shared(bounds: dict[Sequence, int], room: int) -> dict[Sequence, int]:

@@ -83,7 +83,9 @@ def explanation(sequence: Sequence, ahead: int) -> Explanation:
         words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
     elif sequence.reason and sequence.ended:
         words.append(sequence.reason if " " in sequence.reason else f"ended by {sequence.reason}")
-    if sequence.epoch:
+    if request.pooling is not None:
+        words.append("it is embedded, so that all of its tokens are computed")
+    elif sequence.epoch:
         hit = sequence.cached_tokens
         words.append(
             f"{hit} of {request.prompt_length} prompt tokens came from the cache"
@@ -94,6 +96,10 @@ def explanation(sequence: Sequence, ahead: int) -> Explanation:
         words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
     if sequence.lookup is not None and sequence.lookup.drafted:
         words.append(f"{sequence.lookup.accepted} of {sequence.lookup.drafted} draft tokens were accepted")
+    if (forced := sequence.forced) is not None and sequence.generated:
+        words.append(f"its grammar left no choice for {forced.count} of them")
+        if forced.drafted:
+            words.append(f"{forced.accepted} of {forced.drafted} drafts of forced tokens were accepted")
     if sequence.preemptions:
         words.append(f"it was preempted {sequence.preemptions} times because pages ran out")
     return Explanation(

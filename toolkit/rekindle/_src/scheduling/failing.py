@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rekindle._src.core import html
 from rekindle._src.core.records import StepPlan
 from rekindle._src.scheduling.sequence import Sequence
-from rekindle.errors import CompileError, RekindleError, RequestFailed, StepFailed
+from rekindle.errors import CompileError, NoTokenLeft, RekindleError, RequestFailed, StepFailed
 
 
 def step_error(plan: StepPlan, cause: BaseException) -> StepFailed:
@@ -42,9 +43,23 @@ def holding(sequences: Iterable[Sequence], pages: Iterable[int]) -> list[tuple[S
 
 
 def not_finite(sequence: Sequence) -> RequestFailed:
-    """What a request ends with whose next token would come from NaN or infinite numbers."""
+    """What a request ends with whose next token or embedding would come from NaN or infinite numbers."""
+    if sequence.request.pooling is not None:
+        return RequestFailed(
+            f"The model's numbers for request {sequence.id} are not finite (NaN or infinity), so it has no embedding. "
+            "Weights are broken, or overflow in this dtype: `rekindle doctor --model MODEL` names the first layer; or "
+            "open it with another dtype."
+        )
     return RequestFailed(
         f"The model's numbers for token {sequence.generated + 1} of request {sequence.id} are not finite (NaN or "
         "infinity), so it has no next token. Weights are broken, or overflow in this dtype: `rekindle doctor "
         "--model MODEL` names the first layer; or open it with another dtype."
+    )
+
+
+def too_short(sequence: Sequence) -> NoTokenLeft:
+    """What a request ends with whose grammar lets nothing follow before `min_tokens` are there."""
+    return NoTokenLeft(
+        f"The text of request {sequence.id} is complete after {html.count(sequence.generated, 'token')}: its grammar "
+        f"lets nothing follow, and min_tokens={sequence.request.sampling.min_tokens} asks for more. Lower min_tokens."
     )

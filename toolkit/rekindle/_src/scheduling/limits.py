@@ -48,13 +48,22 @@ class Limits:
         )
 
     def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:
-        """How many tokens `request` may generate with `usable_pages` to itself, and its finish reason at that bound.
+        """How many tokens `request` may sample with `usable_pages` to itself, and its finish reason at that bound.
 
-        Raises `PromptTooLong` or `OutOfPages` if not even one fits. The last token is sampled but its keys are never
-        computed, so a sequence may be one token longer than its pages.
+        It is at least 1: a request for no tokens samples one, which is left out of its result.
+
+        Raises `PromptTooLong` or `OutOfPages` if not even one fits; a request with `pooling` generates none. The last
+        token is sampled but its keys are never computed, so a sequence may be one token longer than its pages.
         """
-        length = request.prompt_length
-        if length >= self.max_model_len:
+        length, asked = request.prompt_length, request.sampling.max_tokens
+        if request.pooling is not None and length > self.max_model_len:
+            raise PromptTooLong(
+                "prompt",
+                f"{length} tokens",
+                f"is longer than max_model_len, which is {self.max_model_len}",
+                how_to_fit(self.max_model_len, self.longest),
+            )
+        if request.pooling is None and length >= self.max_model_len + (asked == 0):
             raise PromptTooLong(
                 "prompt",
                 f"{length} tokens",
@@ -66,7 +75,9 @@ class Limits:
                 f"The prompt's {length} tokens need {pages_for(length, self.page_size)} KV pages of {self.page_size}, "
                 f"{usable_pages} can be used. Raise device_memory or device_pages, or unpin prefixes."
             )
+        if request.pooling is not None:
+            return 0, FinishReason.LENGTH
         room = min(self.max_model_len, usable_pages * self.page_size + 1) - length
-        if request.sampling.max_tokens <= room:
-            return request.sampling.max_tokens, FinishReason.LENGTH
+        if asked <= room:
+            return max(1, asked), FinishReason.LENGTH
         return room, FinishReason.CONTEXT

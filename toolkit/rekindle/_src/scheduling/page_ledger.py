@@ -41,13 +41,13 @@ class PageLedger:
         if cache is None or not cache.pinned_pages:
             return self.pool.total
         own = 0
-        if request.sampling.prompt_logprobs is None:
+        if request.sampling.prompt_logprobs is None and request.pooling is None:
             own = cache.pinned_prefix(request.token_ids, request.sampling.salt)
         return self.pool.total - cache.pinned_pages + own
 
     def keys(self, sequence: Sequence) -> list[int]:
-        """Keys of the sequence's pages that may come from the cache."""
-        if self.cache is None:
+        """Keys of the sequence's pages that may come from the cache; an embedding needs states that it doesn't keep."""
+        if self.cache is None or sequence.request.pooling is not None:
             return []
         length = sequence.known
         if sequence.request.sampling.prompt_logprobs is not None and sequence.scored < sequence.request.prompt_length:
@@ -92,19 +92,20 @@ class PageLedger:
         if pages - self.cached(sequence) + spare > self.available:
             return None  # without the exact match, which a long prompt that waits would pay for in each step
         match = _NOTHING
-        if self.cache is not None:
-            match = self.cache.match(self.keys(sequence), sequence.tokens(0, sequence.known), sequence.salt)
+        cache = self.cache if sequence.request.pooling is None else None
+        if cache is not None:
+            match = cache.match(self.keys(sequence), sequence.tokens(0, sequence.known), sequence.salt)
         needed = pages - match.on_device
         if needed + spare > self.available - self.pool.unheld(match.pages):
             return None
-        if self.cache is not None:
-            sequence.add_pages(self.cache.lock(match))
-            sequence.node = match.nodes[-1] if match.nodes else self.cache.root_of(sequence.salt)
-            sequence.generation = self.cache.generation
+        if cache is not None:
+            sequence.add_pages(cache.lock(match))
+            sequence.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.salt)
+            sequence.generation = cache.generation
         taken = self._take(needed)
         sequence.add_pages(taken)
-        if self.cache is not None:
-            self._restore += self.cache.restore(match, taken[: len(match.nodes) - match.on_device])
+        if cache is not None:
+            self._restore += cache.restore(match, taken[: len(match.nodes) - match.on_device])
         sequence.published = len(match.nodes)
         # The last token is computed even if its page is there: its logits choose the next one.
         return min(sequence.published * self._page_size, sequence.known - 1)

@@ -20,6 +20,8 @@ class Reserve:
         self.fraction = fraction
 
     def finished(self, sequence: Sequence) -> None:
+        if not sequence.limit:
+            return  # an embedding, which generates nothing
         used = sequence.generated / sequence.limit
         self.fraction = max(_FLOOR, self.fraction + 0.1 * (used - self.fraction))
 

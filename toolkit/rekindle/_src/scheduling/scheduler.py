@@ -27,8 +27,9 @@ from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.scheduling.admission import Admission
 from rekindle._src.scheduling.drafts import Drafts
+from rekindle._src.scheduling.ending import reason_to_end
 from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
-from rekindle._src.scheduling.failing import holding, not_finite, request_error, step_error
+from rekindle._src.scheduling.failing import holding, not_finite, request_error, step_error, too_short
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import seniority
@@ -74,7 +75,7 @@ class Scheduler:
         path = self._ledger.cached_path
         queue = WaitingQueue(policy, path=path, shortest=shortest, seed=seed, max_overtakes=max_overtakes)
         self._admission = Admission(limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest)
-        self._drafts = Drafts(limits, self._ledger) if limits.prompt_lookup else None
+        self._drafts = Drafts(limits, self._ledger)
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._flights: deque[_Flight] = deque()
@@ -155,7 +156,7 @@ class Scheduler:
             budget -= prefill_rows[-1].length
         if not decode and not prefill:
             return None
-        if self._drafts is not None and decode:
+        if decode:
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
         plan = StepPlan(self._step, tuple(decode_rows), tuple(prefill_rows), *self._ledger.moves())
         self._flights.append(_Flight(plan, (*decode, *prefill)))
@@ -184,7 +185,7 @@ class Scheduler:
                 elif event is not None:
                     events.append(event)
             self._running_set.drain(sequence)
-        if self._drafts is not None and flight.plan.drafted:
+        if flight.plan.drafted:
             self._drafts.learn(flight.sequences, flight.plan.rows, right)
         self._collect_released()
         return tuple(events)
@@ -223,7 +224,7 @@ class Scheduler:
             return 0
         covered = self.cache.pin(tokens, salt)
         for sequence in self._alive.values():
-            length = sequence.request.prompt_length + sequence.limit - 1
+            length = sequence.request.prompt_length + max(1, sequence.limit) - 1
             needed = pages_for(length, self.limits.page_size)
             if needed > self.pool.total - self.cache.pinned_pages and needed > self._ledger.usable(sequence.request):
                 usable = self._ledger.usable(sequence.request)
@@ -280,7 +281,7 @@ class Scheduler:
             reserve_fraction=self._admission.reserve.fraction,
             preemptions=self._admission.preemptions,
             steps=self._step,
-            drafted_tokens=self._drafts.drafted if self._drafts is not None else 0,
+            drafted_tokens=self._drafts.drafted,
             cache=self.cache.statistics() if self.cache is not None else None,
             **self._counts,
         )
@@ -306,10 +307,18 @@ class Scheduler:
         sequence.scored = max(sequence.scored, min(sequence.computed, request.prompt_length))
         if not output.finite:
             return self._fail(sequence, not_finite(sequence))
+        if request.pooling is not None:
+            vector = sequence.pool(row, output)
+            if vector is None:
+                return None
+            self._end(sequence, FinishReason.LENGTH)
+            return TokenEvent(request.id, finish_reason=FinishReason.LENGTH, pooled=vector)
         token = output.token_id
         if row.samples:
             assert token is not None, f"{request.id} sampled no token"
             sequence.append(token)
+            if output.guided is not None and sequence.forced is not None:
+                sequence.forced.take(output.guided)
             self._counts["generated_tokens"] += 1
             self._counts["accepted_tokens"] += row.draft
             if sequence.status is Status.PREFILL:
@@ -319,11 +328,20 @@ class Scheduler:
             if not scores:
                 return None
             return TokenEvent(request.id, prompt_logprobs=scores, cached_tokens=sequence.cached_tokens)
-        reason = _reason(sequence, token)
+        reason = reason_to_end(sequence, token, output.guided)
+        if reason is FinishReason.GRAMMAR and sequence.generated < request.sampling.min_tokens:
+            return self._fail(sequence, too_short(sequence))
         if reason is not None:
             self._end(sequence, reason)
-        logprobs = () if output.logprobs is None else (output.logprobs,)
-        return TokenEvent(request.id, (token,), logprobs, scores, sequence.cached_tokens, reason)
+        return TokenEvent(
+            request.id,
+            (token,),
+            () if output.logprobs is None else (output.logprobs,),
+            scores,
+            sequence.cached_tokens,
+            reason,
+            guided=() if output.guided is None else (output.guided,),
+        )
 
     def _fail_lost(self, result: StepResult) -> list[TokenEvent]:
         """End the requests that hold a page which could not be restored, and forget what is cached on such pages."""
@@ -365,23 +383,11 @@ class Scheduler:
         start = sequence.planned
         if sequence.epoch == 1:
             self._counts["prompt_tokens"] += sequence.request.prompt_length
-            self._counts["cached_tokens"] += start
+            self._counts["cached_tokens"] += sequence.cached_tokens
         self._counts["prefill_tokens"] += sequence.target - start
 
     def _collect_released(self) -> None:
         self._ledger.collect(self._flights[0].plan.step if self._flights else None)
-
-
-def _reason(sequence: Sequence, token: int | None) -> FinishReason | None:
-    """The reason why a sequence ends with its latest token; None if it goes on."""
-    request = sequence.request
-    # No id ends the request within its first min_tokens tokens, where the device masks them.
-    if sequence.generated > request.sampling.min_tokens:
-        if token in request.eos_ids:
-            return FinishReason.EOS
-        if token in request.stop_ids:
-            return FinishReason.STOP
-    return sequence.limit_reason if sequence.generated >= sequence.limit else None
 
 
 _COUNTS = (

@@ -8,11 +8,13 @@ steps in flight will bring. A decode step is planned while the token that it rea
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Status
+from rekindle._src.core.records import FinishReason, IntArray, Request, Row, RowResult, Status, Vector
 from rekindle._src.kvcache.digest import page_keys, salt_key
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.scheduling.forced_tokens import ForcedTokens
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
 
 _GROWTH = 64  # tokens or pages by which a buffer grows, at least
@@ -22,10 +24,10 @@ class Sequence:
     """Mutable state of one request; the scheduler is its only owner."""
 
     __slots__ = (
-        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "epoch", "fresh",
-        "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup", "node", "num_pages",
-        "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "sampled",
-        "scored", "slot", "status", "target", "waits_for",
+        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
+        "epoch", "forced", "fresh", "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup",
+        "node", "num_pages", "overtaken", "page_size", "planned", "pooled", "preemptions", "published", "queued_at",
+        "reason", "request", "sampled", "scored", "slot", "status", "target", "waits_for",
     )  # fmt: skip
 
     def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason, page_size: int) -> None:
@@ -49,13 +51,17 @@ class Sequence:
         self.planned = 0
         self.computed = 0
         # Tokens:
-        self.known = request.prompt_length  # tokens whose values the host has
-        self.generated = 0  # known tokens that are not the prompt's
-        self.sampled = 0  # generated, plus those that steps in flight will add
-        self.scored = 0  # prompt positions whose log-probabilities were delivered
+        resumed = request.resumed
+        self._tokens = request.token_ids if resumed is None else np.concatenate([request.token_ids, resumed.token_ids])
+        self.known = len(self._tokens)  # tokens whose values the host has
+        self.generated = self.known - request.prompt_length  # known tokens that are not the prompt's
+        self.sampled = self.generated  # generated, plus those that steps in flight will add
+        self.scored = 0 if resumed is None else resumed.scored  # prompt positions with log-probabilities
+        self.pooled: NDArray[np.float64] | None = None  # what the computed chunks of a request with `pooling` gave
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
+        self.forced = ForcedTokens() if request.guide is not None else None  # by its grammar
+        self.drafter: PromptLookup | ForcedTokens | None = None  # proposed the drafts that are in flight
         self.lookup: PromptLookup | None = None  # proposes draft tokens; made when they are first wanted
-        self._tokens = request.token_ids
         self._keys: list[int] = []
         # Pages:
         self.num_pages = 0
@@ -80,8 +86,8 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether only one token is left to prefill, which a decode row computes."""
-        return self.planned + 1 == self.target
+        """Whether only one token is left to prefill, which a decode row computes; these don't pool."""
+        return self.planned + 1 == self.target and self.request.pooling is None
 
     @property
     def ended(self) -> bool:
@@ -153,7 +159,7 @@ class Sequence:
         self.target = self.known
         self.status = Status.PREFILL
         if self.epoch == 1:
-            self.cached_tokens = start
+            self.cached_tokens = min(start, self.request.prompt_length)
 
     def leave(self) -> None:
         """Forget slot and pages, which were returned."""
@@ -168,7 +174,7 @@ class Sequence:
         start = self.planned
         end = start + length
         assert end <= self.num_pages * self.page_size, f"{self.id}: no page for position {end - 1}"
-        samples = end >= self.target
+        samples = end >= self.target and self.request.pooling is None
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
         row = Row(
@@ -191,6 +197,19 @@ class Sequence:
         self.sampled += samples
         self.in_flight += 1
         return row
+
+    def pool(self, row: Row, output: RowResult) -> Vector | None:
+        """Add what a committed chunk gave; the whole prompt's vector once the last one has.
+
+        A preempted request begins again at position 0, and so does its sum.
+        """
+        assert output.pooled is not None, f"{self.id} was not pooled"
+        chunk = output.pooled.astype(np.float64)
+        last = self.request.pooling == "last"
+        self.pooled = chunk if last or self.pooled is None or row.start == 0 else self.pooled + chunk
+        if self.computed < self.request.prompt_length:
+            return None
+        return (self.pooled if last else self.pooled / self.request.prompt_length).astype(np.float32)
 
     def drafts(self, tokens: IntArray) -> list[Row]:
         """Rows for draft tokens behind the row that was just made; they add nothing to the counts until accepted."""

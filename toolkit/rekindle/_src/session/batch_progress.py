@@ -26,10 +26,12 @@ class BatchProgress:
 
     def __init__(self, mailboxes: Sequence[Mailbox], sampling: Sampling, compiling: Callable[[], str] = str) -> None:
         self._mailboxes, self._compiling = mailboxes, compiling
-        self._most = sampling.max_tokens * sampling.n  # tokens of a prompt
+        self._most = max(1, sampling.max_tokens) * sampling.n  # tokens of a prompt
         self._read = [0] * len(mailboxes)  # deltas that were counted
         self._tokens = [0] * len(mailboxes)
-        self._first: tuple[float, int] | None = None  # when tokens were seen first, and how many
+        self._first: tuple[int, float] | None = None  # how many tokens were seen first, and the share that was done
+        self._latest = (0.0, 0)  # when the last look was, and how many tokens it saw
+        self._running = 0.0  # seconds since the first tokens, without those in which all waited for a program
 
     def look(self) -> State:
         """The batch as one line, and the share of it that is done."""
@@ -43,13 +45,16 @@ class BatchProgress:
         shares = zip(ended, self._tokens, strict=True)
         fraction = sum(1.0 if end else min(1.0, tokens / self._most) for end, tokens in shares) / len(ended)
         line = f"{sum(ended)} of {len(ended)} prompts"
-        total = sum(self._tokens)
-        if total and self._first is None:
-            self._first = now, total
-        if self._first is not None and now > self._first[0]:
-            since = now - self._first[0]
-            line += f", {(total - self._first[1]) / since:,.0f} tokens/s"
-            if fraction > 0:
-                line += f", {since / fraction * (1 - fraction):.0f} s left"
-        compiling = self._compiling()
+        total, compiling = sum(self._tokens), self._compiling()
+        before, seen = self._latest
+        self._latest = now, total
+        if self._first is None:
+            self._first = (total, fraction) if total else None
+        else:
+            self._running += now - before if total > seen or not compiling else 0.0
+            made, done = total - self._first[0], fraction - self._first[1]
+            if made and self._running:
+                line += f", {made / self._running:,.0f} tokens/s"
+            if done > 0 and not compiling:
+                line += f", {self._running / done * (1 - fraction):.0f} s left"
         return State(f"{line}, {compiling}" if compiling else line, fraction)

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
-from rekindle import tiny
 from rekindle._src.core.config import EngineConfig, cache_folder
-from rekindle._src.core.progress import in_notebook
+from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.device import Contexts
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import CostModel, HostTier, PagePool, PrefixCache, Tiers
-from rekindle._src.kvcache.persist.identity import Identity
-from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.restoring import restore
-from rekindle._src.models.base import Graph, LoadedModel
-from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading.checkpoint import Described, describe, load, read
-from rekindle._src.models.loading.load_progress import LoadProgress, Report
-from rekindle._src.models.loading.swap_weights import replace_weights
+from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import program_key
 from rekindle._src.programs.buckets import prefill_rows
-from rekindle._src.programs.determinism import deterministic
-from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
-from rekindle._src.programs.store import ExecutableStore, ProgramStore
-from rekindle._src.programs.warming import Warming
+from rekindle._src.programs.warming import needed_after_restart, warm
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
-from rekindle._src.session.opening_progress import OpeningProgress
-from rekindle._src.session.resolve import resolve
+from rekindle._src.session.parts import OpenRequest, Parts, make_parts
+from rekindle._src.session.weights import Weights, page_identity
+from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling, told
@@ -46,19 +33,10 @@ from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle_kernels import configure, traits
 
+if TYPE_CHECKING:
+    from rekindle._src.processes.team import Team
+
 log = logging.getLogger("rekindle.engine")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OpenRequest:
-    """The arguments of `open`, checked."""
-
-    model: str | Path | LoadedModel
-    config: EngineConfig
-    processors: Sequence[LogitsProcessor] = ()
-    progress: Report | None = None
-    contexts: Contexts = contextlib.nullcontext
-    shown: OpeningProgress = dataclasses.field(default_factory=lambda: OpeningProgress("model"))
 
 
 def build(request: OpenRequest) -> Engine:
@@ -75,43 +53,36 @@ def build(request: OpenRequest) -> Engine:
 
 def _build(request: OpenRequest) -> Engine:
     configure(cache_folder=cache_folder())  # of kernels: the user's folder, since kernels are shared by all sessions
-    described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
-    model, graph, shapes, weight_bytes = _shapes(described)
-    config = resolve(request.config, model, weight_bytes=weight_bytes)
-    if config.deterministic:
-        graph = deterministic(graph, config)
-    programs = stored_programs(model, graph, shapes, config, request.processors)
-    precompile = _precompile(config.precompile)
-    request.shown.compiling = programs.describe_compiling
-    # Programs need shapes alone, so they are loaded or compiled while the weights are read.
-    warming = Warming(
-        programs,
-        precompile,
-        restoring=config.restore is not None,
-        progress=request.shown.warmed if precompile == "all" else None,  # otherwise nothing waits for them
-        contexts=request.contexts,
-    )
+    team = None if request.config.processes == 1 else _gathered(request)
     try:
-        request.shown.stage = "weights"
-        loaded = described if isinstance(described, LoadedModel) else read(described, progress=_reports(request))
-        return _engine(request, config, loaded, programs, warming, prefer_ready=precompile == "background")
+        parts = make_parts(request, None if team is None else team.agree)
+        try:
+            return _engine(request, parts, team)
+        except BaseException:
+            parts.warming.stop()
+            raise
     except BaseException:
-        warming.stop()
+        if team is not None:
+            team.close()
         raise
 
 
-def _engine(
-    request: OpenRequest,
-    config: EngineConfig,
-    loaded: LoadedModel,
-    programs: Programs,
-    warming: Warming,
-    *,
-    prefer_ready: bool,
-) -> Engine:
+def _gathered(request: OpenRequest) -> Team:
+    """The followers of this session; JAX's service is joined with them."""
+    from rekindle._src.session.leading import gather
+
+    return gather(request)
+
+
+def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
+    config, loaded, programs, warming, prefer_ready = parts
     owned, model = loaded is not request.model, loaded.config
-    tiers = _tiers(loaded, config, str(request.model) if owned else model.model_type)
-    runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready)
+    name = model.model_type if isinstance(request.model, LoadedModel) else str(request.model)
+    tiers = _tiers(loaded, config, name)
+    if team is not None:
+        request.shown.stage = "the other processes"
+        team.begin(programs)  # when all have their weights
+    runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready, recorder=team)
     assert config.device_pages is not None, "resolved"
     most = prefill_rows(config.max_tokens_per_step, config.max_requests)
     padded = not traits(loaded.graph.precision.implementation).skips_padding
@@ -141,14 +112,21 @@ def _engine(
         tiers.busy = lambda: scheduler.has_work
     folder = loaded.folder
     tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=model.eos_token_ids)
-    weights = _Weights(loaded, runner, config, tiers, owned=owned)
+    weights = Weights(loaded, runner, config, tiers, owned=owned, placement=programs.parts.placement, team=team)
 
     def release() -> None:
+        if team is not None:
+            team.close()
         warming.stop()
         programs.close()
         weights.release()
         if tiers is not None:
             tiers.close()
+
+    def prepare_restart() -> bool:
+        missing = [key for key in needed_after_restart(programs) if not programs.ready(key)][:1]
+        warm(programs, missing, contexts=request.contexts, workers=1)
+        return bool(missing)
 
     return Engine(
         scheduler=scheduler,
@@ -157,17 +135,31 @@ def _engine(
         detokenizer=real_detokenizer(tokenizer),
         config=config,
         program_wait=runner.program_wait,
+        mesh=_mesh(programs, config),
         sampling=_sampling(folder, config, request.model),
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         chat=ChatTemplate.load(folder) if folder is not None else None,
-        model=str(request.model) if owned else model.model_type,
+        model=name,
         swap=weights.swap,
         recover=runner.recover,
+        prepare_restart=prepare_restart,
         release=release,
+        watch=None if team is None else team.watch,
+        grammars=Grammars(tokenizer, model.vocab_size) if tokenizer.has_text else None,
+        think_ids=tokenizer.pair("<think>", "</think>"),
         processors=tuple(processor.name for processor in request.processors),
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )
+
+
+def _mesh(programs: Programs, config: EngineConfig) -> MeshReport | None:
+    placement = programs.parts.placement
+    if placement is None:
+        return None
+    assert config.page_size is not None, "resolved"
+    return placement.report(paged.page_bytes(placement.local.config, config.page_size, config.kv_dtype))
 
 
 def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:
@@ -182,74 +174,6 @@ def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampl
     return found
 
 
-def _describe(request: OpenRequest) -> Described:
-    assert not isinstance(request.model, LoadedModel), "a loaded model describes itself"
-    config, shown = request.config, request.shown
-    folder = tiny.folder() if request.model == "tiny" else request.model
-    shown.stage = "the checkpoint's headers"
-    shown.hidden = not Path(folder).expanduser().exists()  # the hub shows its downloads itself
-    try:
-        return describe(folder, dtype=config.dtype, quantize=config.quantize, cache_dir=cache_folder(config.cache_dir))
-    finally:
-        shown.hidden = False
-
-
-def _reports(request: OpenRequest) -> Report:
-    def report(progress: LoadProgress) -> None:
-        request.shown.weights(progress)
-        if request.progress is not None:
-            request.progress(progress)
-
-    return report
-
-
-def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequence[Any], int]:
-    """Config, graph, leaves or their shapes, and how many bytes are still to be loaded."""
-    if isinstance(model, LoadedModel):
-        return model.config, model.graph, model.leaves, 0
-    return model.found.config, model.graph, model.shapes, model.nbytes
-
-
-def stored_programs(
-    model: ModelConfig,
-    graph: Graph,
-    leaves: Sequence[Any],
-    config: EngineConfig,
-    processors: Sequence[LogitsProcessor] = (),
-) -> Programs:
-    """The programs of a resolved config, including those of earlier sessions. Only the shapes of leaves are read."""
-    fields = {
-        "environment": program_key.environment(),
-        "model": model.digest(),
-        "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(graph.paths, leaves, strict=True)],
-        "config": program_key.config_fields(config),
-        "processors": [processor.key for processor in processors],
-    }
-    folder = cache_folder(config.cache_dir) / "programs"
-    store = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields))
-    return Programs(model, graph, leaves, config, processors=processors, store=store)
-
-
-def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
-    """What pages of this model belong to, and what those of other processes are compared with."""
-    assert config.page_size is not None, "resolved"
-    layers = paged.abstract(model.config, 1, config.page_size, config.kv_dtype)
-    leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
-    layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
-    if config.deterministic:
-        layout += " deterministic"  # others' pages hold nearly the same numbers, but not the same
-    payload = tuple(LeafSpec((len(layers), *shape), dtype) for shape, dtype in leaves[: len(leaves) // len(layers)])
-    return Identity(
-        model.fingerprint,
-        config.kv_dtype,
-        config.page_size,
-        layout,
-        name,
-        leaves=payload,
-        vocab_size=model.config.vocab_size,
-    )
-
-
 def _tiers(model: LoadedModel, config: EngineConfig, name: str) -> Tiers | None:
     """The tiers below the device; None without a prefix cache."""
     if not config.prefix_cache:
@@ -259,41 +183,6 @@ def _tiers(model: LoadedModel, config: EngineConfig, name: str) -> Tiers | None:
     if config.disk_memory:
         disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, page_identity(model, config, name))
     return Tiers(HostTier(config.host_memory), CostModel(config.page_size), disk)
-
-
-class _Weights:
-    """The weights in use; those that were loaded here are freed when they are replaced or the session ends."""
-
-    def __init__(
-        self, model: LoadedModel, runner: Runner, config: EngineConfig, tiers: Tiers | None, *, owned: bool
-    ) -> None:
-        self._model, self._runner, self._config, self._tiers, self._owned = model, runner, config, tiers, owned
-
-    def swap(self, weights: Any) -> bytes:
-        """Put other weights in place; returns the root key of the cache for them."""
-        owned = isinstance(weights, str | Path)
-        name = str(weights) if owned else ""
-        if owned:
-            weights = load(weights, dtype=self._config.dtype, quantize=self._config.quantize)
-        model = replace_weights(self._model, weights)
-        self._runner.swap_weights(model.leaves)
-        self.release()
-        self._model, self._owned = model, owned
-        identity = page_identity(model, self._config, name)
-        if self._tiers is not None and self._tiers.disk is not None:
-            self._tiers.disk.identity = identity
-        return identity.root
-
-    def release(self) -> None:
-        if self._owned:
-            for leaf in self._model.leaves:
-                leaf.delete()
-
-
-def _precompile(asked: str) -> str:
-    if asked != "auto":
-        return asked
-    return "background" if in_notebook() else "lazy"
 
 
 def _shortage(request: OpenRequest, error: BaseException) -> str:

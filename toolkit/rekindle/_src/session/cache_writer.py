@@ -92,6 +92,7 @@ class CacheWriter:
         self._starting = threading.Lock()
         self._stopped = False
         self._complete_at = -1  # the tree's version when everything cold in it was on disk
+        self._restart_ready = engine.prepare_restart is None  # a restart finds its programs in the store
         self._failed = self._disk is not None and self._disk.distrusted is not None
         self._at = 0  # index in `_walk` where the next look begins
         self._walk: list[Node] = []  # the nodes of that walk; some are gone from the tree by the time they come up
@@ -168,7 +169,11 @@ class CacheWriter:
     def _tick(self) -> None:
         """Save some of the pages that are due. If writing fails, warn once and stop saving in the background."""
         cache = self.cache
-        if self._failed or cache is None or self._host.closing or cache.version == self._complete_at:
+        if self._failed or cache is None or self._host.closing:
+            return
+        if cache.version == self._complete_at:
+            if self.saved_bytes:
+                self._prepare_restart()
             return
         busy = self._engine.scheduler.has_work
         try:
@@ -178,6 +183,21 @@ class CacheWriter:
         except Exception as error:
             self._failed = True
             log.warning("pages are no longer saved in the background: %s: %s", type(error).__name__, error)
+
+    def _prepare_restart(self, *, all_of_them: bool = False) -> None:
+        """Put what a restart needs to use the pages into the store, one program in a tick: it takes a core meanwhile.
+
+        Pages are of use without: a failure is said, and the restart compiles.
+        """
+        try:
+            while not self._restart_ready:
+                assert self._engine.prepare_restart is not None, "there is nothing to prepare"
+                self._restart_ready = not self._engine.prepare_restart()
+                if not all_of_them:
+                    return
+        except Exception as error:
+            self._restart_ready = True
+            log.warning("a restart will have to compile what it needs for these pages: %s", error)
 
     def _keep(self, limit: int, *, cold: float, visited: bool, deadline: float | None = None) -> None:
         assert self.cache is not None
@@ -241,6 +261,7 @@ class CacheWriter:
         flush()
         if identity != disk.identity:
             raise StoreError("the weights were swapped while their pages were saved. Save again")
+        self._prepare_restart(all_of_them=True)
         pages = _connected([page for page in pages if page.digest in disk], identity.root)
         snapshot.save(disk.folder, name, identity, pages)
         disk.collect()

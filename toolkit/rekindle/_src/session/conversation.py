@@ -10,16 +10,18 @@ import copy
 import json
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rekindle._src.core import html
-from rekindle._src.core.records import Completion
+from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.session.call import Call
-from rekindle._src.session.handle import Handle, Stream, SyncStream
+from rekindle._src.session.handle import Handle
 from rekindle._src.session.signatures import takes_options
+from rekindle._src.session.streams import SyncStream
+from rekindle._src.session.tools.loop import ToolLoop, described
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class Chats(Protocol):
     def model(self) -> str: ...
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling: Sampling | None = None, /, **options: Any
-    ) -> Handle[Completion]: ...
+    ) -> Handle[Completion] | ToolLoop: ...
 
 
 def opened(
@@ -98,12 +100,29 @@ class Conversation:
     @takes_options(Sampling, returns="Turn")
     def say(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
         """Await it for the model's answer to `text`, which then belongs to the conversation, as `text` does."""
-        return Turn(self, text, sampling, {**self._options, **options})
+        return Turn(self, _said(text), sampling, {**self._options, **options})
 
     @takes_options(Sampling, returns="Turn")
     def stream(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
         """`async for` over it gives the deltas of the model's answer to `text`."""
-        return Turn(self, text, sampling, {**self._options, **options})
+        return Turn(self, _said(text), sampling, {**self._options, **options})
+
+    @takes_options(Sampling, returns="Turn")
+    def answer(
+        self,
+        results: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        /,
+        **options: Unpack[SamplingOptions],
+    ) -> Turn:
+        """Await it for the model's answer to the results of its calls, each made by `call.answer(result)`.
+
+        With `run_tools` that happens by itself.
+        """
+        given = [] if isinstance(results, str | Mapping) else [dict(result) for result in results]
+        if not given or any(result.get("role") != "tool" for result in given):
+            raise InvalidRequest("results", results, "are no results of calls", "Pass [call.answer(result), …]")
+        return Turn(self, given, sampling, {**self._options, **options})
 
     @property
     def messages(self) -> list[Message]:
@@ -154,8 +173,8 @@ class Conversation:
         turn = self._turn
         if turn is not None and turn.over:
             self._turn = None
-            if (answer := turn.kept()) is not None:
-                self._messages += [{"role": "user", "content": turn.said}, {"role": "assistant", "content": answer}]
+            if answer := turn.kept():
+                self._messages += [*map(dict, turn.asked), *answer]
 
     def _check_idle(self) -> None:
         self._take_in()
@@ -164,9 +183,11 @@ class Conversation:
                 "conversation", self._turn.said, "is being answered", "Await that turn first, or fork the conversation"
             )
 
-    def _begin(self, turn: Turn, sampling: Sampling | None, options: Mapping[str, Any]) -> Handle[Completion]:
+    def _begin(
+        self, turn: Turn, sampling: Sampling | None, options: Mapping[str, Any]
+    ) -> Handle[Completion] | ToolLoop:
         self._check_idle()
-        messages = [*self._messages, {"role": "user", "content": turn.said}]
+        messages = [*self._messages, *turn.asked]
         handle = self._session.chat(messages, sampling, **options)
         self._turn = turn
         return handle
@@ -175,22 +196,35 @@ class Conversation:
         return f"<Conversation: {html.count(len(self.messages), 'message')}>"
 
     def _repr_html_(self) -> str:
-        return str(html.table(["role", "content"], [(m.get("role"), m.get("content")) for m in self.messages]))
+        return str(html.table(["role", "content"], [(m.get("role"), described(m)) for m in self.messages]))
+
+
+def _said(text: object) -> list[Message]:
+    if not isinstance(text, str) or not text:
+        raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str")
+    return [{"role": "user", "content": text}]
 
 
 class Turn(Call[Completion]):
     """A message and the answer to it: await it for the completion, or iterate over its deltas."""
 
     def __init__(
-        self, conversation: Conversation, said: str, sampling: Sampling | None, options: Mapping[str, Any]
+        self,
+        conversation: Conversation,
+        asked: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None,
+        options: Mapping[str, Any],
     ) -> None:
-        if not isinstance(said, str) or not said:
-            raise InvalidRequest("text", said, "is not a message", "Pass a non-empty str")
-        self.said: str = said
+        self.asked: tuple[Mapping[str, Any], ...] = tuple(asked)
         self._conversation, self._sampling, self._options = conversation, sampling, options
-        self._handle: Handle[Completion] | None = None
+        self._handle: Handle[Completion] | ToolLoop | None = None
         self._left = False  # it was cancelled, or the wait for it
         self._reader: weakref.ref[object] | None = None  # the loop over the deltas that began last
+
+    @property
+    def said(self) -> str:
+        """What was said to the model: the user's text, or the results of calls."""
+        return "\n".join(map(described, self.asked))
 
     @property
     def over(self) -> bool:
@@ -199,16 +233,19 @@ class Turn(Call[Completion]):
             return False
         return self._left or self._handle.done or (self._reader is not None and self._reader() is None)
 
-    def kept(self) -> str | None:
-        """The answer as the conversation keeps it; None for a turn that leaves nothing."""
+    def kept(self) -> list[Message]:
+        """The messages that the conversation keeps as the answer; none for a turn that leaves nothing."""
         handle = self._handle
         if handle is None:
-            return None
+            return []
+        before = list(handle.answered) if isinstance(handle, ToolLoop) else []
         if handle.done and handle.error is None:
-            return handle.completion().text
-        text = handle.text
+            return before or [handle.completion().message]
+        text = handle.content
         handle.cancel()
-        return text if self._reader is not None and text else None
+        if self._reader is None:
+            return []
+        return [*before, *([{"role": "assistant", "content": text}] if text else [])]
 
     def cancel(self) -> None:
         """End the answer here, from any thread."""
@@ -219,17 +256,19 @@ class Turn(Call[Completion]):
     async def _result(self) -> Completion:
         handle = self._begun()
         try:
+            if isinstance(handle, ToolLoop):
+                return (await handle).completion
             return await handle
         except BaseException:
             self._left = True
             raise
 
-    def _begun(self) -> Handle[Completion]:
+    def _begun(self) -> Handle[Completion] | ToolLoop:
         if self._handle is None:
             self._handle = self._conversation._begin(self, self._sampling, self._options)
         return self._handle
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
         deltas = aiter(self._begun())
         self._reader = weakref.ref(deltas)
         return deltas

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity
-from rekindle._src.core.records import Completion, Status, TextDelta
+from rekindle._src.core.records import Completion, Status
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
@@ -20,6 +21,8 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.completions import Completions
 from rekindle._src.session.produced import Produced
 from rekindle._src.session.prompts import Prompt, at_index
+from rekindle._src.session.streams import Stream, SyncStream
+from rekindle._src.structured.spec import Structure
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
 
 T = TypeVar("T")
@@ -35,14 +38,23 @@ class Handle(Produced, Call[T]):
     above 1 the result is a list, and the deltas of all sequences come as they are made, told apart by `index`.
     """
 
+    # Any: the signature of a public class names no private type.
     def __init__(
-        self, host: Host, session: object, prompt: Prompt, sampling: Sampling, *, scoped: bool = False
+        self,
+        host: Host,
+        session: object,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        scoped: bool = False,
+        structure: Any = None,
     ) -> None:
         self.id: str = f"r{next(_ids)}"
         self.sampling: Sampling = sampling
         self._host = host
         self._session = session  # kept open by its handles: a session closes once nothing refers to it
         self._given = prompt
+        self._structure: Structure | None = structure
         self._scoped = scoped  # ends with the loop over it
         self._mailbox = Mailbox(sampling.n)
         if prompt.error is not None:
@@ -55,6 +67,11 @@ class Handle(Produced, Call[T]):
     def prompt(self) -> str | None:
         """The prompt's text, if it has one; a chat's is rendered when its request is taken in."""
         return self._mailbox.prompt if self._given.text is None else self._given.text
+
+    @property
+    def covered(self) -> int:
+        """Tokens at the prompt's end that belong to the structured text, in a fork."""
+        return self._given.covered
 
     # What it has become.
 
@@ -151,6 +168,11 @@ class Handle(Produced, Call[T]):
                 mailbox=self._mailbox,
                 arrival=time.perf_counter(),
                 render=given.render,
+                pooling=given.pooling,
+                reply=given.reply,
+                structure=self._structure,
+                covered=given.covered,
+                messages=given.messages,
             )
         )
 
@@ -188,11 +210,12 @@ class Handle(Produced, Call[T]):
         if not self._mailbox.ended:
             self._host.check_waiting(f"request {self.id}")
         try:
-            await self.admit()
-            if seen is None:
-                await self._mailbox.done()
-            else:
-                await self._mailbox.more(seen)
+            with contextlib.nullcontext() if self._mailbox.deltas else self._host.program_wait.shown_by_caller():
+                await self.admit()
+                if seen is None:
+                    await self._mailbox.done()
+                else:
+                    await self._mailbox.more(seen)
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None  # frames below are the client's own; an interrupted cell need not show them
@@ -204,7 +227,7 @@ class Handle(Produced, Call[T]):
         return len(self._mailbox.deltas)
 
     def __aiter__(self) -> Stream:
-        return Stream(self)
+        return Stream(self, self._mailbox, self._following, scoped=self._scoped)
 
     if not TYPE_CHECKING:
 
@@ -241,73 +264,12 @@ class Handle(Produced, Call[T]):
         return str(html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion))))
 
 
-class Stream(AsyncIterator[TextDelta]):
-    """An iterator over the deltas of a handle; several can read the same handle, each at its own pace."""
-
-    def __init__(self, handle: Handle[Any]) -> None:
-        self._handle = handle
-        self._seen = 0
-        self._ended = False
-
-    def __repr__(self) -> str:
-        return f"<Stream of {self._handle!r}, {self._seen} deltas read>"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
-
-    async def __anext__(self) -> TextDelta:
-        """The next delta; waits for it."""
-        mailbox, seen = self._handle._mailbox, self._seen
-        if seen >= len(mailbox.deltas):
-            await self._handle._following(seen)
-        if seen < len(mailbox.deltas):
-            self._seen = seen + 1
-            return mailbox.deltas[seen]
-        self._ended = True
-        if mailbox.error is not None:
-            raise fresh(mailbox.error)
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Stop reading. The request of `session.stream` is aborted, as it is by `break`."""
-        self._leave()
-
-    def _leave(self) -> None:
-        if not self._ended and self._handle._scoped:
-            self._ended = True
-            self._handle.cancel()
-
-    def __del__(self) -> None:
-        self._leave()
-
-
-class SyncStream(Iterator[TextDelta]):
-    """A stream for code without an event loop: `for` over it blocks this thread."""
-
-    def __init__(self, handle: Handle[Any]) -> None:
-        self._stream = Stream(handle)
-
-    def __repr__(self) -> str:
-        return f"<Sync{repr(self._stream)[1:]}"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
-
-    def __next__(self) -> TextDelta:
-        """The next delta; blocks this thread until it is there."""
-        try:
-            return run_sync(self._stream.__anext__())
-        except StopAsyncIteration:
-            raise StopIteration from None
-
-    def close(self) -> None:
-        """Stop reading. The request of `session.stream` is aborted, as it is by `break`."""
-        self._stream._leave()
-
-    if not TYPE_CHECKING:
-
-        def __aiter__(self) -> NoReturn:
-            raise TypeError("stream_sync(…) is for plain `for`; with `async for` use session.stream(…)")
+async def one_ended(handles: Sequence[Handle[Any]]) -> None:
+    """Wait until one of the requests has ended."""
+    for handle in handles:
+        if not handle.done:
+            handle._host.check_waiting(f"request {handle.id}")
+    await Mailbox.one_ended([handle._mailbox for handle in handles])
 
 
 class Batch(Call[list[T]]):

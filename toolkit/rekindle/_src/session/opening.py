@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
 class Opening(Call[Session]):
     """`session = await rekindle.open(...)`, or `async with rekindle.open(...) as session`."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
-        self._build = build
+    def __init__(
+        self, build: Callable[[], Engine], progress: Activity | None = None, given_up: threading.Event | None = None
+    ) -> None:
+        self._build, self._progress, self._given_up = build, progress, given_up or threading.Event()
         # Captured here, in the caller's thread and inside its `with` blocks.
         self._contexts = capture_contexts()
         self._session: Session | None = None
@@ -45,8 +49,10 @@ class Opening(Call[Session]):
             host = Host(self._build, contexts=self._contexts)
             host.start()
             try:
-                self._session = Session.attached(host, await host.opened.get())
+                with self._progress or contextlib.nullcontext():
+                    self._session = Session.attached(host, await host.opened.get())
             except BaseException as error:
+                self._given_up.set()
                 host.close()  # an interrupt does not wait until a compilation ends
                 error.__traceback__ = None if not isinstance(error, Exception) else error.__traceback__
                 raise
@@ -91,12 +97,14 @@ def open(
 ) -> Opening:
     """Open a model: `session = await rekindle.open(model)`, or `async with rekindle.open(model) as session`.
 
-    `model` is a local Hugging Face folder, a hub id, a model that `rekindle.models` loaded, or "tiny" for the embedded
-    one. `processors` are `LogitsProcessor`s that requests may name. `progress` is called in another thread with how
-    much of the weights was read.
+    `model` is a local Hugging Face folder, a GGUF file, a hub id, a model that `rekindle.models` loaded, or "tiny" for
+    the embedded one. `processors` are `LogitsProcessor`s that requests may name. `progress` is called in another thread
+    with how much of the weights was read.
     """
     forked.opening()  # before an event loop is asked for anything
-    return Opening(functools.partial(_build, model, EngineConfig.of(options), _listed(processors), progress))
+    config, shown, given_up = EngineConfig.of(options), OpeningProgress(model), threading.Event()
+    build = functools.partial(_build, model, config, _listed(processors), progress, given_up, shown)
+    return Opening(build, Activity(shown.look, quiet=config.quiet), given_up)
 
 
 @takes_options(EngineConfig)
@@ -121,12 +129,19 @@ def _listed(processors: Any) -> tuple[Any, ...]:
         raise ConfigError("processors", processors, "is not a list", fix) from None
 
 
-def _build(model: Any, config: EngineConfig, processors: Any, progress: Any) -> Engine:
+def _build(
+    model: Any,
+    config: EngineConfig,
+    processors: Any,
+    progress: Any,
+    given_up: threading.Event,
+    shown: OpeningProgress,
+) -> Engine:
     # JAX is imported on the session's thread: `import rekindle` and the caller's loop stay quick.
-    shown = OpeningProgress(model)
-    with Activity(shown.look, quiet=config.quiet):
-        with gc_paused(stays="jax" not in sys.modules):
-            from rekindle._src.programs.processors import check_processors
-            from rekindle._src.session.builder import OpenRequest, build
+    with gc_paused(stays="jax" not in sys.modules):
+        from rekindle._src.programs.processors import check_processors
+        from rekindle._src.session.builder import build
+        from rekindle._src.session.parts import OpenRequest
 
-        return build(OpenRequest(model, config, check_processors(processors), progress, capture_contexts(), shown))
+    found = check_processors(processors)
+    return build(OpenRequest(model, config, found, progress, capture_contexts(), given_up.is_set, shown))

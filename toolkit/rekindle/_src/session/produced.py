@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rekindle._src.core.records import TextDelta, TokenLogprobs
+from rekindle._src.core.reply import ToolCall
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle.errors import InvalidRequest
 
@@ -22,6 +23,21 @@ class Produced:
         This and the other results raise `InvalidRequest` if the request was neither submitted nor awaited.
         """
         return "".join(delta.text for delta in self._first)
+
+    @property
+    def content(self) -> str:
+        """The answer so far, of the first sequence: the text without reasoning and calls of tools."""
+        return "".join(delta.content for delta in self._first)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far, of the first sequence."""
+        return "".join(delta.reasoning for delta in self._first)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools so far, of the first sequence."""
+        return tuple(call for delta in self._first for call in delta.tool_calls)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.core.bounds import check_batch, check_prompt
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.records import IntArray, Pooling
+from rekindle._src.text.replies import ReplyPlan
 from rekindle.errors import InvalidRequest
 
 PromptLike = str | Sequence[int] | np.ndarray
@@ -24,6 +25,10 @@ class Prompt:
     add_special_tokens: bool = True
     render: Callable[[], str] | None = None  # makes the text when the request is taken in
     error: BaseException | None = None  # why it is no prompt
+    pooling: Pooling | None = None  # it is embedded
+    reply: ReplyPlan | None = None  # how a chat's reply is read
+    covered: int = 0  # tokens at its end that belong to a structured text, which the request goes on with
+    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat
 
 
 def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:

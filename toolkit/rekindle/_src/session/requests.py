@@ -1,4 +1,4 @@
-"""The half of a session that makes requests: `generate`, `stream`, `submit`, `admit`, `chat` and `fork`.
+"""The half of a session that makes requests: `generate`, `stream`, `submit`, `admit` and `fork`.
 
 The overloads give each call its type: one prompt gives one completion, a list of prompts a list, and with the keyword
 `n` each completion is a list. `n` decides at run time whether there is one: with a value of 1 a completion is no list,
@@ -21,10 +21,12 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown
-from rekindle._src.session.handle import Batch, Handle, SyncStream
-from rekindle._src.session.prompts import Prompt, PromptLike, parse, parse_one
+from rekindle._src.session.handle import Batch, Handle
+from rekindle._src.session.new_handle import new_handle, structure_in
+from rekindle._src.session.prompts import PromptLike, parse
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
+from rekindle._src.session.streams import SyncStream
 from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:
@@ -122,10 +124,10 @@ class Requests:
         check_batch(len(given), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
-        handles: list[Handle[Any]] = [Handle(self._host, self, one, options_) for one in given]
-        if not many:
-            return handles[0]
-        return Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
+        structure = structure_in(self._engine, options_)
+        handles: list[Handle[Any]] = [Handle(self._host, self, one, options_, structure=structure) for one in given]
+        several: Batch[Any] = Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
+        return several if many else handles[0]
 
     @overload
     def stream(
@@ -192,69 +194,6 @@ class Requests:
         return handle
 
     @overload
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-        n: One = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Handle[Completion]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-        n: int,
-        **options: Unpack[SamplingOptions],
-    ) -> Handle[Completions]: ...
-    @takes_options(Sampling, returns="Handle[Completion]")
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        continue_final_message: bool = False,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Any:
-        """The model's answer to a conversation, through its chat template; await it or iterate over it.
-
-        A message is a dict such as {"role": "user", "content": "Hello"}. `template` replaces the model's own template,
-        `template_options` are variables of the template, and with `continue_final_message` the answer goes on where
-        the last message ends.
-        """
-        if self._engine.chat is None:
-            raise InvalidRequest(
-                "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
-            )
-        render = self._engine.chat.prepare(
-            messages,
-            tools=tools,
-            template=template,
-            continue_final_message=continue_final_message,
-            **(template_options or {}),
-        )
-        self._host.check()
-        # The template writes special tokens itself.
-        prompt = Prompt(None, None, add_special_tokens=False, render=render)
-        return Handle(self._host, self, prompt, sampling_of(self._engine, sampling, options))
-
-    @overload
     def fork(
         self,
         source: Completion | Handle[Any],
@@ -304,14 +243,13 @@ class Requests:
             sampling = dataclasses.replace(
                 base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
             )
-        return self.submit([*prompt_ids, *made[:at], *edited], sampling, **options)
+        covered = source.covered + at + len(edited)
+        handle = self._handle([*prompt_ids, *made[:at], *edited], sampling, options, base=base, covered=covered)
+        handle.submit()
+        return handle
 
-    def _handle(
-        self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], *, scoped: bool = False
-    ) -> Handle[Any]:
-        options_ = sampling_of(self._engine, sampling, options)
-        self._host.check()
-        return Handle(self._host, self, parse_one(prompt), options_, scoped=scoped)
+    def _handle(self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], **more: Any) -> Any:
+        return new_handle(self, self._host, self._engine, prompt, sampling, options, **more)
 
     @overload
     def generate_sync(

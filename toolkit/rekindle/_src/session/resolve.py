@@ -13,6 +13,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.options import DType, KVDType
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.placement import Placement
 from rekindle._src.programs.buckets import SMALLEST_ROWS
 from rekindle._src.programs.kv_layout import page_bytes
 from rekindle.errors import ConfigError, OutOfMemory
@@ -26,8 +27,10 @@ DEVICE_SHARE = 0.9  # of what is free
 CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per running request
 
 
-def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) -> EngineConfig:
-    """The config for this model and platform. `weight_bytes` are still to be loaded and are kept free."""
+def resolve(
+    config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0, placement: Placement | None = None
+) -> EngineConfig:
+    """The config for this model and platform. `weight_bytes` are still to be loaded, on each device, and kept free."""
     platform = jax.default_backend()
     dtype = _dtype(config.dtype, model, platform)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
@@ -65,8 +68,9 @@ def resolve(config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0) 
         max_model_len=length,
         page_size=page_size,
         prefix_cache=config.prefix_cache and _shareable(model, length),
+        mesh=None if placement is None else config.mesh,
     )
-    return dataclasses.replace(resolved, **_pages(resolved, model, platform, weight_bytes))
+    return dataclasses.replace(resolved, **_pages(resolved, model, platform, weight_bytes, placement))
 
 
 def _shareable(model: ModelConfig, length: int) -> bool:
@@ -87,18 +91,20 @@ def _kind(platform: str) -> str:
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
 
 
-def _pages(config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int) -> dict[str, Any]:
-    """The fields `device_pages` and `device_memory`, which follow from each other."""
+def _pages(
+    config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int, placement: Placement | None
+) -> dict[str, Any]:
+    """The fields `device_pages` and `device_memory`, which follow from each other; both are those of each device."""
     assert config.max_model_len is not None, "resolved before"
     assert config.page_size is not None, "resolved before"
-    size = page_bytes(model, config.page_size, config.kv_dtype)
+    size = page_bytes(model if placement is None else placement.local.config, config.page_size, config.kv_dtype)
     if config.device_pages is not None:
         return {"device_pages": config.device_pages, "device_memory": config.device_pages * size}
     per_request = pages_for(config.max_model_len, config.page_size)
     if config.device_memory is not None:
         pages = config.device_memory // size
     else:
-        budget = _free_memory(platform, weight_bytes)
+        budget = _free_memory(platform, weight_bytes, placement)
         pages = min(budget // size, 1 + CACHED_CONTEXTS * config.max_requests * per_request)
     if pages < 2:
         raise OutOfMemory(
@@ -108,9 +114,15 @@ def _pages(config: EngineConfig, model: ModelConfig, platform: str, weight_bytes
     return {"device_pages": pages, "device_memory": pages * size}
 
 
-def _free_memory(platform: str, weight_bytes: int) -> int:
+def _free_memory(platform: str, weight_bytes: int, placement: Placement | None) -> int:
+    """Bytes that each device of this process has for pages; the fullest decides."""
+    devices = jax.local_devices()[:1]
+    if placement is not None:
+        devices = [device for device in placement.devices if device.process_index == jax.process_index()]
     if platform == "cpu":
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    free = statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0) - weight_bytes
-    return int(free * DEVICE_SHARE)
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE) // len(devices)
+    rooms = []
+    for device in devices:
+        statistics = device.memory_stats() or {}
+        rooms.append(statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0) - weight_bytes)
+    return int(min(rooms) * DEVICE_SHARE)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -19,29 +18,32 @@ from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine, StepOnce, Stepped
 from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
-from rekindle._src.session.conversation import Conversation, opened
+from rekindle._src.session.conversations import Conversations
+from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
 from rekindle._src.session.prompts import PromptLike
-from rekindle._src.session.requests import Requests
+from rekindle._src.session.row_mapping import RowMapping
+from rekindle._src.session.serving import Serving
 from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.views import Views, dashboard
+from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import told
+from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.options import SamplingOptions
     from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.serve.server import Server
 
 
-class Session(Requests):
+class Session(RowMapping, Embedding, Conversations, Serving):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -65,11 +67,14 @@ class Session(Requests):
             scheduler,
             runner,
             tokenizer,
-            detokenizer if detokenizer is not None else real_detokenizer(tokenizer),
+            real_detokenizer(tokenizer) if detokenizer is None else lambda sampling, visible: detokenizer(sampling),
             config,
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
             model,
+            grammars=Grammars(tokenizer, vocab_size or tokenizer.vocab_size)
+            if isinstance(tokenizer, Tokenizer)
+            else None,
         )
         host = Host(lambda: engine)
         host.start()
@@ -85,6 +90,7 @@ class Session(Requests):
     def _attach(self, host: Host, engine: Engine) -> None:
         self._client = Client(host, engine)
         self._host, self._engine, self._cache_writer = host, engine, self._client.writer
+        self._servers: list[Server] = []
         # The host knows nothing of the client, so that dropping the last reference to the session, its views and its
         # handles closes it.
         weakref.finalize(self._client, host.close).atexit = False
@@ -126,6 +132,7 @@ class Session(Requests):
                 paused=self._client.pauses > 0,
                 scheduler=scheduler,
                 runner=runner,
+                mesh=engine.mesh,
                 **dispatch.watchdog.figures()._asdict(),
             )
 
@@ -155,6 +162,11 @@ class Session(Requests):
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
             )
         return found
+
+    def allowed(self, request: Handle[Any] | Completion, *, at: int | None = None) -> AllowedTokens:
+        """The tokens that the grammar of a structured text allows behind its first `at` tokens; None is all of them."""
+        self._host.check()
+        return allowed_tokens(self._engine, request, at)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages or requests are unaccounted for; for tests, between requests."""
@@ -238,6 +250,8 @@ class Session(Requests):
         """
         if self._host.forked:
             return  # its threads are the parent's
+        for server in self._servers:
+            await server.aclose(drain=drain)
         if self.config.restore is not None and not self.closed:
             await self._cache_writer.finish()
         self._cache_writer.stop()
@@ -270,28 +284,11 @@ class Session(Requests):
         """The options of a request that brings none: what generation_config.json asks for, or greedy."""
         return self._engine.sampling or Sampling()
 
-    def conversation(
-        self,
-        *,
-        system: str | None = None,
-        restore: str | os.PathLike[str] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Conversation:
-        """A chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
-
-        `system` opens it with a system message; `restore` takes up one that `chat.save(path)` wrote. The other options
-        are those of `chat`, for every turn.
-        """
-        more = {"tools": tools, "template": template, "template_options": template_options}
-        given = {name: value for name, value in more.items() if value is not None}
-        return opened(self, system=system, restore=restore, sampling=options, **given)
-
     def __repr__(self) -> str:
         sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"
-        return f"<rekindle.Session {self.model or 'over given parts'}{sampling}{', closed' if self.closed else ''}>"
+        devices = "" if self._engine.mesh is None else f" on {html.count(self._engine.mesh.size, 'device')}"
+        named = f"{self.model or 'over given parts'}{devices}"
+        return f"<rekindle.Session {named}{sampling}{', closed' if self.closed else ''}>"
 
     def _repr_html_(self) -> str:
         config = self.config
@@ -303,6 +300,7 @@ class Session(Requests):
                     f"up to {config.max_requests} requests at once",
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
+                    "" if self._engine.mesh is None else str(self._engine.mesh),
                     ""
                     if self._engine.sampling is None
                     else f"samples with {told(self._engine.sampling)}, by the checkpoint",

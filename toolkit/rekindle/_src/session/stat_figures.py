@@ -191,3 +191,8 @@ class Figures:
     def pages_in(self) -> int:
         """Pages copied from host memory to the device."""
         return self.runner.pages_in
+
+    @property
+    def step_sizes(self) -> dict[int, int]:
+        """Steps by how many tokens they computed, rounded up to a power of two."""
+        return self.runner.step_sizes

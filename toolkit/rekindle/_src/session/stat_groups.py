@@ -35,6 +35,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "steps": {
         "steps": "of the engine so far",
+        "step_sizes": "steps by how many tokens they computed, rounded up to a power of two",
         "steps_in_flight": "given to the device and not read yet",
         "device_seconds": "in which a step ran, as far as the host can tell",
         "host_seconds": "packing and dispatch, compiling included",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import html
 from rekindle._src.core.contracts import RunnerLike
+from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 from rekindle._src.session.stat_figures import Figures
 from rekindle._src.session.stat_groups import foremost, grouped
@@ -166,10 +167,13 @@ class SessionStats(Figures):
     stalled: str = ""  # what has been running for longer than step_timeout
     idle_seconds: float = 0.0  # the device had nothing to do although requests were there
     idle_share: float = 0.0  # of the time in which requests were there
+    mesh: MeshReport | None = None  # the devices that share the model; None for one
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure by its name."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.mesh is None:
+            own.pop("mesh")
         return {**as_mapping(own.pop("runner")), **as_mapping(own.pop("scheduler")), **own}
 
     def __str__(self) -> str:
@@ -184,6 +188,8 @@ class SessionStats(Figures):
     def _repr_html_(self) -> str:
         figures = self.as_dict()
         parts: list[str] = [foremost(figures)]
+        mesh = figures.pop("mesh", None)
+        parts += [html.line(str(mesh))] if mesh is not None else []
         parts += [html.line("paused")] if self.paused else []
         parts += [html.line("stalled", self.stalled)] if self.stalled else []
         if figures.get("pages_total"):
@@ -192,10 +198,13 @@ class SessionStats(Figures):
                 html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free"),
             ]
         figures.pop("model")  # it is in the title
+        sizes = as_mapping(figures.pop("step_sizes", {}))
         programs, cache = as_mapping(figures.pop("programs", {})), as_mapping(figures.pop("cache", {}))
         folded: list[str] = [*grouped({**figures, **cache})]
         if programs:
             folded.append(html.line("steps by program", *(f"{name}: {steps:,}" for name, steps in programs.items())))
+        if sizes:
+            folded.append(html.line("steps by tokens", *(f"up to {size:,}: {sizes[size]:,}" for size in sorted(sizes))))
         parts.append(html.folded("all figures", *folded))
         return str(html.block(*parts, title=f"Session over {self.model}"))
 
@@ -206,7 +215,7 @@ class ProgramReport:
 
     programs: tuple[Any, ...]  # name, origin, seconds, why
     steps: Mapping[str, int]  # by program
-    total: int  # programs that the session may ever ask for
+    total: int  # programs that the session may ever ask for; those for embeddings count once they are ready
     traces: int
     compilations: int
 
@@ -214,10 +223,12 @@ class ProgramReport:
     def of(cls, runner: RunnerLike) -> ProgramReport:
         """The report of a runner as it is now."""
         programs, figures = runner.programs, runner.statistics()
+        ready = tuple(programs.manifest()) if programs is not None else ()
+        known = {key.name for key in programs.keys} if programs is not None else set()
         return cls(
-            programs=tuple(programs.manifest()) if programs is not None else (),
+            programs=ready,
             steps=dict(figures.programs),
-            total=len(programs.keys) if programs is not None else 0,
+            total=len(known | {program.name for program in ready}),
             traces=figures.traces,
             compilations=figures.compilations,
         )

@@ -20,6 +20,7 @@ import numpy as np
 from jinja2 import nodes
 
 from rekindle._src.core.plain_files import read_plain
+from rekindle._src.text.gguf import reading as gguf
 from rekindle._src.text.template_limits import BoundedEnvironment, TemplateLimit, joined, metered
 from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
@@ -45,8 +46,11 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate | None:
-        """The template of a folder, or None if it has none. Template files win over tokenizer_config.json."""
+        """The template of a folder or GGUF file, None if it has none. Files win over tokenizer_config.json."""
         folder = Path(folder)
+        if gguf.is_file(folder):
+            templates, special = gguf.read_templates(folder)
+            return cls(templates, special, source=str(folder)) if templates else None
         files = {"default": folder / "chat_template.jinja"}
         files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
         found: Any = {name: _read_template(path) for name, path in files.items() if path.exists()}
@@ -58,6 +62,10 @@ class ChatTemplate:
         if isinstance(found, list):
             found = {entry["name"]: entry["template"] for entry in found}
         return cls(found, special_tokens(folder), source=str(source)) if found else None
+
+    def text(self, template: str | None = None, *, tools: bool = False) -> str:
+        """The text of the template that `render` takes: `template` is as there, `tools` says whether there are some."""
+        return self._pick(template, tools)[1]
 
     def render(
         self,
@@ -103,6 +111,8 @@ class ChatTemplate:
         name, text = self._pick(template, tools is not None)
         try:
             chat = _messages(messages)
+            if "developer" not in text:  # OpenAI's newer name of the system message
+                chat = [{**one, "role": "system"} if one["role"] == "developer" else one for one in chat]
             given = {key: _plain(value) for key, value in variables.items()}
             schemas, sources = _schemas("tools", tools), _schemas("documents", documents)
         except RecursionError:
@@ -150,7 +160,7 @@ class ChatTemplate:
                 "messages",
                 scope["messages"],
                 f"refused by the chat template: {_words(error)}",
-                "Change roles or content",
+                "Change roles or content" + (", or leave the tools out" if scope.get("tools") else ""),
             ) from error
 
     def _pick(self, template: str | None, with_tools: bool) -> tuple[str, str]:
@@ -264,8 +274,28 @@ def _messages(messages: Messages) -> list[dict[str, Any]]:
         reasoning = next((plain[key] for key in _REASONING if key in plain), None)
         if reasoning is not None:
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        if isinstance(plain.get("tool_calls"), list):
+            plain["tool_calls"] = [_read_arguments(call) for call in plain["tool_calls"]]
         chat.append(plain)
     return chat
+
+
+def _read_arguments(call: Any) -> Any:
+    """The call with its arguments as an object: OpenAI's clients send them as text, and templates write JSON of them.
+
+    Text that is no JSON object is left as it is.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    read = {**function, "arguments": arguments}
+    return {**call, "function": read} if "function" in call else read
 
 
 def _plain(value: Any) -> Any:

@@ -39,6 +39,8 @@ class Detokenizer:
     strings the one that is complete first ends the text, the longest if two end together; so the result does not depend
     on how tokens were grouped into pushes. `released` counts the tokens whose text was delivered in full: their ids and
     log-probabilities may leave with it.
+
+    Special tokens have no text, but for those that are named in `visible`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Detokenizer:
         stop: Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
+        visible: frozenset[str] = frozenset(),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
@@ -54,7 +57,7 @@ class Detokenizer:
             raise InvalidRequest(
                 "stop", tuple(stop), "needs text, and the model has no tokenizer.json", "Use stop_token_ids"
             )
-        self._stream = _stream(tokenizer, skip_special_tokens)
+        self._stream = _stream(tokenizer, skip_special_tokens, visible)
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._include_stop = include_stop
@@ -125,10 +128,10 @@ class Detokenizer:
             self.released = self._marks.pop(0)[0]
 
 
-def _stream(tokenizer: Tokenizer, skip_special_tokens: bool) -> _Stream:
+def _stream(tokenizer: Tokenizer, skip_special_tokens: bool, visible: frozenset[str]) -> _Stream:
     if not tokenizer.has_text:
         return _NoText()
-    skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+    skipped = tokenizer.hidden_ids(visible) if skip_special_tokens else frozenset()
     decoder = tokenizer.decoder
     kinds = {part.get("type") for part in decoder.get("decoders", [decoder])}
     if kinds in ({"ByteLevel"}, {"ByteLevel", "Fuse"}):
@@ -155,7 +158,7 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
-_BYTES = _byte_of_character()
+BYTES = _byte_of_character()
 
 
 class _ByteLevelStream:
@@ -178,7 +181,7 @@ class _ByteLevelStream:
         if token is None:
             return ""
         try:
-            data = bytes([_BYTES[character] for character in token])
+            data = bytes([BYTES[character] for character in token])
         except KeyError:  # an added token outside the alphabet is text already
             data = token.encode()
         return self._decoder.decode(data)
@@ -228,6 +231,16 @@ class _WindowStream:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def real_detokenizer(tokenizer: Any) -> Callable[[Sampling], Detokenizer]:
-    """The factory of detokenizers for a session: one per request, from its sampling options."""
-    return lambda sampling: Detokenizer(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+def real_detokenizer(tokenizer: Any) -> Callable[..., Detokenizer]:
+    """The factory of detokenizers for a session: one per request, from its sampling options and what is visible."""
+
+    def made(sampling: Sampling, visible: frozenset[str] = frozenset()) -> Detokenizer:
+        return Detokenizer(
+            tokenizer,
+            sampling.stop,
+            visible=visible,
+            include_stop=sampling.include_stop,
+            min_tokens=sampling.min_tokens,
+        )
+
+    return made

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.text.gguf import reading as gguf
 from rekindle._src.text.tokenizer import read_json
 from rekindle.errors import InvalidRequest
 
@@ -16,12 +17,16 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def checkpoint_sampling(folder: str | Path) -> Sampling | None:
-    """The defaults that the folder asks for; None where it asks for none, or for greedy decoding (do_sample is off).
+    """The defaults that a folder or GGUF file asks for; None for none, or for greedy decoding (do_sample is off).
 
     Sampling without a temperature means 1, as in transformers; every other value that is absent is off, as in vLLM.
     """
-    path = Path(folder) / "generation_config.json"
-    given = read_json(path)
+    path = Path(folder)
+    if gguf.is_file(path):
+        given = gguf.read_sampling(path)
+    else:
+        path /= "generation_config.json"
+        given = read_json(path)
     if given.get("do_sample") is not True:
         return None
     found: dict[str, Any] = {"temperature": 1.0}

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a folder's tokenizer.json. A folder without that file still serves token ids."""
+"""Text to token ids and back, by a folder's tokenizer.json or a GGUF file. Without either, token ids are served."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tokenizers
 
 from rekindle._src.core import html
 from rekindle._src.core.plain_files import read_plain
+from rekindle._src.text.gguf import reading as gguf
 from rekindle._src.text.panics import panics_as
 from rekindle.errors import CheckpointError, RequestFailed
 
@@ -75,8 +76,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a folder. Without tokenizer.json it only knows the eos and bos ids; see `has_text`."""
+        """The tokenizer of a folder or GGUF file. Without a vocabulary it only knows ids; see `has_text`."""
         folder = Path(folder)
+        if gguf.is_file(folder):
+            made = gguf.read_tokenizer(folder)
+            return cls(made.backend, special=made.special, eos_ids=made.eos_ids, bos_id=made.bos_id, folder=folder)
         special = special_tokens(folder)
         model, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
         # Chat checkpoints differ in where they name the end-of-turn token, so the tokenizer's own eos token always
@@ -141,6 +145,17 @@ class Tokenizer:
         with panics_as(RequestFailed, f"it decoded {len(ids):,} tokens"):
             return str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    def pair(self, first: str, second: str) -> tuple[int, int] | None:
+        """The ids of two tokens, such as those around a model's reasoning; None unless it has both."""
+        if self._backend is None:
+            return None
+        one, other = self._backend.token_to_id(first), self._backend.token_to_id(second)
+        return None if one is None or other is None else (one, other)
+
+    def added_id(self, text: str) -> int | None:
+        """The id of an added token with this text, such as `<tool_call>`; None if it has none."""
+        return next((i for i, token in self.backend.get_added_tokens_decoder().items() if token.content == text), None)
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of an id, such as `Ġthe` or `<0x0A>`."""
         return self.backend.id_to_token(token_id)
@@ -170,6 +185,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """The ids that `decode` leaves out by default."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019 (a session has one tokenizer, which lives as long as it)
+    def hidden_ids(self, visible: frozenset[str]) -> frozenset[int]:
+        """The special ids but for those of the tokens in `visible`."""
+        return frozenset(i for i in self.special_ids if self.token(i) not in visible)
 
     @functools.cached_property
     def decoder(self) -> dict[str, Any]:

@@ -76,13 +76,18 @@ def check_name(name: str) -> str:
 
 
 def save(folder: Path, name: str, identity: Identity, pages: Sequence[Page]) -> Path:
-    """A new version of `name`, complete or absent; earlier ones are removed. StoreError if it can't be written."""
+    """A new version of `name`, complete or absent; earlier ones are removed.
+
+    Raises StoreError if it can't be written, and SnapshotRefused if `name` is another model's snapshot, which would be
+    lost.
+    """
     older = _versions(folder, check_name(name))
     number = 1 + max((_number(path) for path in older), default=0)
     path = folder / "snapshots" / f"{name}@{number:08d}-{uuid.uuid4().hex[:8]}"
     reason = private_files.distrust_reason(path.parent)
     if reason is not None:
         raise StoreError(f"snapshot {name!r} was not saved: {reason}")
+    _keep_another_models(older, name, identity)
     header = identity.fields() | {"name": name, "saved": time.time()}
     try:
         write_index(path, header, pages, identity.page_size)
@@ -91,6 +96,21 @@ def save(folder: Path, name: str, identity: Identity, pages: Sequence[Page]) -> 
     for old in older:
         remove(old)
     return path
+
+
+def _keep_another_models(versions: Sequence[Path], name: str, identity: Identity) -> None:
+    """Raise SnapshotRefused if the newest version that can be read was saved from other weights."""
+    for path in reversed(versions):
+        try:
+            other = Identity.stored_in(Segment.open(path).header)
+        except (OSError, StoreError):
+            continue
+        if other.fingerprint != identity.fingerprint:
+            raise SnapshotRefused(
+                f"snapshot {name!r} was not saved: that is a snapshot of {other.model or 'other weights'}. "
+                f"Use another name, or session.cache.delete({name!r}) first"
+            )
+        return
 
 
 def find(folder: Path, name: str) -> Segment:

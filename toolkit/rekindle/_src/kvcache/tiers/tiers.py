@@ -220,9 +220,9 @@ class Tiers:
         fits = max(0, room) // max(1, self.disk.page_bytes)
         if fits < len(part):
             self._ahead.clear()
-        self._unasked.update(self._bring(part[:fits], readers, cold=True))
+        self._bring(part[:fits], readers, unasked=True)
 
-    def _bring(self, digests: Iterable[bytes], readers: ThreadPoolExecutor, *, cold: bool = False) -> list[bytes]:
+    def _bring(self, digests: Iterable[bytes], readers: ThreadPoolExecutor, *, unasked: bool = False) -> list[bytes]:
         """Read pages into host memory; returns those that were read. The others are computed, and the disk tier has
         reported why."""
         assert self.disk is not None
@@ -232,7 +232,9 @@ class Tiers:
             runs = disk.runs(digest for digest in digests if digest not in host)
             for found in readers.map(lambda run: disk.load_run(run, host.slots.take), runs):
                 for digest, payload in found:
-                    host.put(digest, payload, own=True, cold=cold)
+                    if unasked:
+                        self._unasked.add(digest)  # before a request can take it
+                    host.put(digest, payload, own=True, cold=unasked)
                     there.append(digest)
         except Exception:
             log.exception("pages could not be read from disk; they are computed")

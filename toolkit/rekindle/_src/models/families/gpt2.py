@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
@@ -11,8 +10,9 @@ from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import ACTIVATIONS, Keys, token_ids
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.layers import Attend, Attention, LayerNorm, RopeTables
-from rekindle._src.models.nn.linear import Embedding, Linear, linear
+from rekindle._src.models.nn.linear import Embedding, Linear, head_logits
 from rekindle._src.models.precision import Precision
+from rekindle._src.models.roles import REPLICATED, Span, column, heads, row, vocab
 from rekindle_kernels import activate
 
 
@@ -52,7 +52,7 @@ class Gpt2Block(nnx.Module):
         self.attention = Attention(config, layer, precision)
         self.mlp_norm = LayerNorm(E, config.norm_eps)
         self.up = Linear(inner, E, precision, bias=True)
-        self.down = Linear(E, inner, precision, bias=True)
+        self.down = Linear(E, inner, precision, bias=True, partial=True)
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
@@ -64,7 +64,7 @@ class Gpt2Block(nnx.Module):
 
 class Gpt2(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        self.config = config
+        self.config, self.precision = config, precision
         self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
         # Rows are only looked up, so quantising them would save little.
         plain = Precision(weights=precision.weights, stream=precision.stream)
@@ -89,32 +89,33 @@ class Gpt2(nnx.Module):
 
     def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
         with jax.named_scope("logits"):
-            return linear(hidden, self.embed if self.head is None else self.head, jnp.float32, count=count)
+            return head_logits(hidden, self.embed if self.head is None else self.head, self.precision, count=count)
 
 
 def manifest(config: ModelConfig) -> Manifest:
     V, E, inner = config.vocab_size, config.hidden_size, config.intermediate_size
     sources: dict[str, Source] = {
-        "embed.weight": one("transformer.wte.weight", V),
+        "embed.weight": one("transformer.wte.weight", V, role=vocab(V)),
         "position_embed.weight": one("transformer.wpe.weight", config.max_position_embeddings),
         "norm.weight": one("transformer.ln_f.weight", E),
         "norm.bias": one("transformer.ln_f.bias", E),
     }
     if not config.tie_embeddings:
-        sources["head.weight"] = one("lm_head.weight", V)
+        sources["head.weight"] = one("lm_head.weight", V, role=vocab(V))
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
         for path, name in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
             sources[f"{ours}.{path}.weight"] = one(f"{theirs}.{name}.weight", E)
             sources[f"{ours}.{path}.bias"] = one(f"{theirs}.{name}.bias", E)
-        for path, name, rows in (
-            ("attention.qkv", "attn.c_attn", 3 * E),
-            ("attention.out", "attn.c_proj", E),
-            ("up", "mlp.c_fc", inner),
-            ("down", "mlp.c_proj", E),
+        fused = column(*heads(config.num_heads, config.num_heads, config.head_dim))
+        for path, name, rows, weight, bias in (
+            ("attention.qkv", "attn.c_attn", 3 * E, fused, fused),
+            ("attention.out", "attn.c_proj", E, row(E), REPLICATED),
+            ("up", "mlp.c_fc", inner, column(Span(inner)), column(Span(inner))),
+            ("down", "mlp.c_proj", E, row(inner), REPLICATED),
         ):
-            sources[f"{ours}.{path}.weight"] = one(f"{theirs}.{name}.weight", rows, transpose=True)
-            sources[f"{ours}.{path}.bias"] = one(f"{theirs}.{name}.bias", rows)
+            sources[f"{ours}.{path}.weight"] = one(f"{theirs}.{name}.weight", rows, transpose=True, role=weight)
+            sources[f"{ours}.{path}.bias"] = one(f"{theirs}.{name}.bias", rows, role=bias)
     # Old checkpoints contain the causal mask of every layer.
     return Manifest(sources, prefix="transformer.", ignored=(r"h\.\d+\.attn\.(masked_)?bias",))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from rekindle._src.models.config import ModelConfig
@@ -13,8 +12,9 @@ from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.layers import Attend, Attention, GatedMlp, RopeTables, soft_cap
-from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, linear
+from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits
 from rekindle._src.models.precision import Precision
+from rekindle._src.models.roles import Role, Span, column, heads, row, vocab
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -55,7 +55,7 @@ class Llama(nnx.Module):
     block: Callable[[ModelConfig, int, Precision], nnx.Module] = Block
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        self.config = config
+        self.config, self.precision = config, precision
         self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
         self.layers = nnx.List([self.block(config, layer, precision) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
@@ -82,7 +82,7 @@ class Llama(nnx.Module):
         """Computes hidden [N, E] → float32 [N, V]; rows after the first `count` are undefined."""
         with jax.named_scope("logits"):
             head = self.embed if self.head is None else self.head
-            return soft_cap(linear(hidden, head, jnp.float32, count=count), self.config.final_soft_cap)
+            return soft_cap(head_logits(hidden, head, self.precision, count=count), self.config.final_soft_cap)
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -93,11 +93,11 @@ def outer_sources(config: ModelConfig, *, add: float = 0.0) -> dict[str, Source]
     """The sources of the embedding, the final norm and, unless it is tied, the head."""
     V, E = config.vocab_size, config.hidden_size
     sources = {
-        "embed.weight": one("model.embed_tokens.weight", V),
+        "embed.weight": one("model.embed_tokens.weight", V, role=vocab(V)),
         "norm.weight": one("model.norm.weight", E, add=add),
     }
     if not config.tie_embeddings:
-        sources["head.weight"] = one("lm_head.weight", V)
+        sources["head.weight"] = one("lm_head.weight", V, role=vocab(V))
     return sources
 
 
@@ -117,12 +117,14 @@ def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     ours, theirs = "attention", f"model.layers.{layer}.self_attn"
     D = config.head_dim
     rows = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
+    role = column(*heads(config.num_heads, config.num_kv_heads, D))
     sources = {
-        f"{ours}.qkv.weight": Source(names=tuple(f"{theirs}.{x}_proj.weight" for x in "qkv"), rows=rows),
-        f"{ours}.out.weight": one(f"{theirs}.o_proj.weight", config.hidden_size),
+        f"{ours}.qkv.weight": Source(names=tuple(f"{theirs}.{x}_proj.weight" for x in "qkv"), rows=rows, role=role),
+        f"{ours}.out.weight": one(f"{theirs}.o_proj.weight", config.hidden_size, role=row(config.num_heads * D)),
     }
     if config.qkv_bias:
-        sources[f"{ours}.qkv.bias"] = Source(names=tuple(f"{theirs}.{x}_proj.bias" for x in "qkv"), rows=rows)
+        names = tuple(f"{theirs}.{x}_proj.bias" for x in "qkv")
+        sources[f"{ours}.qkv.bias"] = Source(names=names, rows=rows, role=role)
     if config.o_bias:
         sources[f"{ours}.out.bias"] = one(f"{theirs}.o_proj.bias", config.hidden_size)
     return sources
@@ -137,6 +139,7 @@ def qk_norm_sources(config: ModelConfig, layer: int, *, add: float = 0.0) -> dic
             rows=(config.num_heads, config.num_kv_heads),
             tiled=True,
             add=add,
+            role=column(*heads(config.num_heads, config.num_kv_heads, 1)[:2]),
         )
     }
 
@@ -149,18 +152,24 @@ def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     }
 
 
+def gate_up_role(inner: int) -> Role:
+    """The role of gate and up in one matrix: every device has the same rows of both."""
+    return column(Span(inner), Span(inner))
+
+
 def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     theirs, inner = f"model.layers.{layer}.mlp", config.intermediate_size
+    role = gate_up_role(inner)
     sources = {
         "mlp.gate_up.weight": Source(
-            names=(f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"), rows=(inner, inner)
+            names=(f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"), rows=(inner, inner), role=role
         ),
-        "mlp.down.weight": one(f"{theirs}.down_proj.weight", config.hidden_size),
+        "mlp.down.weight": one(f"{theirs}.down_proj.weight", config.hidden_size, role=row(inner)),
     }
     if config.mlp_bias:
         sources |= {
             "mlp.gate_up.bias": Source(
-                names=(f"{theirs}.gate_proj.bias", f"{theirs}.up_proj.bias"), rows=(inner, inner)
+                names=(f"{theirs}.gate_proj.bias", f"{theirs}.up_proj.bias"), rows=(inner, inner), role=role
             ),
             "mlp.down.bias": one(f"{theirs}.down_proj.bias", config.hidden_size),
         }

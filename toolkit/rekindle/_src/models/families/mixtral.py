@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 from flax import nnx
 
+from rekindle._src.models import roles
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.families.llama import (
     Block,
     Llama,
     attention_sources,
     blocks,
+    gate_up_role,
     mlp_sources,
     norm_sources,
     outer_sources,
@@ -20,6 +24,7 @@ from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.layers import GatedMlp
 from rekindle._src.models.nn.moe import Experts
 from rekindle._src.models.precision import Precision
+from rekindle._src.models.roles import row
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -62,6 +67,7 @@ def expert_sources(
     if spec is None:
         return mlp_sources(config, layer)
     gate, up, down = names
+    experts_of = functools.partial(roles.experts, spec.num_experts)
     numbers = range(spec.num_experts)
     return {
         "mlp.router.weight": one(f"{router}.weight", spec.num_experts),
@@ -69,11 +75,13 @@ def expert_sources(
             names=tuple(f"{experts}.{number}.{name}.weight" for number in numbers for name in (gate, up)),
             rows=(spec.intermediate_size,) * 2,
             stack=True,
+            role=experts_of(gate_up_role(spec.intermediate_size)),
         ),
         "mlp.down.weight": Source(
             names=tuple(f"{experts}.{number}.{down}.weight" for number in numbers),
             rows=(config.hidden_size,),
             stack=True,
+            role=experts_of(row(spec.intermediate_size)),
         ),
     }
 

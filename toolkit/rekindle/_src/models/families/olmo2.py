@@ -12,7 +12,9 @@ from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.layers import Attend, Attention, RopeTables
 from rekindle._src.models.nn.linear import RMSNorm
+from rekindle._src.models.nn.shards import Shards
 from rekindle._src.models.precision import Precision
+from rekindle._src.models.roles import column, heads
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -27,13 +29,26 @@ class WideNormAttention(Attention):
         super().__init__(config, layer, precision)
         self.q_norm = RMSNorm(config.num_heads * config.head_dim, config.norm_eps, precision)
         self.k_norm = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps, precision)
+        self.shards = precision.shards
 
     def normed(self, qkv: jax.Array) -> jax.Array:
         qk = qkv[..., : self.heads + self.kv_heads, :]
         wide = qk.reshape(*qk.shape[:-2], -1)
         split = self.heads * self.head_dim
+        if self.shards is not None:
+            return self._normed_over_devices(wide, split, self.shards).reshape(qk.shape)
         parts = [self.q_norm(wide[..., :split]), self.k_norm(wide[..., split:])]
         return jnp.concatenate(parts, axis=-1).reshape(qk.shape)
+
+    def _normed_over_devices(self, wide: jax.Array, split: int, shards: Shards) -> jax.Array:
+        """The norms of heads that are divided: all devices have equally many, so a mean of their means is the mean."""
+        parts = [part.astype(jnp.float32) for part in (wide[..., :split], wide[..., split:])]
+        means = shards.mean(jnp.stack([jnp.mean(part * part, axis=-1) for part in parts]))
+        found = [
+            part * jax.lax.rsqrt(mean + norm.eps)[..., None] * norm.weight[...]
+            for part, mean, norm in zip(parts, means, (self.q_norm, self.k_norm), strict=True)
+        ]
+        return jnp.concatenate(found, axis=-1).astype(wide.dtype)
 
 
 class PostNormBlock(Block):
@@ -56,9 +71,10 @@ class Olmo2(Llama):
 def manifest(config: ModelConfig) -> Manifest:
     def norms(config: ModelConfig, layer: int) -> dict[str, Source]:
         theirs, D = f"model.layers.{layer}", config.head_dim
+        q, k, _ = heads(config.num_heads, config.num_kv_heads, D)
         return {
-            "attention.q_norm.weight": one(f"{theirs}.self_attn.q_norm.weight", config.num_heads * D),
-            "attention.k_norm.weight": one(f"{theirs}.self_attn.k_norm.weight", config.num_kv_heads * D),
+            "attention.q_norm.weight": one(f"{theirs}.self_attn.q_norm.weight", q.size, role=column(q)),
+            "attention.k_norm.weight": one(f"{theirs}.self_attn.k_norm.weight", k.size, role=column(k)),
             "attention_norm.weight": one(f"{theirs}.post_attention_layernorm.weight", config.hidden_size),
             "mlp_norm.weight": one(f"{theirs}.post_feedforward_layernorm.weight", config.hidden_size),
         }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import Llama, blocks, norm_sources, outer_sources
+from rekindle._src.models.families.llama import Llama, blocks, gate_up_role, norm_sources, outer_sources
 from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.roles import column, heads, row
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -27,15 +28,18 @@ class Phi3(Llama):
 
 def manifest(config: ModelConfig) -> Manifest:
     def fused(config: ModelConfig, layer: int) -> dict[str, Source]:
-        theirs = f"model.layers.{layer}"
+        theirs, inner = f"model.layers.{layer}", config.intermediate_size
         return {
             "attention.qkv.weight": one(
                 f"{theirs}.self_attn.qkv_proj.weight",
                 (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
+                role=column(*heads(config.num_heads, config.num_kv_heads, config.head_dim)),
             ),
-            "attention.out.weight": one(f"{theirs}.self_attn.o_proj.weight", config.hidden_size),
-            "mlp.gate_up.weight": one(f"{theirs}.mlp.gate_up_proj.weight", 2 * config.intermediate_size),
-            "mlp.down.weight": one(f"{theirs}.mlp.down_proj.weight", config.hidden_size),
+            "attention.out.weight": one(
+                f"{theirs}.self_attn.o_proj.weight", config.hidden_size, role=row(config.num_heads * config.head_dim)
+            ),
+            "mlp.gate_up.weight": one(f"{theirs}.mlp.gate_up_proj.weight", 2 * inner, role=gate_up_role(inner)),
+            "mlp.down.weight": one(f"{theirs}.mlp.down_proj.weight", config.hidden_size, role=row(inner)),
         }
 
     return Manifest(outer_sources(config) | blocks(config, fused, norm_sources))

@@ -3,73 +3,66 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle._src.core.plain_files import read_plain
+from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle._src.models.base import Graph, LoadedModel, abstract_model
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import fingerprint as fingerprints
-from rekindle._src.models.loading import prepared, reading, tensor_files
+from rekindle._src.models.loading import prepared, reading
 from rekindle._src.models.loading.differences import listed
-from rekindle._src.models.loading.hub import locate
+from rekindle._src.models.loading.four_bits import stored_kinds
 from rekindle._src.models.loading.load_progress import Meter, Report
-from rekindle._src.models.loading.manifest import Manifest
+from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
+from rekindle._src.models.loading.stored import Stored, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry
-from rekindle._src.models.precision import QUANTIZE
-from rekindle._src.models.registry import config_from_hf, manifest
-from rekindle.errors import CheckpointError, ConfigError, StoreError
+from rekindle._src.models.nn.packing import matrix_shape, packing_of
+from rekindle._src.models.placement import Placement
+from rekindle._src.models.registry import config_from_hf
+from rekindle.errors import CheckpointError, StoreError
 
-MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
+__all__ = ["Checkpoint", "Described", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
 # Buffers that older versions of transformers saved with the weights; they follow from the config.
 HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias")
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint folder whose config and headers were read, and whose weights were not."""
+    """A checkpoint whose config was understood and whose headers were read, and whose weights were not."""
 
-    folder: Path
+    stored: Stored
     config: ModelConfig
-    headers: tuple[Header, ...]
-    fingerprint: str  # of config and weights as stored, whatever precision they are loaded in
+
+    @property
+    def folder(self) -> Path:
+        """The folder, or the GGUF file: where tokenizer and chat template are, too."""
+        return self.stored.path
+
+    @property
+    def headers(self) -> tuple[Header, ...]:
+        return self.stored.headers
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of config and weights as stored, whatever precision they are loaded in."""
+        return self.stored.fingerprint
 
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for header in self.headers for entry in header.entries)
 
 
-class _Folder(NamedTuple):
-    """A checkpoint folder before its config was understood."""
-
-    path: Path
-    raw: dict[str, Any]  # config.json
-    headers: tuple[Header, ...]
-    fingerprint: str
-
-    def of(self, config: ModelConfig) -> Checkpoint:
-        return Checkpoint(self.path, config, self.headers, self.fingerprint)
-
-
-def _look(model: str | Path) -> _Folder:
-    folder = locate(model)
-    files = tensor_files.weight_files(folder)
-    raw = read_config(folder)
-    headers = tuple(tensor_files.read_header(file) for file in files)
-    return _Folder(folder, raw, headers, fingerprints.folder_fingerprint(raw, headers))
-
-
 def inspect(model: str | Path) -> Checkpoint:
-    """Reads config, headers and fingerprint of a folder or hub id. It takes milliseconds, whatever the size."""
-    seen = _look(model)
-    return seen.of(config_from_hf(seen.raw))
+    """Reads config, headers and fingerprint of a folder, GGUF file or hub id. It takes milliseconds, whatever size."""
+    seen = look(model)
+    return Checkpoint(seen, config_from_hf(seen.raw))
 
 
 class Reads(NamedTuple):
@@ -101,42 +94,47 @@ def describe(
     model: str | Path,
     *,
     dtype: str = "auto",
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
     cache_dir: str | Path | None = None,
 ) -> Described:
-    """Checks a folder or hub id and describes the model that `load` would return for it."""
-    if quantize not in QUANTIZE:
-        raise ConfigError("quantize", quantize, "is not known", f"Use one of {', '.join(map(repr, QUANTIZE))}")
-    seen = _look(model)
+    """Checks a folder or hub id and describes the model that `load` would return for it.
+
+    With dtype "auto" and no `quantize`, matrices that are stored in four bits stay as they are.
+    """
+    quantize = checked_quantize(quantize)
+    seen = look(model)
+    keeps_four_bits = quantize is None and dtype == "auto" and seen.may_be_quantized
     kept = known = reads = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         asked = resolve_dtype(dtype, None)
-        kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings)
+        as_stored = ("as stored",) if keeps_four_bits else ()
+        kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings, *as_stored)
         with _damage_warns():
             known = prepared.known(kept)
     if known is None:
         config = config_from_hf(seen.raw)
         _check_counts(seen, config)
         name = resolve_dtype(dtype, config)
-        graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings)
-        reads = plan(
-            seen.of(config), graph, shapes
-        )  # every difference is an error now, before programs and pages are made
+        kinds = stored_kinds(*named_tensors(seen, config)) if keeps_four_bits else ()
+        graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings, kinds=kinds)
+        # Every difference is an error now, before programs and pages are made.
+        reads = plan(Checkpoint(seen, config), graph, shapes)
         known = prepared.Known(graph, shapes, name)
-    found = seen.of(known.graph.config)
+    found = Checkpoint(seen, known.graph.config)
     return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept, reads)
 
 
-def _check_counts(seen: _Folder, config: ModelConfig) -> None:
-    """Raise if config.json describes more layers or experts than there are tensors, before the model is built."""
-    tensors = sum(len(header.entries) for header in seen.headers)
+def _check_counts(seen: Stored, config: ModelConfig) -> None:
+    """Raise if the config describes more layers or experts than there are tensors, before the model is built."""
+    # In GGUF the experts of a layer are stacked to one tensor.
+    tensors = sum(entry.shape[0] if len(entry.shape) == 3 else 1 for header in seen.headers for entry in header.entries)
     experts = sum(spec.num_experts for spec in config.moe if spec is not None)
     if config.num_layers + experts > tensors:
         told = f"{config.num_layers:,} layers" + (f" with {experts:,} experts in all" if experts else "")
         raise CheckpointError(
-            f"{seen.path} does not hold the {config.model_type} model that its config.json describes: {told}, and the "
-            f"weights are {tensors:,} tensors. Check that config.json and the weights belong together."
+            f"{seen.path} does not hold the {config.model_type} model that {seen.described_by} describes: {told}, and "
+            f"the weights are {tensors:,} tensors. Check that both belong together."
         )
 
 
@@ -147,20 +145,6 @@ def _damage_warns() -> Iterator[None]:
         yield
     except StoreError as error:
         warnings.warn(f"{error}; loading the checkpoint again", stacklevel=4)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder. Raises `CheckpointError` if it is missing, unreadable or not an object."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(read_plain(path, MAX_CONFIG))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a Hugging Face checkpoint.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read ({error}). Download it again.") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds a {type(raw).__name__}, not an object. Download it again.")
-    return raw
 
 
 def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None = None) -> str:
@@ -181,7 +165,7 @@ def load(
     model: str | Path,
     *,
     dtype: str = "auto",
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
     progress: Report | None = None,
     cache_dir: str | Path | None = None,
@@ -204,10 +188,17 @@ def read(
     *,
     progress: Report | None = None,
     place: reading.Place = reading.place_on_default_device,
+    placement: Placement | None = None,
 ) -> LoadedModel:
-    """Loads the weights of a described checkpoint, from the cache if they are there."""
+    """Loads the weights of a described checkpoint, from the cache if they are there; onto a mesh with `placement`.
+
+    A host has at most `reading.WINDOW` bytes of leaves at a time that are not on their devices yet.
+    """
+    place = place if placement is None else placement.place
     found, graph, shapes, dtype, quantize, quantize_embeddings, kept, reads = described
-    fingerprint = fingerprints.with_precision(found.fingerprint, dtype, quantize, quantize_embeddings)
+    kinds = graph.precision.kinds  # of matrices that stay as they are stored
+    name = quantize if not kinds else "as stored"
+    fingerprint = fingerprints.with_precision(found.fingerprint, dtype, name, quantize_embeddings)
     if kept is not None:
         with _damage_warns():
             arrays = prepared.load(kept, graph, shapes, place=place, report=progress)
@@ -218,52 +209,45 @@ def read(
     done = reading.read_leaves(leaves, entries, place=place, meter=meter)
     meter.tell(final=True)
     arrays = tuple(done[path] for path in graph.paths)
-    if kept is not None and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
-        prepared.save(kept, graph, dtype, arrays)
+    alone = placement is None or placement.processes == 1  # else other processes have other parts
+    if kept is not None and alone and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
+        whole = arrays if placement is None else placement.held(arrays, shapes)
+        prepared.save(kept, graph, dtype, whole)
     return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
 
 
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
     """What to read for each leaf. One error lists what is missing, unexpected or wrongly shaped."""
-    declared = manifest(found.config)
-    entries = _with_prefix({e.name: e for header in found.headers for e in header.entries}, declared)
+    declared, entries = named_tensors(found.stored, found.config)
     wanted = dict(zip(graph.paths, shapes, strict=True))
     leaves, used, problems = [], set[str](), list[str]()
     for path, source in declared.sources.items():
         leaf = wanted[path]
-        scale = path.removesuffix("weight") + "scale" if leaf.dtype == jnp.int8 else None
-        dtype = graph.precision.value_dtype(leaf.dtype)
+        shape, dtype = matrix_shape(leaf), graph.precision.value_dtype(leaf.dtype)
         stored = None if dtype == leaf.dtype else np.dtype(leaf.dtype)
-        leaves.append(reading.LeafPlan(path, source, tuple(leaf.shape), dtype, scale, stored))
-        for part in source.parts(tuple(leaf.shape)):
+        beside = {name: path.removesuffix("weight") + name for name in ("scale", "minimum")}
+        scale, minimum = (other if other in wanted and other != path else None for other in beside.values())
+        packed = packing_of(leaf, *(wanted[other] for other in (scale, minimum) if other))
+        leaves.append(reading.LeafPlan(path, source, shape, dtype, scale, stored, packed, minimum))
+        for part in source.parts(shape):
             used.add(part.name)
             entry = entries.get(part.name)
             if entry is None:
-                problems.append(f"missing: {part.name} {list(part.shape)}")
+                problems.append(f"missing: {shown_name(found.stored, found.config, part.name)} {list(part.shape)}")
             elif entry.shape != part.shape:
-                problems.append(f"{part.name}: shape {list(entry.shape)}, expected {list(part.shape)}")
-            elif entry.dtype not in FLOATS:
+                shown = shown_name(found.stored, found.config, part.name)
+                problems.append(f"{shown}: shape {list(entry.shape)}, expected {list(part.shape)}")
+            elif not entry.has_numbers:
                 problems.append(f"{part.name}: stored as {entry.dtype}, expected one of {', '.join(sorted(FLOATS))}")
     pattern = re.compile("|".join(f"(?:{expression})" for expression in (*declared.ignored, *HARMLESS)))
     problems += [f"unexpected: {name}" for name in sorted(entries) if name not in used and not pattern.fullmatch(name)]
     if problems:
         raise CheckpointError(
-            f"{found.folder} does not hold the {found.config.model_type} model that its config.json describes "
-            f"({len(problems):,} differences): {listed(list(dict.fromkeys(problems)))}. "
-            "Check that config.json and the weights belong together."
+            f"{found.folder} does not hold the {found.config.model_type} model that {found.stored.described_by} "
+            f"describes ({len(problems):,} differences): {listed(list(dict.fromkeys(problems)))}. "
+            "Check that both belong together."
         )
     return Reads(leaves, {name: entries[name] for name in used})
-
-
-def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
-    """The entries with the prefix that checkpoints of the bare model, without its head, lack in all names."""
-    if not declared.prefix or any(name.startswith(declared.prefix) for name in entries):
-        return entries
-    prefixed = {name for source in declared.sources.values() for name in source.names}
-    return {
-        declared.prefix + name if declared.prefix + name in prefixed or name not in prefixed else name: entry
-        for name, entry in entries.items()
-    }
 
 
 def _worth_keeping(leaves: Iterable[reading.LeafPlan], entries: Mapping[str, TensorEntry], *, maps: bool) -> bool:

@@ -36,7 +36,8 @@ def decode(found: dict[str, Any]) -> Graph:
         "moe": tuple(experts[index] for index in found["expert_layers"]),
         "eos_token_ids": tuple(found["config"]["eos_token_ids"]),
     }
-    return Graph(ModelConfig(**config), Precision(**found["precision"]), tuple(found["paths"]))
+    kinds = tuple((str(path), str(kind)) for path, kind in found["precision"]["kinds"])
+    return Graph(ModelConfig(**config), Precision(**found["precision"] | {"kinds": kinds}), tuple(found["paths"]))
 
 
 def _rope(found: dict[str, Any] | None) -> RopeSpec | None:

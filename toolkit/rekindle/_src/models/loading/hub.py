@@ -1,41 +1,75 @@
-"""Finding a model's folder: a local one, or that of a hub id, which huggingface_hub downloads once."""
+"""Finding a model: a local folder or file, or a hub id, whose files huggingface_hub downloads once."""
 
 from __future__ import annotations
 
 import importlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle.errors import CheckpointError, MissingExtra
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[\w.-]+)*\.gguf)?(?:@([\w./-]+))?", re.IGNORECASE)
 _WANTED = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*"]
 _UNWANTED = ["consolidated*", "original/*", "adapter*", "onnx/*", "*training_args*"]
 
 
+class _HubId(NamedTuple):
+    """What a hub id asks for."""
+
+    name: str  # owner/name
+    file: str | None  # a GGUF file of it
+    revision: str | None
+
+
 def locate(model: str | Path) -> Path:
-    """The folder of `model`: a path, or `owner/name` or `owner/name@revision` on the hub if no such path exists."""
+    """The folder or GGUF file of `model`: a path, or one on the hub if no such path exists.
+
+    Hub ids are `owner/name` and `owner/name/file.gguf`, each with `@revision` behind it or without.
+    """
     folder = Path(model).expanduser()
     if folder.exists():
         return folder
-    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+    asked = None if isinstance(model, Path) else _HUB_ID.fullmatch(model)
+    if asked is None or asked[1].lower().endswith(gguf_files.SUFFIX):  # a repository is not called so, a file is
         raise CheckpointError(
-            f"{folder} does not exist. Pass a checkpoint's folder, a hub id such as 'owner/name', or 'tiny' for the "
-            "embedded model."
+            f"{folder} does not exist. Pass a checkpoint's folder or GGUF file, a hub id such as 'owner/name', or "
+            "'tiny' for the embedded model."
         )
-    name, _, revision = model.partition("@")
+    name, file, revision = asked.groups()
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise MissingExtra("huggingface_hub", "hub") from error
     try:
-        return Path(
-            hub.snapshot_download(name, revision=revision or None, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
-        )
+        return _download(hub, _HubId(name, file and file[1:], revision))
+    except CheckpointError:
+        raise
     except Exception as error:  # network, authentication, unknown repository: all of them end here
         raise CheckpointError(
             f"There is no folder {folder}, and the hub's {model!r} could not be downloaded "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}). "
             "Check the name, the network and your access."
         ) from None  # what was wrong is in the message; the chain is some 300 lines of HTTP
+
+
+def _download(hub: Any, asked: _HubId) -> Path:
+    if asked.file is not None:
+        return _download_gguf(hub, asked, asked.file)
+    options = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
+    folder = Path(hub.snapshot_download(asked.name, revision=asked.revision, **options))
+    if any(folder.glob("*.safetensors*")) or gguf_files.in_folder(folder) is not None:
+        return folder
+    # A repository of GGUF files has many of them, each a whole model.
+    names = hub.HfApi().list_repo_files(asked.name, revision=asked.revision)
+    file = gguf_files.only(names, f"The hub's {asked.name}", f"{asked.name}/{{}}")
+    return folder if file is None else _download_gguf(hub, asked, file)
+
+
+def _download_gguf(hub: Any, asked: _HubId, file: str) -> Path:
+    """Downloads all parts of a GGUF file; returns the path of the first."""
+    head, slash, tail = file.rpartition("/")
+    names = [head + slash + name for name in gguf_files.siblings(tail)]
+    found = [Path(hub.hf_hub_download(asked.name, name, revision=asked.revision)) for name in names]
+    return found[names.index(file)]

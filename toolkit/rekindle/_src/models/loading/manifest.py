@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.models.roles import REPLICATED, Role
+
 
 class Part(NamedTuple):
     """The place of one checkpoint tensor in a parameter: `parameter[place] = read(name)`, transposed or shifted."""
@@ -33,6 +35,7 @@ class Source:
     tiled: bool = False
     transpose: bool = False  # the checkpoint stores [in, out]
     add: float = 0.0  # added to the stored values: Gemma stores norm weights minus one
+    role: Role = REPLICATED  # which part of it a device has that shares the model with others
 
     def parts(self, shape: tuple[int, ...]) -> Iterator[Part]:
         """The tensors in the order of the parameter's rows; `shape` is that of the parameter."""

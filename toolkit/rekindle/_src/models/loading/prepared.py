@@ -52,6 +52,7 @@ from rekindle._src.models.loading import file_lease, graph_json, mmap_weights, r
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import one
+from rekindle._src.models.placement import Held
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import private_files, unavailable_reason
 
@@ -69,7 +70,7 @@ _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
 _one_at_a_time = threading.Lock()
 _registered = False
-Leaf = jax.Array | np.ndarray[Any, Any]
+Leaf = jax.Array | np.ndarray[Any, Any] | Held
 Checked = Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 _log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def load(
     return leaves
 
 
-def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array]) -> None:
+def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Sequence[Held]) -> None:
     """Keep the model. A thread writes it after a while, so that the model can be used at once; `wait` waits for that.
 
     Failing to keep it costs the next start some time and nothing else, so it is only logged.
@@ -170,16 +171,18 @@ def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array]) -> N
         getattr(threading, "_register_atexit", atexit.register)(_finish)
         _registered = True
     # On CPU a view holds the memory: the session may delete its leaves while they are being written, or before.
-    on_host = all(leaf.is_fully_addressable and _on_host(leaf) for leaf in leaves)
-    held = [np.asarray(leaf) if on_host else leaf for leaf in leaves]
+    on_host = all(_on_host(leaf) for leaf in leaves)
+    held = [np.asarray(leaf) if on_host and isinstance(leaf, jax.Array) else leaf for leaf in leaves]
     arguments = kept, graph, dtype, held, DELAY if on_host else 0.0
     thread = threading.Thread(target=_save, args=arguments, name="rekindle-keep", daemon=True)
     _saving.add(thread)
     thread.start()
 
 
-def _on_host(leaf: jax.Array) -> bool:
-    return all(device.platform == "cpu" for device in leaf.devices())
+def _on_host(leaf: jax.Array | Held) -> bool:
+    if isinstance(leaf, Held):
+        return leaf.on_host
+    return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
 
 
 def wait(timeout: float | None = None) -> bool:

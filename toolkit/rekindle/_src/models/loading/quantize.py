@@ -11,6 +11,8 @@ bfloat16 and 35 to 59 % in 8 bits, because a token that is routed to other exper
     "int8"                                    1.5013      64 to 90 %
     "int8-weight", embedding and head kept    1.5012      77 to 94 %
     "int8-weight"                             1.5012      72 to 93 %
+
+Four bits: `quantize_int4.py`.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.loading.four_bits import FourBitRows, fills, fitted
+from rekindle._src.models.loading.leaf_arrays import LeafArrays, LeafPlan
 from rekindle._src.models.loading.load_progress import Meter
-from rekindle._src.models.loading.manifest import Part, Source
-from rekindle._src.models.loading.quantize import quantize_into
+from rekindle._src.models.loading.manifest import Part
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
+UNPACKED = 4 << 20  # bytes of values that a worker unpacks at a time, where they are not stored as plain numbers
 WINDOW = 256 << 20  # bytes of leaves between reading and placing: host memory needed beside an accelerator's own
 SQUARE = 32  # side of the pieces that a matrix is transposed in
 Place = Callable[[str, NDArray[Any]], jax.Array]
@@ -34,17 +35,6 @@ def workers() -> int:
 def place_on_default_device(path: str, array: NDArray[Any]) -> jax.Array:
     """Puts an array on the default device; on CPU without a copy, so `array` must not be written any more."""
     return jax.device_put(array, may_alias=True)
-
-
-class LeafPlan(NamedTuple):
-    """One parameter to read, and the path of its scale if it is quantised."""
-
-    path: str
-    source: Source
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    scale: str | None = None
-    stored: np.dtype[Any] | None = None  # the leaf's dtype, if the leaf holds the bits of values of another dtype
 
 
 class _Piece(NamedTuple):
@@ -61,32 +51,25 @@ def read_leaves(
 ) -> dict[str, jax.Array]:
     """The leaves by path, on their devices. `checkpoint.plan` has checked every part in `entries`."""
     done: dict[str, jax.Array] = {}
-    pending: collections.deque[tuple[LeafPlan, NDArray[Any], NDArray[Any] | None, list[Future[None]]]] = (
-        collections.deque()
-    )
+    pending: collections.deque[tuple[LeafPlan, LeafArrays, list[Future[None]]]] = collections.deque()
     in_flight = 0
     scratch = threading.local()
 
     def finish() -> int:
-        leaf, array, scale, futures = pending.popleft()
+        leaf, arrays, futures = pending.popleft()
         for future in futures:
             future.result()
             meter.tell()
-        done[leaf.path] = place(leaf.path, array if leaf.stored is None else array.view(leaf.stored))
-        if leaf.scale is not None and scale is not None:
-            done[leaf.scale] = place(leaf.scale, scale)
-        return array.nbytes
+        done.update({path: place(path, array) for path, array in arrays.leaves(leaf).items()})
+        return arrays.values.nbytes
 
     pool = ThreadPoolExecutor(workers(), thread_name_prefix="rekindle-load")
     try:
         for leaf in sorted(leaves, key=lambda leaf: _position(leaf, entries)):
-            array = aligned(leaf.shape, leaf.dtype)
-            scale = None if leaf.scale is None else aligned(leaf.shape[:-1], np.float32)
-            futures = [
-                pool.submit(_read, piece, leaf.source, array, scale, scratch, meter) for piece in _pieces(leaf, entries)
-            ]
-            pending.append((leaf, array, scale, futures))
-            in_flight += array.nbytes
+            arrays = LeafArrays.of(leaf)
+            futures = [pool.submit(_read, piece, leaf, arrays, scratch, meter) for piece in _pieces(leaf, entries)]
+            pending.append((leaf, arrays, futures))
+            in_flight += arrays.values.nbytes
             while in_flight > WINDOW:
                 in_flight -= finish()
         while pending:
@@ -106,44 +89,74 @@ def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Pie
         entry = entries[part.name]
         rows = part.shape[0] if part.shape else 1
         whole = leaf.source.transpose or leaf.source.tiled or len(part.shape) < 2
-        step = rows if whole else max(1, CHUNK // max(1, entry.nbytes // max(1, rows)))
+        size, most = (entry.nbytes, CHUNK) if entry.rows is None else (4 * math.prod(part.shape), UNPACKED)
+        step = rows if whole else max(1, most // max(1, size // max(1, rows)))
         for start in range(0, rows, step):
             yield _Piece(part, entry, start, min(rows, start + step))
 
 
 def _read(
     piece: _Piece,
-    source: Source,
-    array: NDArray[Any],
-    scale: NDArray[np.float32] | None,
+    leaf: LeafPlan,
+    arrays: LeafArrays,
     scratch: threading.local,
     meter: Meter,
 ) -> None:
-    part, entry = piece.part, piece.entry
+    part, entry, source = piece.part, piece.entry, leaf.source
     index = part.place
+    if fills(leaf.packing, entry, source):
+        _keep(piece, leaf, arrays, meter)
+        return
     whole = piece.stop - piece.start == (part.shape[0] if part.shape else 1)
     shape = part.shape if whole else (piece.stop - piece.start, *part.shape[1:])
     row_bytes = entry.nbytes // max(1, part.shape[0] if part.shape else 1)
-    target = array[index]
+    target = arrays.values[index]
     if not whole:
         target = target[piece.start : piece.stop]
-    direct = target.dtype == entry.numpy_dtype and target.shape == shape and not (source.transpose or source.add)
+    values: NDArray[Any]
+    direct = (
+        entry.rows is None
+        and arrays.scale is None
+        and target.dtype == entry.numpy_dtype
+        and target.shape == shape
+        and not (source.transpose or source.add)
+    )
     if direct and target.flags.c_contiguous:
         read_into(entry, piece.start * row_bytes, target)
         meter.add(target.nbytes)
         return
-    values = _borrow(scratch, shape, entry.numpy_dtype)
-    read_into(entry, piece.start * row_bytes, values)
-    meter.add(values.nbytes)
+    if entry.rows is None:
+        values = _borrow(scratch, shape, entry.numpy_dtype)
+        read_into(entry, piece.start * row_bytes, values)
+    else:
+        values = entry.rows(piece.start, piece.stop)
+    meter.add(row_bytes * (piece.stop - piece.start))
     if source.transpose:
         values = values.T
     if source.add:
         values = values.astype(np.float32) + np.float32(source.add)
-    if scale is None:
+    if arrays.scale is None:
         _copy(values, target)
     else:
-        scales = scale[index]
-        quantize_into(values, target, scales if whole else scales[piece.start : piece.stop])
+        arrays.quantize(values, index if whole else _rows(piece))
+
+
+def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays, meter: Meter) -> None:
+    """Puts rows of four bits into a matrix of four bits as they are."""
+    entry = piece.entry
+    assert isinstance(entry.rows, FourBitRows), entry.name
+    assert entry.rows.packing is not None, entry.name
+    assert leaf.packing is not None, leaf.path
+    found = entry.rows.integers(piece.start, piece.stop)
+    arrays.fill(fitted(found, entry.rows.packing, leaf.packing), _rows(piece))
+    meter.add(entry.nbytes // entry.shape[0] * (piece.stop - piece.start))
+
+
+def _rows(piece: _Piece) -> tuple[int | slice, ...]:
+    """The rows of the parameter that a piece is."""
+    *stack, rows = piece.part.place
+    assert isinstance(rows, slice), "tensors fill rows"
+    return (*stack, slice(rows.start + piece.start, rows.start + piece.stop))
 
 
 def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:

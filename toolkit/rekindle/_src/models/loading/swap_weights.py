@@ -13,6 +13,7 @@ import numpy as np
 
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.differences import listed
+from rekindle._src.models.placement import Placement
 from rekindle.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
     Weights = LoadedModel | nnx.Module | nnx.State | Mapping[str, Any]
 
 
-def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | None = None) -> LoadedModel:
+def replace_weights(
+    model: LoadedModel, weights: Weights, *, fingerprint: str | None = None, placement: Placement | None = None
+) -> LoadedModel:
     """`model` with other weights. One error lists the differences in names, shapes and dtypes.
 
     `weights` is another loaded model, a module of the same family, its nnx state, or arrays by path such as
     `layers.0.mlp.down.weight`. The result takes `fingerprint`, else the loaded model's own, else a new random
-    one, so that nothing cached for other weights can match.
+    one, so that nothing cached for other weights can match. If the running model lies on a mesh, `placement` puts the
+    new weights there; they are given as for one device.
     """
     leaves = _by_path(weights)
-    wanted = dict(zip(model.graph.paths, model.leaves, strict=True))
+    shapes: Any = model.leaves if placement is None else placement.whole_shapes()
+    wanted = dict(zip(model.graph.paths, shapes, strict=True))
     leaves |= {
         path: jax.lax.bitcast_convert_type(leaf, jnp.uint16)
         for path, leaf in leaves.items()
@@ -51,7 +56,10 @@ def replace_weights(model: LoadedModel, weights: Weights, *, fingerprint: str | 
     if fingerprint is None:
         fingerprint = weights.fingerprint if isinstance(weights, LoadedModel) else f"state-{uuid.uuid4().hex}"
     # To jax.jit, an array that is committed to its device where the old one was not means another program.
-    placed = tuple(_put(leaves[path], old) for path, old in wanted.items())
+    placed = tuple(
+        _put(leaves[path], old) if placement is None else placement.place(path, np.array(leaves[path]))
+        for path, old in wanted.items()
+    )
     folder = weights.folder if isinstance(weights, LoadedModel) else model.folder
     return dataclasses.replace(model, leaves=placed, fingerprint=fingerprint, folder=folder or model.folder)
 

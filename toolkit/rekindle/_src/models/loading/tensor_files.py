@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,24 +23,29 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.plain_files import open_plain, read_plain
 from rekindle._src.models.loading.differences import listed
+from rekindle._src.models.loading.read_bytes import broken, read_exactly
 from rekindle.errors import CheckpointError
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
     "U16": np.uint16, "U32": np.uint32, "U64": np.uint64,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }  # fmt: skip
 FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64
 _MAX_HEADER = 100_000_000  # the format's own limit
 _FILE_NAME = re.compile(r"[^/\\:\0]*\.safetensors")  # in the folder itself: no path, drive or stream
+ReadRows = Callable[[int, int], NDArray[np.float32]]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class TensorEntry(NamedTuple):
-    """One tensor's place in a file."""
+    """One tensor's place in a file.
+
+    A tensor that is not stored as plain numbers has `rows`, which reads the rows [start, stop) as float32.
+    """
 
     name: str
     file: Path
@@ -48,10 +53,17 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     offset: int  # of its first byte within the file
     nbytes: int
+    rows: ReadRows | None = None
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        return np.dtype(DTYPES[self.dtype])
+        """The dtype that its values have when they are read."""
+        return np.dtype(np.float32 if self.rows is not None else DTYPES[self.dtype])
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether it can be read as floating-point numbers."""
+        return self.rows is not None or self.dtype in FLOATS
 
 
 class Header(NamedTuple):
@@ -120,16 +132,16 @@ def read_header(path: Path) -> Header:
     if start == b"version ":
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights. Run: git lfs pull")
     if not raw:
-        raise _broken(path, f"its header needs {length + 8:,} bytes and the file has {size:,}")
+        raise broken(path, f"its header needs {length + 8:,} bytes and the file has {size:,}")
     try:
         described = json.loads(raw)
         metadata = described.pop("__metadata__", None) or {}
         entries = tuple(_entry(path, name, value, 8 + length) for name, value in described.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _broken(path, f"its header makes no sense ({error!r})") from error
+        raise broken(path, f"its header makes no sense ({error!r})") from error
     needed = max((entry.offset + entry.nbytes for entry in entries), default=0)
     if needed > size:
-        raise _broken(path, f"its tensors need {needed:,} bytes and the file has {size:,}")
+        raise broken(path, f"its tensors need {needed:,} bytes and the file has {size:,}")
     return Header(path, entries, metadata, raw, size)
 
 
@@ -145,17 +157,7 @@ def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> TensorEnt
 
 def read_into(entry: TensorEntry, start: int, out: NDArray[Any]) -> None:
     """Fills the contiguous `out` with the tensor's bytes from byte `start` on; the GIL is free while it reads."""
-    rest = out.reshape(-1).view(np.uint8).data
-    try:
-        with entry.file.open("rb", buffering=0) as file:
-            file.seek(entry.offset + start)
-            while rest:
-                count = file.readinto(rest)
-                if not count:
-                    raise _broken(entry.file, f"it ends {len(rest):,} bytes early within {entry.name}")
-                rest = rest[count:]
-    except OSError as error:
-        raise CheckpointError(f"{entry.file} can't be read ({error}). Check the disk, or copy it again.") from error
+    read_exactly(entry.file, entry.name, entry.offset + start, out)
 
 
 def views(header: Header, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
@@ -166,12 +168,19 @@ def views(header: Header, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]
     }
 
 
-def write(path: Path, described: Mapping[str, Any], arrays: Iterable[NDArray[Any]]) -> None:
-    """Writes a safetensors file. `described` has each tensor's dtype, shape and nbytes; `arrays` yields them in order.
+def write(
+    path: Path,
+    described: Mapping[str, Any],
+    arrays: Iterable[NDArray[Any]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a safetensors file. `described` has each tensor's dtype, shape and nbytes.
 
-    The first tensor begins at a multiple of `ALIGNMENT`. The format allows no gaps between tensors.
+    `arrays` yields them in order, each whole or as several pieces. The first tensor begins at a multiple of
+    `ALIGNMENT`. The format allows no gaps between tensors.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name, array in described.items():
         header[name] = {
@@ -191,7 +200,3 @@ def write(path: Path, described: Mapping[str, Any], arrays: Iterable[NDArray[Any
 def _write(file: io.FileIO, data: memoryview) -> None:
     while data:  # one call writes at most 2 GiB
         data = data[file.write(data) :]
-
-
-def _broken(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(f"{path} is truncated or corrupt: {problem}. Download or copy it again.")

@@ -74,7 +74,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
         H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv = Linear((H + 2 * K) * D, config.hidden_size, precision, bias=config.qkv_bias)
-        self.out = Linear(config.hidden_size, H * D, precision, bias=config.o_bias)
+        self.out = Linear(config.hidden_size, H * D, precision, bias=config.o_bias, partial=True)
         # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
         self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision) if qk_norm else None
         self.heads, self.kv_heads, self.head_dim = H, K, D
@@ -108,7 +108,7 @@ class GatedMlp(nnx.Module):
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
         inner, E = config.intermediate_size, config.hidden_size
         self.gate_up = Linear(2 * inner, E, precision, bias=config.mlp_bias)
-        self.down = Linear(E, inner, precision, bias=config.mlp_bias)
+        self.down = Linear(E, inner, precision, bias=config.mlp_bias, partial=True)
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:

@@ -10,7 +10,9 @@ A quantised matrix is a pair of leaves of its module, and `quantised = weight * 
     scale   float32  [out]         or [experts, out]; for an embedding one per row, which is its output channel as head
 
 `quantize="int8"` multiplies int8 by int8 with one dynamic scale per activation row; `"int8-weight"` widens the weights
-to the activations' 16 bits right before the product. Both have the same leaves.
+to the activations' 16 bits right before the product. Both have the same leaves. A matrix of four bits ("int4", with a
+scale for each group of inputs) has the leaves `weight`, `scale` and perhaps `minimum` that `rekindle_kernels.int4`
+describes. `quantise` chooses, once the model is made, by the precision and each matrix's place in the model.
 
 Where experts are picked one by one in a loop (on CPU), a stack of 16-bit floats is kept as a uint16 leaf that holds
 their bits, `array.view(numpy.uint16)`: XLA:CPU would widen the whole stack to float32 before it takes a slice of it,
@@ -32,8 +34,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import rekindle_kernels
+from rekindle._src.models.nn.packing import Packing, packing
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import LinearOptions, gated
+from rekindle_kernels import LinearOptions, gated, int4
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
@@ -55,21 +58,77 @@ class RMSNorm(nnx.Module):
 class Matrix(nnx.Module):
     """A stored matrix, or a stack of them, one per expert."""
 
+    part: str | None = None  # of the model, for a plan that quantises some; None: by the place in it
+
     def __init__(self, shape: tuple[int, ...], precision: Precision, *, quantize: bool = True) -> None:
-        self.quantize = precision.quantize if quantize else None
+        self.shape, self.quantizable = shape, quantize and precision.quantizes
         self.implementation, self.deterministic = precision.implementation, precision.deterministic
-        self.weight = parameter(shape, precision.weights if self.quantize is None else jnp.int8)
-        self.scale: Any = None if self.quantize is None else parameter(shape[:-1], jnp.float32)
+        self.quantize: str | None = None
+        self.packing: Packing | None = None
+        self.weight = parameter(shape, precision.weights)
+        self.scale: Any = None
+        self.minimum: Any = None
+
+    def store(self, path: str, kind: str) -> None:
+        """Have the leaves of matrices of this kind. Raises ConfigError for one that can't be stored like that."""
+        self.packing = packing(kind, path, self.shape)
+        if self.packing is None:
+            self.quantize, self.weight = kind, parameter(self.shape, jnp.int8)
+            self.scale = nnx.data(parameter(self.shape[:-1], jnp.float32))
+            return
+        self.quantize, self.weight = "int4", parameter(int4.weight_shape(self.shape), jnp.uint8)
+        scales = int4.scale_shape(self.shape, self.packing.group)
+        self.scale = nnx.data(parameter(scales, self.packing.scales))
+        if self.packing.minimum:
+            self.minimum = nnx.data(parameter(scales, self.packing.scales))
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Weight, scale and minimum; the last ones are None where a matrix has none."""
+        scale, minimum = (None if each is None else each[...] for each in (self.scale, self.minimum))
+        return self.weight[...], scale, minimum
+
+
+def quantise(model: nnx.Module, precision: Precision) -> None:
+    """Have every matrix of a model stored as the precision says."""
+    if not precision.quantizes:
+        return
+    for path, matrix in matrices(model).items():
+        kind = precision.kind(path, matrix.part or _part(path))
+        if kind is not None and matrix.quantizable:
+            matrix.store(path, kind)
+
+
+def matrices(model: nnx.Module) -> dict[str, Matrix]:
+    """The matrices of a model by their paths, such as "layers.0.attention.qkv"."""
+    nodes = nnx.iter_graph(model)
+    return {".".join(map(str, path)): node for path, node in nodes if isinstance(node, Matrix)}
+
+
+def _part(path: str) -> str:
+    """The part of a model that a matrix belongs to, of those that `quantize_plan.PARTS` lists."""
+    return "head" if path == "head" else "attention" if ".attention." in path else "mlp"
 
 
 class Linear(Matrix):
-    """A linear layer, x [..., in] → [..., out], with an optional bias; other options as in `linear`."""
+    """A linear layer, x [..., in] → [..., out], with an optional bias; other options as in `linear`.
+
+    With `partial`, x is the part of the inputs that this device has, if a model is divided; products are summed then.
+    """
 
     def __init__(
-        self, out_features: int, in_features: int, precision: Precision, *, bias: bool = False, quantize: bool = True
+        self,
+        out_features: int,
+        in_features: int,
+        precision: Precision,
+        *,
+        bias: bool = False,
+        quantize: bool = True,
+        partial: bool = False,
     ) -> None:
         super().__init__((out_features, in_features), precision, quantize=quantize)
         self.bias = parameter((out_features,), jnp.float32) if bias else None
+        self.shards = precision.shards if partial else None
 
     def __call__(
         self,
@@ -79,10 +138,13 @@ class Linear(Matrix):
         gate: str | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        if self.bias is None:
+        if self.bias is None and self.shards is None:
             return linear(x, self, norm=norm, gate=gate, residual=residual)
         y = linear(x, self, norm=norm)
-        y = y + self.bias[...].astype(y.dtype)
+        if self.shards is not None:
+            y = self.shards.sum(y)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)
         y = y if gate is None else gated(y, gate)
         return y if residual is None else residual + y
 
@@ -90,15 +152,34 @@ class Linear(Matrix):
 class Embedding(Matrix):
     """The embedding: token ids [...] → rows [..., E] in the stream's dtype. `linear(x, embedding)` is the tied head."""
 
+    part = "embedding"
+
     def __init__(self, vocab_size: int, hidden_size: int, precision: Precision) -> None:
         super().__init__((vocab_size, hidden_size), precision, quantize=precision.quantize_embeddings)
-        self.stream = precision.stream
+        self.stream, self.shards, self.rows = precision.stream, precision.shards, vocab_size
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        rows = self.weight[...][tokens].astype(self.stream)
-        if self.scale is None:
+        if self.shards is None:
+            return self._lookup(tokens)
+        own, here = self.shards.lookup(tokens, self.rows)
+        rows = self._lookup(own)
+        return self.shards.sum(jnp.where(here[..., None], rows, jnp.zeros_like(rows)))
+
+    def _lookup(self, tokens: jax.Array) -> jax.Array:
+        weight, scale, minimum = self.arrays
+        if self.packing is not None:
+            assert scale is not None, "integers have scales"
+            return int4.rows(weight, scale, minimum, tokens, self.stream)
+        rows = weight[tokens].astype(self.stream)
+        if scale is None:
             return rows
-        return rows * self.scale[...][tokens][..., None].astype(self.stream)
+        return rows * scale[tokens][..., None].astype(self.stream)
+
+
+def head_logits(hidden: jax.Array, head: Matrix, precision: Precision, *, count: jax.Array | None = None) -> jax.Array:
+    """hidden [N, E] → float32 [N, V] by a head of the vocabulary or a tied embedding; all of it on every device."""
+    logits = linear(hidden, head, jnp.float32, count=count)
+    return logits if precision.shards is None else precision.shards.whole_vocab(logits)
 
 
 def linear(
@@ -116,10 +197,12 @@ def linear(
     With `gate`, the name of an activation, the result is `gated(…, gate)` [..., out / 2]. Rows behind the first `count`
     are undefined.
     """
+    weight, scale, minimum = matrix.arrays
     return rekindle_kernels.linear(
         x,
-        matrix.weight[...],
-        scale=None if matrix.scale is None else matrix.scale[...],
+        weight,
+        scale=scale,
+        minimum=minimum,
         norm=None if norm is None else norm.weight[...],
         residual=residual,
         count=count,

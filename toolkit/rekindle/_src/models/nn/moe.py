@@ -13,34 +13,47 @@ import rekindle_kernels
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.nn.linear import Linear, Matrix, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import LinearOptions, gated, narrow_dtype, quantize_rows
+from rekindle_kernels import LinearOptions, exact_precision, gated, int4, narrow_dtype, quantize_rows
 
 
 class Stack(Matrix):
     """The matrices of all experts as one parameter, [G, out, in]."""
 
+    part = "experts"
+
     def __init__(self, shape: tuple[int, int, int], precision: Precision) -> None:
         super().__init__(shape, precision)
         self.values: str | None = None
-        if precision.loop_experts and self.quantize is None and jnp.dtype(precision.weights).itemsize == 2:
+        if precision.loop_experts and jnp.dtype(precision.weights).itemsize == 2:
             self.values = precision.weights
             self.weight = parameter(shape, jnp.uint16)  # the bits of 16-bit floats; linear.py explains why
 
+    def store(self, path: str, kind: str) -> None:
+        super().store(path, kind)
+        self.values = None
+
     def one(self, x: jax.Array, expert: jax.Array) -> jax.Array:
         """Computes x [rows, in] · one expert's matrix → [rows, out]."""
-        weight = jax.lax.dynamic_index_in_dim(self.weight[...], expert, keepdims=False)
+        weight, scale, minimum = (
+            None if array is None else jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
+            for array in self.arrays
+        )
+        assert weight is not None, "a stack has weights"
         if self.values is not None:
             weight = jax.lax.bitcast_convert_type(weight, jnp.dtype(self.values))
-        scale = None
-        if self.scale is not None:
-            scale = jax.lax.dynamic_index_in_dim(self.scale[...], expert, keepdims=False)
-        # XLA's product: it takes the slice of the stack into its loop, where another would have to copy it first.
-        options = LinearOptions(self.quantize)
-        return rekindle_kernels.linear(x, weight, scale=scale, options=options, implementation="xla")
+        # XLA's product takes the slice of the stack into its loop, where another has to copy it first; but XLA would
+        # widen a whole slice of four bits in memory, eight times what is copied.
+        name = self.implementation if self.packing is not None else "xla"
+        options = LinearOptions(self.quantize, deterministic=self.packing is not None and self.deterministic)
+        return rekindle_kernels.linear(x, weight, scale=scale, minimum=minimum, options=options, implementation=name)
 
     def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
         """Computes x [M, in] → [M, out], the first sizes[0] rows with expert 0, the next sizes[1] with expert 1, …"""
-        weight = self.weight[...]
+        weight, packed, minimum = self.arrays
+        if self.packing is not None:
+            assert packed is not None, "integers have scales"
+            values = int4.dequantized(weight, packed, minimum, x.dtype)
+            return _ragged_dot(x, values, sizes, jnp.float32).astype(x.dtype)
         if self.quantize is None:
             return _ragged_dot(x.astype(weight.dtype), weight, sizes, jnp.float32).astype(x.dtype)
         owner = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
@@ -59,10 +72,12 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig, spec: MoeSpec, precision: Precision) -> None:
         G, E, inner = spec.num_experts, config.hidden_size, spec.intermediate_size
+        self.shards = precision.shards
         # The router stays in float32: a rounded logit can change which experts a token gets.
         self.router = Linear(G, E, Precision(stream=precision.stream, implementation="xla"))
-        self.gate_up = Stack((G, 2 * inner, E), precision)
-        self.down = Stack((G, E, inner), precision)
+        here = G if precision.shards is None else G // precision.shards.expert
+        self.gate_up = Stack((here, 2 * inner, E), precision)
+        self.down = Stack((here, E, inner), precision)
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
@@ -71,8 +86,9 @@ class Experts(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("route"):
             weights, chosen = self.route(flat)
+            here, chosen = self._here(chosen)
             order = jnp.argsort(chosen.reshape(-1))
-            sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(self.spec.num_experts), axis=0, dtype=jnp.int32)
+            sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(here), axis=0, dtype=jnp.int32)
             rows = flat[order // self.spec.top_k]
         with jax.named_scope("experts"):
             if self.looped:
@@ -80,11 +96,23 @@ class Experts(nnx.Module):
             else:
                 out = self.down.grouped(gated(self.gate_up.grouped(rows, sizes), self.activation), sizes)
         with jax.named_scope("combine"):
+            if here < self.spec.num_experts:  # rows of others' experts stand last, and nothing of use is in them
+                own = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+                out = jnp.where(own[:, None], out, jnp.zeros_like(out))
             # A gather restores the order of the tokens: XLA:CPU runs a scatter one element at a time.
             out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
             y = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=-2)
         y = y.astype(x.dtype).reshape(x.shape)
+        y = y if self.shards is None else self.shards.sum(y)
         return y if residual is None else residual + y
+
+    def _here(self, chosen: jax.Array) -> tuple[int, jax.Array]:
+        """How many experts this device has, and the chosen ones counted from its first, so that others' stand last."""
+        count = self.spec.num_experts
+        if self.shards is None or self.shards.expert == 1:
+            return count, chosen
+        first, here = self.shards.experts_here(count)
+        return here, (chosen - first) % count
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights float32 [T, k] and the experts int32 [T, k] of each token."""
@@ -101,7 +129,7 @@ class Experts(nnx.Module):
         in float32 took 218, 497 and 2473 ms for 2, 32 and 256 tokens, where this loop took 1, 6 and 14.
         """
         M, G = rows.shape[0], sizes.shape[0]
-        size = block_rows(M, G)
+        size = block_rows(M, self.spec.num_experts)
         blocks = (sizes + size - 1) // size
         owner = jnp.repeat(jnp.arange(G), blocks, total_repeat_length=min(M, M // size + G))
         start, first = jnp.cumsum(sizes) - sizes, jnp.cumsum(blocks) - blocks
@@ -127,4 +155,5 @@ def _ragged_dot(x: jax.Array, weight: jax.Array, sizes: jax.Array, dtype: jax.ty
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
-    return jax.lax.ragged_dot_general(x, weight, sizes, numbers, preferred_element_type=jnp.dtype(dtype))
+    precision = exact_precision(x, weight)
+    return jax.lax.ragged_dot_general(x, weight, sizes, numbers, precision, preferred_element_type=jnp.dtype(dtype))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    short_factor: tuple[float, ...] = ()  # longrope
+    short_factor: tuple[float, ...] = ()  # longrope; factors: what each frequency is divided by
     long_factor: tuple[float, ...] = ()  # longrope
     attention_factor: float = 1.0  # multiplies cos and sin
 
@@ -57,6 +57,8 @@ class RopeSpec:
             return self._llama3(plain)
         if self.kind == "yarn":
             return self._yarn(plain, np.float32(1.0) / (np.float32(self.factor) * periods))
+        if self.kind == "factors":
+            return plain / np.asarray(self.short_factor, np.float32)
         if self.kind == "longrope":
             stretch = np.asarray(self.long_factor if long else self.short_factor, np.float32)
             return np.float32(1.0) / (stretch * periods)

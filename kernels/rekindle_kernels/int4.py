@@ -1,0 +1,161 @@
+"""Matrices of four bits: how they are stored, and what they mean.
+
+A matrix [N, K] (N outputs, K inputs) consists of integers q from 0 to 15. Each `group` of consecutive inputs of an
+output has a scale, and a minimum or none:
+
+    value = scale * (q - 8)            without minimums
+    value = scale * q + minimum        with them
+
+The group is 32, 64 or 128 inputs. It divides K, and 16 divides N. There are three arrays, of which the last may be
+missing (None); a stack of matrices has one more axis in front of each of them:
+
+    weight   uint8                [N / 16, K * 8]             two integers in each byte
+    scale    float16 or float32   [N / 16, K / group * 16]
+    minimum  as scale             [N / 16, K / group * 16]
+
+Row b of each array belongs to the outputs 16 b to 16 b + 15. A row of `weight` is cut into tiles of 64 bytes, a cache
+line; tile t holds the inputs 8 t to 8 t + 7. Its byte 4 o + i (output o of the 16, i from 0 to 3) has q of the input
+8 t + i in its low four bits and that of the input 8 t + 4 + i in its high ones. A row of `scale` and of `minimum` has
+16 numbers for each group, one per output. A vector of 16 lanes of 32 bits so has one output in each lane, and four of
+its inputs in the four bytes of the lane, which is what instructions that multiply bytes take; sums stay in their lanes.
+
+What other formats become, all of them exactly (`pack` and `pack_scales` do it):
+
+    Q4_0          group 32, scale float16; its integers are stored with the same offset of 8
+    Q4_1          group 32, scale and minimum float16
+    AWQ, GPTQ     group 128 (or 32, 64), scale float32 and minimum float32 = -scale * zero: 11 bits times 4 are exact in
+                  float32 and not in float16; without zero points, or where all of them are 8, scale float16 alone
+    Q4_K          group 32, scale float32 = d * (6-bit scale), minimum float32 = -dmin * (6-bit minimum), both exact;
+                  6 bits per weight then, where the file has 4.5
+
+Scales and minimums are then those of the format to the last bit, their products with integers are exact in float32,
+and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it. Formats
+with a table of values (IQ4_NL, MXFP4) are not of this kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from numpy.typing import NDArray
+
+GROUPS = (32, 64, 128)  # inputs that share a scale
+OUTPUTS = 16  # of a row of the arrays: lanes of a vector
+INPUTS = 8  # of a tile
+TILE = OUTPUTS * INPUTS // 2  # bytes
+ROW_BYTES = TILE // INPUTS  # of a row of `weight` for each input
+OFFSET = 8  # of integers without minimums
+HIGHEST = 15
+SCALES = ("float16", "float32")
+
+
+def reason_against(outputs: int, inputs: int, group: int) -> str | None:
+    """Why a matrix can't be stored with this group; None if it can."""
+    if group not in GROUPS:
+        return f"groups of {group} inputs are not known, only those of {', '.join(map(str, GROUPS))}"
+    if outputs % OUTPUTS:
+        return f"its {outputs} outputs are not a multiple of {OUTPUTS}"
+    if inputs % group:
+        return f"its {inputs} inputs are not a multiple of the group of {group}"
+    return None
+
+
+def weight_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of `weight` for a matrix [N, K] or a stack [G, N, K]."""
+    *stack, outputs, inputs = shape
+    return (*stack, outputs // OUTPUTS, inputs * ROW_BYTES)
+
+
+def scale_shape(shape: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """The shape of `scale` and of `minimum` for a matrix or a stack."""
+    *stack, outputs, inputs = shape
+    return (*stack, outputs // OUTPUTS, inputs // group * OUTPUTS)
+
+
+def matrix_shape(weight: Any) -> tuple[int, ...]:
+    """The shape [N, K] or [G, N, K] of what `weight` holds."""
+    *stack, blocks, width = weight.shape
+    return (*stack, blocks * OUTPUTS, width // ROW_BYTES)
+
+
+def group_of(weight: Any, scale: Any) -> int:
+    """How many inputs share a scale."""
+    group: int = weight.shape[-1] // ROW_BYTES * OUTPUTS // scale.shape[-1]
+    return group
+
+
+def pack(integers: NDArray[Any]) -> NDArray[np.uint8]:
+    """`weight` of integers 0 to 15, [N, K] or [G, N, K]."""
+    *stack, outputs, inputs = integers.shape
+    # In words of four bytes: one byte by one it took four times as long.
+    words = np.ascontiguousarray(integers, np.uint8).view(np.uint32)
+    words = words.reshape(*stack, outputs // OUTPUTS, OUTPUTS, inputs // INPUTS, 2)
+    pairs = words[..., 0] | (words[..., 1] << np.uint32(4))
+    return np.ascontiguousarray(np.swapaxes(pairs, -1, -2)).view(np.uint8).reshape(weight_shape(integers.shape))
+
+
+def unpack(weight: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The integers [N, K] or [G, N, K] that `weight` holds; the inverse of `pack`."""
+    *stack, blocks, width = weight.shape
+    pairs = np.moveaxis(weight.reshape(*stack, blocks, width // TILE, OUTPUTS, 4), -3, -2)
+    return np.stack([pairs & 15, pairs >> 4], axis=-2).reshape(matrix_shape(weight))
+
+
+def pack_scales(scales: NDArray[Any]) -> NDArray[Any]:
+    """`scale` or `minimum` of numbers [N, K / group] or [G, N, K / group]."""
+    *stack, outputs, groups = scales.shape
+    blocks = scales.reshape(*stack, outputs // OUTPUTS, OUTPUTS, groups)
+    return np.ascontiguousarray(np.moveaxis(blocks, -1, -2)).reshape(*stack, outputs // OUTPUTS, groups * OUTPUTS)
+
+
+def unpack_scales(packed: NDArray[Any]) -> NDArray[Any]:
+    """The numbers [N, K / group] or [G, N, K / group] of `scale` or `minimum`; the inverse of `pack_scales`."""
+    *stack, blocks, width = packed.shape
+    numbers = np.moveaxis(packed.reshape(*stack, blocks, width // OUTPUTS, OUTPUTS), -1, -2)
+    return numbers.reshape(*stack, blocks * OUTPUTS, width // OUTPUTS)
+
+
+def dequantized(
+    weight: jax.Array, scale: jax.Array, minimum: jax.Array | None, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """The values [N, K] or [G, N, K], computed in float32 and rounded to `dtype`."""
+    *stack, blocks, width = weight.shape
+    tiles, groups = width // TILE, scale.shape[-1] // OUTPUTS
+    pairs = weight.reshape(*stack, blocks, groups, tiles // groups, OUTPUTS, 4)
+    q = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)  # [..., groups, tiles, 16, 2, 4]
+    values = _values(q, *(_lanes(array, (*stack, blocks, groups, 1, OUTPUTS, 1, 1)) for array in (scale, minimum)))
+    ordered = jnp.moveaxis(values.astype(dtype), -3, -5)
+    return ordered.reshape(matrix_shape(weight))
+
+
+def rows(
+    weight: jax.Array, scale: jax.Array, minimum: jax.Array | None, at: jax.Array, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """The rows `at` [...] of a matrix, as values [..., K]."""
+    block, lane = at // OUTPUTS, at % OUTPUTS
+
+    def one(array: jax.Array, lanes: tuple[int, ...]) -> jax.Array:
+        tiled = array.reshape(array.shape[0], -1, OUTPUTS, *lanes)
+        return tiled[block, :, lane]
+
+    pairs = one(weight, (4,))  # [..., tiles, 4]
+    q = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)  # [..., tiles, 2, 4]
+    found = scale.shape[-1] // OUTPUTS
+    grouped = q.reshape(*at.shape, found, -1)
+    scales, minimums = (None if array is None else one(array, ())[..., None] for array in (scale, minimum))
+    return _values(grouped, scales, minimums).astype(dtype).reshape(*at.shape, -1)
+
+
+def _lanes(array: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    return None if array is None else array.reshape(shape)
+
+
+def _values(q: jax.Array, scale: jax.Array | None, minimum: jax.Array | None) -> jax.Array:
+    assert scale is not None, "integers have scales"
+    if minimum is None:
+        return (q - OFFSET) * scale.astype(jnp.float32)
+    return q * scale.astype(jnp.float32) + minimum.astype(jnp.float32)

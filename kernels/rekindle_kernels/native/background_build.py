@@ -1,0 +1,139 @@
+"""Kernels compiled by processes of their own, while this one goes on: numba would keep the GIL for seconds.
+
+Each process keeps the object file of every kernel that it has compiled, and ends by itself, also when this process has
+ended before: its next start finds what is there. What ends such a process, LLVM's aborts included, is not tried here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from rekindle_kernels.native import build
+
+MOST = 4  # processes
+LONGEST = 600  # seconds after which a process gives up
+_POLL = 0.05
+_CODE = "import sys; sys.path[:] = {path!r}; from rekindle_kernels.native import background_build as b; b.main()"
+# The costliest first, so that the processes end together.
+_COSTLY = ("gemm", "prefill", "matvec", "decode", "sample", "rope", "chain")
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """Those kernels that would have to be compiled, the costliest first.
+
+    None if object files can't be kept here, or REKINDLE_BACKGROUND_BUILD=0 asks for a single process: kernels are then
+    compiled when a program that calls them is traced.
+    """
+    wanted = os.environ.get("REKINDLE_BACKGROUND_BUILD", "1") != "0"
+    if not wanted or build.unavailable_reason() is not None or not build.can_compile():
+        return []
+    absent = [name for name in dict.fromkeys(names) if not build.is_there(name)]
+    rank = {kind: index for index, kind in enumerate(_COSTLY)}
+    return sorted(absent, key=lambda name: rank.get(name.split("_")[0], len(rank)))
+
+
+def begun(names: Iterable[str]) -> BackgroundBuild | None:
+    """Processes that compile what is missing of these kernels; those of another session, if they do. None if all are
+    there."""
+    global _latest
+    with _lock:
+        absent = missing(names)
+        if not absent:
+            return None
+        if _latest is None or not _latest.running or not {*absent} <= {*_latest.names}:
+            _latest = BackgroundBuild(absent)
+        return _latest
+
+
+class BackgroundBuild:
+    """Processes that compile kernels."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._told = False  # what failed
+        self._lock = threading.Lock()
+        count = max(1, min(MOST, len(names), _usable_cpus()))
+        self._processes = [_started(names[first::count]) for first in range(count)]
+        _all.append(self)
+
+    @property
+    def running(self) -> bool:
+        """Whether a process is still at work."""
+        return any(process.poll() is None for process, _ in self._processes)
+
+    def wait(self, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all are done, or `stopped()`; whether they are. A kernel that failed is refused from then on."""
+        while self.running:
+            if stopped():
+                return False
+            time.sleep(_POLL)
+        with self._lock:
+            if not self._told:
+                self._told = True
+                for process, names in self._processes:
+                    _refuse_failed(process, names)
+        return True
+
+
+_lock = threading.Lock()
+_latest: BackgroundBuild | None = None
+_all: list[BackgroundBuild] = []  # collected while its processes run, one would warn
+
+
+def _refuse_failed(process: subprocess.Popen[str], names: Sequence[str]) -> None:
+    """Refuse the kernels that a process that has ended could not compile."""
+    assert process.stdout is not None, "a pipe"
+    with process.stdout as told:
+        lines = [line.rstrip("\n").split(" ", 1) for line in told]
+    answers = {line[0]: line[-1] for line in lines}
+    for name in names:
+        reason = answers.get(name, f"the process that compiled it ended with status {process.returncode}")
+        if reason != "ok" and not build.is_there(name):
+            build.refuse(name, RuntimeError(reason))
+        if name not in answers:
+            return  # those behind it were not tried: they are compiled when they are needed
+
+
+def _started(names: Sequence[str]) -> tuple[subprocess.Popen[str], Sequence[str]]:
+    """A process that compiles these kernels, one after the other."""
+    folder = [] if build.cache_folder is None else [f"--cache={build.cache_folder}"]
+    command = [sys.executable, "-c", _CODE.format(path=sys.path), *folder, *names]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        process_group=0,  # Ctrl-C is for the user's program; in a session of its own, Linux would ignore `nice`
+    )
+    return process, names
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main() -> None:
+    """Compile the kernels that the command line names, and keep them; one line for each says how it went."""
+    os.nice(10)  # what serves comes first
+    started = time.monotonic()
+    for argument in sys.argv[1:]:
+        if argument.startswith("--cache="):
+            build.cache_folder = build.Path(argument.removeprefix("--cache="))
+            continue
+        if time.monotonic() - started > LONGEST:
+            return
+        try:
+            build.keep(argument)
+            answer = "ok"
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}".splitlines()[0]
+        with contextlib.suppress(OSError):  # who asked may be gone
+            print(argument, answer, flush=True)

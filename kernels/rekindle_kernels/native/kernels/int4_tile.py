@@ -1,0 +1,251 @@
+"""A tile of a product with a 4-bit matrix in registers: a few rows times one or two blocks of 16 outputs, over all
+groups of inputs.
+
+A load fills a vector with eight inputs of each of 16 outputs (`rekindle_kernels.int4`). Its low and its high halves of
+bytes meet four 8-bit inputs of a row each, spread over a vector. What a group adds up to is an exact integer; it is
+multiplied by the row's scale of that group, then by the outputs' and added to what earlier groups have given. So the
+result of a row is the same to the last bit whatever tile computes it, with whatever instructions.
+
+Sums of integers begin at the bits of MAGIC, so that as a float they are MAGIC plus the sum, without a conversion. A
+row's scale has 22 bits, so that MAGIC times the scale is exact, and (MAGIC + sum) · scale - MAGIC · scale, in one
+operation, is the sum times the scale, rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from rekindle_kernels.int4 import OUTPUTS, TILE
+from rekindle_kernels.native.language.memory import WORD
+from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call
+
+INT, BYTE = ir.IntType(32), ir.IntType(8)
+_INTS, _HALF_INTS = ir.VectorType(INT, LANES), ir.VectorType(INT, LANES // 2)
+_BYTES, _SHORTS = ir.VectorType(BYTE, 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
+_LOW_BITS = 0x0F0F0F0F
+STEP = 4  # tiles of the smallest group
+AHEAD = 8 << 10  # bytes by which weights are prefetched, as in `matvec`
+
+# What a row is packed into: its 8-bit integers, then for all groups four numbers of four bytes each: their scales, what
+# the sums of their products begin at, the sums of their values, and -MAGIC times their scales.
+SCALE, BEGIN, VALUES, BACK = range(4)
+NUMBERS = 4
+MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000  # 1.5 · 2^23: one more is one more in its bits
+UNPACKED = 4 * LANES * 4  # bytes of a tile of two blocks of outputs, an integer in each byte
+assert OUTPUTS == LANES, "an output has a lane"
+
+
+def multiply_tile(
+    rows: int, vectors: int, instruction: str, *, wide: bool, prefetches: bool = False, unpacked: bool = False
+) -> Any:
+    """`tile(weights, scales, minimums, further, further_scales, x, stride, groups, steps, sums)`.
+
+    Packed rows lie `stride` bytes apart at x. The second block of outputs has its weights `further` bytes behind those
+    of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP tiles; `minimums`
+    may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is "vnni", "avx2" or "any"; scales are float32 if they
+    are `wide`, else float16. With `unpacked`, weights are what `unpack` made of two blocks.
+    """
+    in_registers = rows * vectors <= 8
+    stored = FLOATS if wide else ir.VectorType(ir.HalfType(), LANES)
+    count = rows * vectors
+
+    @intrinsic
+    def tile(
+        typing_context: Any,
+        weights: Any,
+        scales: Any,
+        minimums: Any,
+        further: Any,
+        further_scales: Any,
+        x: Any,
+        stride: Any,
+        groups: Any,
+        steps: Any,
+        sums: Any,
+    ) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            weights, scales, minimums, further, further_scales, x, stride, groups, steps, sums = args
+            fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
+
+            def at(address: Any, kind: ir.Type) -> Any:
+                return builder.inttoptr(address, kind.as_pointer())
+
+            def times(a: Any, b: Any) -> Any:
+                return builder.mul(a, b if isinstance(b, ir.Value) else WORD(b))
+
+            def numbers(address: Any) -> Any:
+                values = builder.load(at(address, stored), align=1)
+                return values if wide else builder.fpext(values, FLOATS)
+
+            begins = [x] + [builder.add(x, times(stride, row)) for row in range(1, rows)]
+            places = [builder.add(sums, WORD(4 * LANES * index)) for index in range(count)]
+            totals = [cgutils.alloca_once(builder, _INTS) for _ in range(count)]
+            kept = [cgutils.alloca_once(builder, FLOATS) if in_registers else at(place, FLOATS) for place in places]
+            for one in kept:
+                builder.store(ir.Constant(FLOATS, [0.0] * LANES), one, align=64 if in_registers else 4)
+            width = times(times(groups, steps), STEP * 8)  # inputs, and bytes of a row's integers
+
+            def number(row: int, group: Any, which: int, kind: ir.Type) -> Any:
+                behind = builder.add(width, times(builder.add(times(groups, which), group), 4))
+                return _everywhere(builder, builder.load(at(builder.add(begins[row], behind), kind)), kind)
+
+            with cgutils.for_range(builder, groups) as outer:
+                group = outer.index
+                for row in range(rows):
+                    offset = number(row, group, BEGIN, INT)
+                    for vector in range(vectors):
+                        builder.store(offset, totals[vector * rows + row])
+                with cgutils.for_range(builder, steps) as inner:
+                    first = times(builder.add(times(group, steps), inner.index), STEP)
+                    for each in range(STEP):
+                        number_of_tile = builder.add(first, WORD(each))
+                        address = builder.add(weights, times(number_of_tile, UNPACKED if unpacked else TILE))
+                        if prefetches:
+                            _prefetch(builder, builder.add(address, WORD(AHEAD)))
+                        if unpacked:
+                            found = [
+                                builder.load(at(builder.add(address, WORD(4 * LANES * index)), _INTS), align=64)
+                                for index in range(4)
+                            ]
+                            halves = [found[:2], found[2:]]
+                        else:
+                            pairs = [builder.load(at(address, _INTS), align=4)]
+                            if vectors == 2:
+                                pairs.append(builder.load(at(builder.add(address, further), _INTS), align=4))
+                            halves = [*zip(*(_halves(builder, pair) for pair in pairs), strict=True)]
+                        for half, columns in enumerate(halves):
+                            inputs = builder.add(times(number_of_tile, 8), WORD(4 * half))
+                            for row in range(rows):
+                                here = [totals[vector * rows + row] for vector in range(vectors)]
+                                word = builder.add(begins[row], inputs)
+                                before = [builder.load(total) for total in here]
+                                after = _add_row(builder, instruction, word, list(columns), before)
+                                for total, value in zip(here, after, strict=True):
+                                    builder.store(value, total)
+                at_scales = times(group, LANES * (4 if wide else 2))
+                behind = [builder.add(at_scales, further_scales) if vector else at_scales for vector in range(vectors)]
+                factors = [numbers(builder.add(scales, place)) for place in behind]
+                for row in range(rows):
+                    factor, back = (number(row, group, which, ir.FloatType()) for which in (SCALE, BACK))
+                    for vector in range(vectors):
+                        index = vector * rows + row
+                        exact = builder.bitcast(builder.load(totals[index]), FLOATS)
+                        scaled = fma(builder, exact, factor, back)
+                        added = fma(builder, scaled, factors[vector], builder.load(kept[index], align=4))
+                        builder.store(added, kept[index], align=4)
+                with builder.if_then(builder.icmp_signed("!=", minimums, WORD(0))):
+                    lowest = [numbers(builder.add(minimums, place)) for place in behind]
+                    for row in range(rows):
+                        values = number(row, group, VALUES, ir.FloatType())
+                        for vector in range(vectors):
+                            index = vector * rows + row
+                            added = fma(builder, values, lowest[vector], builder.load(kept[index], align=4))
+                            builder.store(added, kept[index], align=4)
+            if in_registers:
+                for place, one in zip(places, kept, strict=True):
+                    builder.store(builder.load(one), at(place, FLOATS), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), codegen
+
+    return tile
+
+
+def _everywhere(builder: Any, value: Any, kind: ir.Type) -> Any:
+    vector = ir.VectorType(kind, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, INT(0))
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
+
+
+def _halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
+    """The low and the high four bits of each byte."""
+    mask = ir.Constant(_INTS, [_LOW_BITS] * LANES)
+    shifted = builder.lshr(pairs, ir.Constant(_INTS, [4] * LANES))
+    return builder.and_(pairs, mask), builder.and_(shifted, mask)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    flag, pointer = INT, BYTE.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, pointer), flag(0), flag(3), flag(1)])
+
+
+def _add_row(builder: Any, instruction: str, word: Any, columns: list[Any], sums: list[Any]) -> list[Any]:
+    """The sums and the products of the four 8-bit inputs at address `word` with four unsigned bytes of each lane."""
+    if instruction == "vnni":
+        return _with_vnni(builder, word, columns, sums)
+    inputs = builder.load(builder.inttoptr(word, INT.as_pointer()))
+    if instruction == "avx2":
+        return [_with_avx2(builder, inputs, *pair) for pair in zip(columns, sums, strict=True)]
+    return [_with_any(builder, inputs, *pair) for pair in zip(columns, sums, strict=True)]
+
+
+def _with_vnni(builder: Any, word: Any, columns: list[Any], sums: list[Any]) -> list[Any]:
+    """Multiplies by assembly, for the reason in `gemm_tile`; a single product takes the word from memory by itself."""
+    count = len(sums)
+    if count == 1:
+        lines = ["vpdpbusd ($2){1to16}, $1, $0"]
+        kind = ir.FunctionType(_INTS, [_INTS, WORD, _INTS])
+        return [builder.asm(kind, lines[0], "=v,v,r,0", [*columns, word, *sums], side_effect=False)]
+    lines = [f"vpbroadcastd (${2 * count + 1}), ${count}"]
+    lines += [f"vpdpbusd ${count}, ${count + 1 + i}, ${i}" for i in range(count)]
+    registers = ["=v"] * count + ["=&v"] + ["v"] * count + ["r"] + [str(i) for i in range(count)]
+    results = ir.LiteralStructType([_INTS] * (count + 1))
+    kind = ir.FunctionType(results, [_INTS] * count + [WORD] + [_INTS] * count)
+    added = builder.asm(kind, "\n".join(lines), ",".join(registers), [*columns, word, *sums], side_effect=False)
+    return [builder.extract_value(added, i) for i in range(count)]
+
+
+def _with_avx2(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
+    """Two products of 4 and 8 bits fit into 16 bits with room to spare, so that nothing saturates."""
+    products = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_SHORTS, [_BYTES, _BYTES]), "llvm.x86.avx2.pmadd.ub.sw"
+    )
+    pairs = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_HALF_INTS, [_SHORTS, _SHORTS]), "llvm.x86.avx2.pmadd.wd"
+    )
+    spread = _everywhere(builder, inputs, INT)
+    ones = ir.Constant(_SHORTS, [1] * LANES)
+    found = []
+    for start in (0, LANES // 2):
+        lanes = ir.Constant(_HALF_INTS, list(range(start, start + LANES // 2)))
+        w, x = (builder.bitcast(builder.shuffle_vector(vector, vector, lanes), _BYTES) for vector in (column, spread))
+        found.append(builder.call(pairs, [builder.call(products, [w, x]), ones]))
+    both = builder.shuffle_vector(*found, ir.Constant(_INTS, list(range(LANES))))
+    return builder.add(total, both)
+
+
+def _with_any(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
+    for byte in range(4):
+        x = builder.ashr(builder.shl(inputs, INT(24 - 8 * byte)), INT(24))
+        shifted = builder.lshr(column, ir.Constant(_INTS, [8 * byte] * LANES))
+        w = builder.and_(shifted, ir.Constant(_INTS, [0xFF] * LANES))
+        total = builder.add(total, builder.mul(w, _everywhere(builder, x, INT)))
+    return total
+
+
+@intrinsic
+def unpack(typing_context: Any, weights: Any, target: Any, tiles: Any) -> Any:
+    """The weights of a block of outputs, one in each byte: at `target` those of the low halves of its first tile, two
+    vectors behind them those of the high halves, and four vectors behind each tile the next one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weights, target, tiles = args
+
+        def vector(start: Any, index: Any, size: int, behind: int = 0) -> Any:
+            address = builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
+            return builder.inttoptr(address, _INTS.as_pointer())
+
+        with cgutils.for_range(builder, tiles) as loop:
+            low, high = _halves(builder, builder.load(vector(weights, loop.index, TILE), align=4))
+            builder.store(low, vector(target, loop.index, UNPACKED), align=64)
+            builder.store(high, vector(target, loop.index, UNPACKED, UNPACKED // 2), align=64)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen

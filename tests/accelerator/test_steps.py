@@ -1,0 +1,90 @@
+"""Whole step programs compiled for an H100 and a TPU v5e: one graph, pages in place, little else in memory.
+
+The models have the widths of real ones and two layers. Their pages are larger than any weight, so that a copy of a
+layer's pages can't be mistaken for something else.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+import jax
+import pytest
+
+from helpers import compilers
+from helpers.compilers import Row
+from rekindle._src.bench.shapes import hf_config
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.base import abstract_model
+from rekindle._src.models.registry import config_from_hf
+from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.device_graphs import compiler_options
+from rekindle._src.programs.programs import Programs
+from rekindle_kernels import deprecated
+
+pytestmark = pytest.mark.accelerator
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step program and the bounds that it has to keep."""
+
+    name: str
+    bucket: Bucket
+    temp: int  # MiB at most
+    kernels: int  # a layer at most, on a GPU
+    shape: str = "8b"
+    quantize: str | None = None
+    platforms: tuple[str, ...] = ("gpu", "tpu")
+
+
+STEPS = (
+    Step("8b decode", Bucket(64, 0), temp=400, kernels=20),
+    Step("8b mixed", Bucket(16, 512), temp=400, kernels=20, platforms=("gpu",)),
+    Step("8b int8-weight", Bucket(64, 0), temp=400, kernels=20, quantize="int8-weight", platforms=("gpu",)),
+    Step("135m decode", Bucket(64, 0), temp=400, kernels=20, shape="135m"),
+)
+
+
+@functools.cache
+def programs(platform: str, shape: str, quantize: str | None) -> Programs:
+    """Two layers of a shape, with 2 GiB of pages in each, as the platform that is compiled for lays them out."""
+    config = config_from_hf({**hf_config(shape), "num_hidden_layers": 2})
+    graph, leaves = abstract_model(config, "bfloat16", quantize)
+    page_size = 16
+    page = 2 * config.num_kv_heads * page_size * config.head_dim * 2
+    engine = EngineConfig(
+        max_requests=64, max_model_len=8192, page_size=page_size, device_pages=2**31 // page, kv_dtype="bfloat16",
+        max_tokens_per_step=512, host_memory=0, disk_memory=0,
+    )  # fmt: skip
+    return Programs(config, graph, leaves, engine)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name.replace(" ", "-"))
+def test_a_step_is_one_graph_and_copies_no_pages(step: Step, platform: str, row: Row) -> None:
+    if platform not in step.platforms:
+        pytest.skip("takes too long to compile")
+    start = time.perf_counter()
+    with compilers.target(platform), deprecated.known():
+        own = programs(platform, step.shape, step.quantize)
+        made = compilers.compiled(own.build(step.bucket), platform, compiler_options())
+    seconds = time.perf_counter() - start
+    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
+    memory, moved = made.memory, made.moves(pages // len(own.kv) // 2)
+    layer = made.between("write_kv" if platform == "gpu" else "paged_attention")
+    row(
+        platform, step.name, f"temp {memory.temp_size_in_bytes / MIB:.0f} MiB",
+        f"aliased {memory.alias_size_in_bytes / MIB:.0f} of {pages / MIB:.0f} MiB", f"{layer} kernels a layer",
+        f"page copies: {', '.join(moved) or 'none'}",
+        f"host starts {', '.join(made.host_steps)}" if made.host_steps else "", f"{seconds:.0f} s",
+    )  # fmt: skip
+    assert memory.alias_size_in_bytes >= pages, "pages are not updated in place"
+    assert not moved
+    assert memory.temp_size_in_bytes <= step.temp * MIB
+    if platform == "gpu":
+        assert made.host_steps == ["kCommandBuffer"], "the host waits for the device within a step"
+        assert layer is not None
+        assert layer <= step.kernels

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# The first minutes on a GPU: `tests/bench/first_contact.sh [OUT]`, ten of them at most. Correctness first, then figures.
+#
+# Each part has a time limit and runs whatever became of those before, except that nothing is measured where the kernels
+# are wrong. OUT (default: first_contact) gets a log of each part and first_contact.json with what it printed last.
+# PLATFORM=cpu tries the script itself where there is no GPU.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+out=$(realpath -m "${1:-first_contact}")
+platform=${PLATFORM:-cuda}
+mkdir -p "$out"
+rm -f "$out"/*.log "$out"/*.part
+export JAX_PLATFORMS=$platform,cpu PYTHONPATH=$PWD/toolkit:$PWD/kernels:${PYTHONPATH:-} PYTHONUNBUFFERED=1
+[ "$platform" != cpu ] || export JAX_PLATFORMS=cpu
+
+part() { # NAME SECONDS COMMAND…: run it, keep its log, note how it ended
+  local name=$1 limit=$2 start=$SECONDS rc
+  shift 2
+  timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1
+  rc=$?
+  echo "$name $rc $((SECONDS - start))" >"$out/$(printf %02d "$((++parts))").part"
+  printf '%-12s %s  %s s  %s\n' "$name" "$([ $rc = 0 ] && echo ok || echo "failed ($rc)")" "$((SECONDS - start))" \
+    "$(tail -n 1 "$out/$name.log" | cut -c1-90)"
+  return $rc
+}
+parts=0
+
+part device 60 python -c '
+import jax, json
+d = jax.devices()[0]
+assert d.platform == "'"$([ "$platform" = cuda ] && echo gpu || echo "$platform")"'", d
+names = "device_kind", "compute_capability", "core_count"
+print(json.dumps({"jax": jax.__version__} | {name: str(getattr(d, name, "")) for name in names}))' || exit 1
+part kernels 200 python -m pytest -q -x -m gpu tests/kernels
+right=$?
+part story 60 python -m rekindle generate "Once upon a time" --max-tokens 32
+if [ $right = 0 ]; then
+  part attention 90 python -m rekindle_kernels.bench.gpu
+  part engine_06b 90 python -m rekindle bench --model 0.6b --workloads W1,W2,W3 --repeat 1 --json
+  part engine_8b 120 python -m rekindle bench --model 8b --workloads W1,W3 --repeat 1 --json
+fi
+
+python - "$out" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+out = Path(sys.argv[1])
+report = {}
+for part in sorted(out.glob("*.part")):
+    name, rc, seconds = part.read_text().split()
+    text = (out / f"{name}.log").read_text(errors="replace")
+    entry = {"exit": int(rc), "seconds": int(seconds), "tail": text.splitlines()[-25:]}
+    try:
+        entry["figures"] = json.loads(text[text.index("{") :])
+    except ValueError:
+        pass
+    report[name] = entry
+(out / "first_contact.json").write_text(json.dumps(report, indent=1))
+print(out / "first_contact.json")
+PYTHON
+exit $right

@@ -1,0 +1,226 @@
+"""What a fleet costs and brings on this machine, beside what the simulator predicts.
+
+python tests/bench/fleet.py overhead      one replica against a session: tokens/s, a request, HTTP
+python tests/bench/fleet.py prediction    the simulator's one replica against the real engine
+python tests/bench/fleet.py routers       routers on a load of shared prefixes, two replicas, beside the simulator
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+
+import rekindle
+from rekindle._src.bench.shapes import random_shape
+from rekindle._src.bench.simulation.fleet import HEAD, Outcome, Watch, simulate
+from rekindle._src.bench.simulation.loads import Ask, chats, percentile
+from rekindle._src.bench.simulation.measuring import measure
+from rekindle._src.bench.simulation.step_cost import StepTimes
+
+OPTIONS: dict[str, Any] = {
+    "max_requests": 16, "max_tokens_per_step": 256, "max_model_len": 1024, "disk_memory": 0, "host_memory": 0,
+    "quiet": True,
+}  # fmt: skip
+SMALL = {"systems": 6, "system_tokens": 160, "turns": 3, "question": 24, "output": 24, "pause": 1.0}
+
+
+def small_chats(requests: int, rate: float, seed: int = 1) -> list[Ask]:
+    """Conversations that fit into the embedded model's context."""
+    found = chats(random.Random(seed), requests, rate, **SMALL)
+    return [ask for ask in found if ask.length + ask.output < 900]
+
+
+async def replay(target: Any, asks: Sequence[Ask]) -> tuple[Watch, float]:
+    """Send requests when they are due, and note when tokens came."""
+    watch, vocabulary, begun = Watch(), target._engine.vocab_size, time.perf_counter()
+
+    async def one(number: int, ask: Ask) -> None:
+        await anyio.sleep(max(0.0, begun + ask.at - asks[0].at - time.perf_counter()))
+        name = str(number)
+        prompt = (ask.tokens() % vocabulary).tolist()
+        watch.asked(name, time.perf_counter())
+        async for delta in target.stream(prompt, max_tokens=ask.output, ignore_eos=True):
+            if delta.token_ids:
+                watch.came(name, len(delta.token_ids), time.perf_counter(), ended=False)
+
+    async with anyio.create_task_group() as group:
+        for number, ask in enumerate(asks):
+            group.start_soon(one, number, ask)
+    return watch, time.perf_counter() - begun
+
+
+def outcome(watch: Watch, seconds: float, stats: Any, before: Any, requests: int) -> Outcome:
+    prompts = stats.prompt_tokens - before.prompt_tokens
+    return Outcome(
+        requests=requests,
+        refused=0,
+        seconds=seconds,
+        hit_rate=(stats.cached_tokens - before.cached_tokens) / prompts,
+        imbalance=getattr(stats, "imbalance", 1.0),
+        busy=0.0,
+        first_token=(percentile(watch.first, 0.5), percentile(watch.first, 0.99)),
+        between=(percentile(watch.between, 0.5), percentile(watch.between, 0.99)),
+        tokens_per_second=watch.tokens / seconds,
+    )
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until the condition holds."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, "it took too long"
+        time.sleep(0.1)
+
+
+async def warm(target: Any) -> None:
+    """Compile what the loads need."""
+    for rows in (1, 2, 4, 8, 16):
+        for size in (8, 60, 200, 500):
+            prompts = [[(7 * row + at) % 200 + 1 for at in range(size)] for row in range(rows)]
+            await target.generate(prompts, max_tokens=6, ignore_eos=True)
+
+
+async def prediction(arguments: argparse.Namespace) -> None:
+    asks = small_chats(arguments.requests, arguments.rate)
+    model: Any = arguments.model if arguments.model == "tiny" else random_shape(arguments.model)
+    async with rekindle.open(model, **OPTIONS) as session:
+        await warm(session)
+        cost = await anyio.to_thread.run_sync(measure, session)
+        print(cost)
+        print(f"{'':24}{HEAD}")
+        ratios: list[list[float]] = []
+        for number in range(arguments.rounds):
+            await session.cache.clear()
+            before = session.stats()
+            times = StepTimes()
+            session._host.observe(times)
+            watch, seconds = await replay(session, asks)
+            session._host.unobserve(times)
+            real = outcome(watch, seconds, session.stats(), before, len(asks))
+            told = simulate(asks, session.config, cost)
+            print(f"{'real':24}{real}\n{'simulated':24}{told}")
+            spent = sum(taken for _, taken in times.steps), sum(cost.seconds(work) for work, _ in times.steps)
+            print(f"  the {len(times.steps)} real steps took {spent[0]:.2f} s, the model says {spent[1]:.2f} s")
+            ratios.append(
+                [
+                    told.first_token[0] / real.first_token[0],
+                    told.between[0] / real.between[0],
+                    told.tokens_per_second / real.tokens_per_second,
+                    told.hit_rate / real.hit_rate,
+                ]
+            )
+            del number
+        names = ("first token p50", "between p50", "tokens/s", "cached")
+        medians = [statistics.median(values) for values in zip(*ratios, strict=True)]
+        print("simulated / real, medians:", ", ".join(f"{n} {v:.2f}" for n, v in zip(names, medians, strict=True)))
+
+
+async def routers(arguments: argparse.Namespace) -> None:
+    asks = small_chats(arguments.requests, arguments.rate)
+    given = {**OPTIONS, "device_pages": arguments.pages}
+    async with rekindle.open("tiny", **given) as session:
+        await warm(session)
+        cost, config = await anyio.to_thread.run_sync(measure, session), session.config
+    print(f"{'':24}{HEAD}")
+    for router in ("affinity", "shortest", "round-robin"):
+        async with rekindle.fleet("tiny", replicas=2, router=router, **given) as fleet:  # type: ignore[arg-type]
+            await anyio.to_thread.run_sync(eventually, lambda fleet=fleet: fleet.stats().ready == 2, 120.0)
+            await warm(fleet)
+            await anyio.sleep(2.5)  # figures come with the mail
+            before = fleet.stats()
+            watch, seconds = await replay(fleet, asks)
+            await anyio.sleep(2.5)
+            print(f"{router + ', real':24}{outcome(watch, seconds, fleet.stats(), before, len(asks))}")
+        print(f"{router + ', simulated':24}{simulate(asks, config, cost, replicas=2, router=router)}", flush=True)
+
+
+async def timed(call: Callable[[], Any], times: int) -> float:
+    """The median of the seconds that a call takes."""
+    taken = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        await call()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
+async def figures(target: Any) -> dict[str, float]:
+    await warm(target)
+    prompts = [f"{number} Once upon a time" for number in range(16)]
+
+    async def streams() -> None:
+        async def one(prompt: str) -> None:
+            async for _ in target.stream(prompt, max_tokens=128, ignore_eos=True):
+                pass
+
+        async with anyio.create_task_group() as group:
+            for prompt in prompts:
+                group.start_soon(one, prompt)
+
+    async def single() -> None:
+        async for _ in target.stream("Once upon a time", max_tokens=128, ignore_eos=True):
+            pass
+
+    async def least() -> None:
+        await target.generate("Once upon a time", max_tokens=1)
+
+    begun = time.process_time()
+    seconds = await timed(streams, 5)
+    cpu = (time.process_time() - begun) / 5
+    found = {
+        "16 streams, tokens/s": 16 * 128 / seconds,
+        "µs of this process a token": cpu / (16 * 128) * 1e6,
+        "one stream, tokens/s": 128 / await timed(single, 5),
+        "a request of one token, ms": 1e3 * await timed(least, 50),
+    }
+    import httpx
+
+    server = await target.serve()
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        body = {"prompt": "Once upon a time", "max_tokens": 1}
+
+        async def post() -> None:
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+
+        async def streamed() -> None:
+            more = {**body, "max_tokens": 128, "stream": True, "ignore_eos": True}
+            async with client.stream("POST", "/v1/completions", json=more) as reply:
+                async for _ in reply.aiter_lines():
+                    pass
+
+        await timed(post, 5)
+        found["the same over HTTP, ms"] = 1e3 * await timed(post, 50)
+        found["a stream over HTTP, tokens/s"] = 128 / await timed(streamed, 5)
+    return found
+
+
+async def overhead(arguments: argparse.Namespace) -> None:
+    async with rekindle.open("tiny", **OPTIONS) as session:
+        alone = await figures(session)
+    async with rekindle.fleet("tiny", replicas=1, **OPTIONS) as fleet:
+        apart = await figures(fleet)
+    print(f"{'':32}{'session':>10}{'fleet of 1':>12}")
+    for name, value in alone.items():
+        print(f"{name:32}{value:10.1f}{apart[name]:12.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("overhead", "prediction", "routers"))
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=10.0, help="requests a second")
+    parser.add_argument("--pages", type=int, default=160, help="routers: KV pages of a replica")
+    parser.add_argument("--model", default="tiny", help="prediction: tiny, or a shape with random weights such as 135m")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    anyio.run({"overhead": overhead, "prediction": prediction, "routers": routers}[arguments.what], arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What each precision costs in quality: perplexity on held-out text, and how far the next token's odds move.
+
+    python tests/bench/quality.py [--model FOLDER --text FILE] [--tokens 16384] [--only int4 int4+calibrated]
+
+Without a model it is the embedded one on its held-out documents; the texts that calibrate are of its training part.
+With one, the first half of the text calibrates and the other is measured. KL is that of float32 against the precision,
+in nats per token. Activations are computed as a session computes them on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import rekindle
+from rekindle._src.bench import reference
+
+LENGTH = 512
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantize": "int8"},
+    "int4-32": {"quantize": "int4-32"},
+    "int4": {"quantize": "int4"},
+    "int4-128": {"quantize": "int4-128"},
+    "int4-32+calibrated": {"calibrate": "int4-32"},
+    "int4+calibrated": {"calibrate": "int4"},
+    "int4-128+calibrated": {"calibrate": "int4-128"},
+    "mlp int4": {"quantize": {"mlp": "int4", "attention": "int8", "embedding": "int8"}},
+}
+
+
+def log_odds(model: rekindle.models.LoadedModel, windows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """The log-probabilities [tokens, vocabulary] of every next token."""
+    found = []
+    for window in windows:
+        logits = reference.prefill(model, window, reference.empty_cache(model, len(window)))[0]
+        found.append(np.asarray(jax.nn.log_softmax(logits, axis=-1)))
+    return found
+
+
+def perplexity(odds: Sequence[np.ndarray], windows: Sequence[Sequence[int]]) -> float:
+    losses = [-table[np.arange(len(w) - 1), w[1:]] for table, w in zip(odds, windows, strict=True)]
+    return float(np.exp(np.concatenate(losses).mean()))
+
+
+def divergence(exact: Sequence[np.ndarray], odds: Sequence[np.ndarray]) -> float:
+    parts = [(np.exp(p) * (p - q)).sum(-1) for p, q in zip(exact, odds, strict=True)]
+    return float(np.concatenate(parts).mean())
+
+
+def same(exact: Sequence[np.ndarray], odds: Sequence[np.ndarray]) -> float:
+    parts = [p.argmax(-1) == q.argmax(-1) for p, q in zip(exact, odds, strict=True)]
+    return float(np.concatenate(parts).mean())
+
+
+def windows_of(tokens: Sequence[int], most: int) -> list[list[int]]:
+    cut = [list(tokens[start : start + LENGTH]) for start in range(0, min(len(tokens), most), LENGTH)]
+    return [window for window in cut if len(window) > 8]
+
+
+def tiny_texts(tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Windows that calibrate, of the training documents, and held-out ones."""
+    from tokenizers import Tokenizer
+
+    from rekindle._src.tiny_training.batches import PAD, encoded, pack
+    from rekindle._src.tiny_training.corpus import HELD_OUT, TRAIN
+
+    words = Tokenizer.from_file(str(rekindle.tiny.folder() / "tokenizer.json"))
+    packed = (pack(encoded(words, name), tokens // LENGTH, LENGTH) for name in (f"{TRAIN} quality", HELD_OUT))
+    calibrating, held = ([window[window != PAD].tolist() for window in windows] for windows in packed)
+    return calibrating, held
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--only", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    arguments = parser.parse_args()
+    folder = arguments.model or rekindle.tiny.folder()
+    if arguments.model is None:
+        calibrating, held = tiny_texts(arguments.tokens)
+    else:
+        tokens = rekindle.models.Tokenizer.load(folder).encode(arguments.text.read_text())
+        half = len(tokens) // 2
+        calibrating, held = windows_of(tokens[:half], arguments.tokens), windows_of(tokens[half:], arguments.tokens)
+    exact = log_odds(rekindle.models.load(folder, dtype="float32"), held)
+    print(f"{sum(map(len, held)):,} held-out tokens, {sum(map(len, calibrating)):,} that calibrate")
+    print(f"{'':22}{'perplexity':>12}{'KL':>11}{'top-1':>8}{'MB':>8}{'seconds':>9}")
+    for name in arguments.only:
+        options, start = PRECISIONS[name], time.perf_counter()
+        if "calibrate" in options:
+            plan = options["calibrate"]
+            model = rekindle.models.calibrate(folder, calibrating, quantize=plan, max_tokens=arguments.tokens)
+        else:
+            model = rekindle.models.load(folder, **options)
+        seconds = time.perf_counter() - start
+        odds = log_odds(model, held)
+        figures = perplexity(odds, held), divergence(exact, odds), same(exact, odds)
+        print(
+            f"{name:22}{figures[0]:12.4f}{figures[1]:11.5f}{figures[2]:8.1%}{model.nbytes / 1e6:8.1f}{seconds:9.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What HTTP costs: tokens a second of streams over a server beside the same requests made in its process.
+
+    python tests/bench/serving.py --model tiny [--streams 1 32] [--tokens 128] [--rounds 7]
+    python tests/bench/serving.py --model 135m
+
+Each request has a prompt of its own of 32 tokens and makes `--tokens` tokens, one event each. Both arms take turns, in
+an order that changes from round to round, and the ratio is the median of the rounds' own. The client is a process of
+its own, which reads plain sockets: what it computes is not the server's, but on a machine with few cores it takes part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels")]
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--client"]:
+        client()
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help="tiny, or a shape of rekindle._src.bench.shapes")
+    parser.add_argument("--streams", type=int, nargs="+", default=(1, 32))
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    asyncio.run(measure(**vars(parser.parse_args())))
+
+
+async def measure(model: str, streams: list[int], tokens: int, rounds: int) -> None:
+    import rekindle
+    from rekindle._src.bench.folder import write_checkpoint
+
+    folder: Any = model
+    if model != "tiny":
+        folder = write_checkpoint(model, Path(tempfile.gettempdir()) / f"rekindle-serving-{model}")
+    longest = 64 + tokens
+    command = [sys.executable, __file__, "--client"]
+    async with rekindle.open(folder, max_requests=max(streams), max_model_len=longest, quiet=True) as session:
+        server = await session.serve()
+        with subprocess.Popen(  # noqa: ASYNC220 (it takes milliseconds)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as reader:
+            for count in streams:
+                await compare(session, server, reader, count, tokens, rounds)
+            assert reader.stdin is not None
+            reader.stdin.close()
+        await server.aclose()
+
+
+async def compare(session: Any, server: Any, reader: Any, count: int, tokens: int, rounds: int) -> None:
+    """Run both arms in turns and print what came out."""
+    names = ("process", "http")
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for turn in range(-1, rounds):
+        for name in names if turn % 2 else names[::-1]:
+            prompts = [[100 + turn % 50, 3 + index, *range(20, 50)] for index in range(count)]
+            await session.cache.clear(tier="memory")
+            if name == "process":
+                times = await in_process(session, prompts, tokens)
+            else:
+                asked = {"port": server.port, "prompts": prompts, "tokens": tokens}
+                times = await asyncio.to_thread(over_http, reader, asked)
+            if turn >= 0:  # the first one compiles
+                found[name].append(figures(times, tokens))
+    ratios = [http["rate"] / own["rate"] for own, http in zip(found["process"], found["http"], strict=True)]
+    print(
+        f"{count} streams: {statistics.median(ratios):.3f} of the tokens/s, rounds {min(ratios):.3f}–{max(ratios):.3f}"
+    )
+    for name in names:
+        middle = {key: statistics.median(one[key] for one in found[name]) for key in found[name][0]}
+        print(
+            f"  {name:8}{middle['rate']:8.1f} tokens/s, first token p50 {middle['first50']:.1f} and p99 "
+            f"{middle['first99']:.1f} ms, then p50 {middle['between50']:.2f} and p99 {middle['between99']:.2f} ms",
+            flush=True,
+        )
+
+
+async def in_process(session: Any, prompts: list[list[int]], tokens: int) -> list[list[float]]:
+    """When each token of each stream was there, in seconds from the start."""
+    began = time.perf_counter()
+
+    async def one(prompt: list[int]) -> list[float]:
+        return [
+            time.perf_counter() - began
+            async for delta in session.stream(prompt, max_tokens=tokens, ignore_eos=True, temperature=0)
+            for _ in delta.token_ids
+        ]
+
+    return await asyncio.gather(*map(one, prompts))
+
+
+def over_http(reader: Any, asked: dict[str, Any]) -> list[list[float]]:
+    reader.stdin.write(json.dumps(asked) + "\n")
+    reader.stdin.flush()
+    found: list[list[float]] = json.loads(reader.stdout.readline())
+    return found
+
+
+def client() -> None:
+    for line in sys.stdin:
+        print(json.dumps(asyncio.run(read_all(**json.loads(line)))), flush=True)
+
+
+async def read_all(port: int, prompts: list[list[int]], tokens: int) -> list[list[float]]:
+    """When each event of each stream was there."""
+    began = time.perf_counter()
+
+    async def one(prompt: list[int]) -> list[float]:
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+        data = json.dumps(body).encode()
+        stream, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += "Content-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        times: list[float] = []
+        while line := await stream.readline():
+            if line.startswith(b"data: {"):
+                times.append(time.perf_counter() - began)
+        writer.close()
+        return times
+
+    return await asyncio.gather(*map(one, prompts))
+
+
+def figures(times: list[list[float]], tokens: int) -> dict[str, float]:
+    assert all(len(one) >= tokens * 0.9 for one in times), [len(one) for one in times]
+    last = max(one[-1] for one in times)
+    firsts = [one[0] * 1e3 for one in times]
+    between = [(later - earlier) * 1e3 for one in times for earlier, later in itertools.pairwise(one)]
+    return {
+        "rate": len(times) * tokens / last,
+        "first50": quantile(firsts, 0.5),
+        "first99": quantile(firsts, 0.99),
+        "between50": quantile(between, 0.5),
+        "between99": quantile(between, 0.99),
+    }
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+if __name__ == "__main__":
+    main()

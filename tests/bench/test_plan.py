@@ -1,0 +1,99 @@
+"""What a model needs on a mesh, on paper, compared with sums that can be done by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers import checkpoints, gguf_files
+from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, planned, shape_config
+from rekindle._src.cli.main import main
+from rekindle._src.models.partition import Partition
+from rekindle.errors import ConfigError
+
+CONFIG = shape_config("70b")[0]
+
+
+def test_a_70b_model_does_not_fit_one_h100_and_fits_eight() -> None:
+    one, eight = (planned(CONFIG, Partition(count), DEVICES["H100"]) for count in (1, 8))
+    assert one.weight_bytes == pytest.approx(70.55e9 * 2, rel=0.001)  # the published number of parameters
+    assert not one.fits and one.free_bytes < 0 and one.kv_tokens == 0
+    assert eight.weight_bytes == pytest.approx(one.weight_bytes / 8, rel=0.001)
+    assert eight.fits and eight.kv_tokens == eight.free_bytes // eight.token_bytes
+    # keys and values, 80 layers, one head of 128 on each device, two bytes
+    assert eight.token_bytes == 2 * 80 * 1 * 128 * 2
+
+
+def test_a_step_of_one_row_reads_the_weights_once() -> None:
+    found = planned(CONFIG, Partition(8), DeviceSpec(80, 1000, 1e6, 1e6, 1e6, latency=0), context=1)
+    embedding = 128256 * 8192 * 2 / 8
+    assert found.alone_seconds == pytest.approx((found.weight_bytes - embedding) / 1e12, rel=0.001)
+
+
+def test_sums_over_devices_cost_their_latency_in_each_layer() -> None:
+    slow = planned(CONFIG, Partition(8), DeviceSpec(80, 1000, 1e6, 1e6, 1e9, latency=100))
+    assert slow.sum_seconds == pytest.approx((2 * 80 + 2) * 100e-6, rel=0.001)
+    assert planned(CONFIG, Partition(1), DEVICES["H100"]).sum_seconds == 0
+
+
+def test_kv_heads_beyond_those_there_are_take_memory_on_every_device() -> None:
+    assert planned(CONFIG, Partition(8), DEVICES["H100"]).token_bytes == (
+        planned(CONFIG, Partition(16), DEVICES["H100"]).token_bytes
+    )
+
+
+def test_experts_are_read_as_far_as_they_are_chosen() -> None:
+    config = shape_config("30b-a3b")[0]
+    found = planned(config, Partition(2, 4), DEVICES["H100"])
+    assert found.weight_bytes == pytest.approx(30.5e9 * 2 / 8, rel=0.02)
+    assert found.read_bytes == pytest.approx(3.3e9 * 2 / 8, rel=0.05)  # the published number of active parameters
+
+
+def test_int8_halves_the_weights() -> None:
+    full, half = (planned(CONFIG, Partition(4), DEVICES["H100"], quantize=q) for q in (None, "int8"))
+    assert half.weight_bytes == pytest.approx(full.weight_bytes / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("shape", sorted(PLANNED))
+def test_every_shape_has_a_plan(shape: str) -> None:
+    config, dtype = shape_config(shape)
+    found = planned(config, Partition(1), DEVICES["H200"], dtype=dtype)
+    assert found.weight_bytes > 0 and found.many_seconds >= found.alone_seconds > 0
+
+
+def test_a_folder_is_planned_by_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**PLANNED["8b"], "torch_dtype": "float32"}))
+    config, dtype = shape_config(str(tmp_path))
+    assert config.num_layers == 32 and dtype == "float32"
+
+
+def test_what_is_not_known_is_refused_with_what_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="Use a folder, or one of micro"):
+        shape_config("9000b")
+    assert main(["doctor", "--plan", "70b", "--device", "abacus"]) == 1
+    assert "Use one of A100, H100" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["doctor", "--plan", "70b", "--mesh", "many"])
+    assert "Use --mesh 4, or --mesh model=4,expert=2" in capsys.readouterr().err
+
+
+def test_the_doctor_tells_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--plan", "70b", "--mesh", "8", "--device", "h100"]) == 0
+    told = capsys.readouterr().out
+    assert "weights take 17.6 GB on each device, of 72.0 GB" in told
+    assert "a bound on paper, not a measurement" in told
+    assert main(["doctor", "--plan", "70b"]) == 1
+    assert "Use more devices" in capsys.readouterr().out
+
+
+def test_the_doctor_says_how_many_devices_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--mesh", "64"]) == 1
+    assert "--mesh needs 64, and there are" in capsys.readouterr().out
+
+
+def test_a_gguf_file_is_planned_by_its_metadata(tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "folder", checkpoints.CASES["qwen3"])
+    config, dtype = shape_config(str(gguf_files.convert(folder, tmp_path / "model.gguf", "bf16")))
+    assert (config.model_type, config.head_dim, dtype) == ("qwen3", 12, "bfloat16")

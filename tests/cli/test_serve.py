@@ -1,0 +1,174 @@
+"""`rekindle serve`: it listens while it loads, a signal lets answers finish, a second one cuts them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from helpers.sessions import eventually, fake_session
+from rekindle._src.cli import serve
+from rekindle._src.cli.main import main, parser
+from rekindle.errors import CheckpointError, ConfigError
+
+pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+
+
+class Opening:
+    """A model that takes a moment to open, or fails to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.session = error, fake_session(step_seconds=0.01)
+        self.ready = threading.Event()
+
+    def __await__(self) -> Any:
+        return self._open().__await__()
+
+    async def _open(self) -> Any:
+        while not self.ready.is_set():  # noqa: ASYNC110 (another thread sets it)
+            await anyio.sleep(0.005)
+        if self.error is not None:
+            raise self.error
+        return self.session
+
+
+class Client(threading.Thread):
+    """What happens meanwhile in another thread; signals go to the main one."""
+
+    def __init__(self, act: Callable[[Client], None], capsys: pytest.CaptureFixture[str]) -> None:
+        super().__init__()
+        self.act, self.capsys, self.error = act, capsys, None
+        self.text = ""
+
+    def run(self) -> None:
+        try:
+            found: list[str] = []
+            while not found:
+                found = re.findall(r"http://127\.0\.0\.1:(\d+)/v1", self.capsys.readouterr().err)
+                time.sleep(0.01)
+            self.port = int(found[0])
+            self.act(self)
+        except BaseException as error:
+            self.error: BaseException | None = error
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        with contextlib.closing(connection):
+            connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+            with connection.getresponse() as response:
+                return response.status, response.read()
+
+    def stream(self, tokens: int) -> threading.Thread:
+        def read() -> None:
+            body = {"prompt": "Hello", "max_tokens": tokens, "stream": True}
+            self.text = self.ask("POST", "/v1/completions", body)[1].decode()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        return thread
+
+
+def run(
+    opening: Opening,
+    act: Callable[[Client], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *options: str,
+) -> int:
+    monkeypatch.setattr(serve, "open", lambda model, **given: opening, raising=False)
+    client = Client(act, capsys)
+    client.start()
+    status = main(["serve", "tiny", "--port", "0", *options])
+    client.join()
+    opening.session.close()
+    if client.error is not None:
+        raise client.error
+    return status
+
+
+def test_it_listens_while_it_loads_and_a_signal_lets_answers_finish(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = Opening()
+
+    def act(client: Client) -> None:
+        assert client.ask("GET", "/health")[0] == 503
+        opening.ready.set()
+        eventually(lambda: client.ask("GET", "/health")[0] == 200)
+        reader = client.stream(100)
+        eventually(lambda: opening.session.stats().running == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        with pytest.raises(OSError):
+            client.ask("GET", "/health")
+        reader.join()
+        assert client.text.endswith("data: [DONE]\n\n") and client.text.count("data: ") == 101
+
+    assert run(opening, act, capsys, monkeypatch) == 0
+    assert opening.session.closed
+
+
+def test_a_second_signal_cuts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    opening = Opening()
+    opening.ready.set()
+
+    def act(client: Client) -> None:
+        eventually(lambda: client.ask("GET", "/health")[0] == 200)
+        reader = client.stream(490)
+        eventually(lambda: opening.session.stats().running == 1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        assert reader.is_alive()
+        os.kill(os.getpid(), signal.SIGTERM)
+        reader.join(3)
+        assert not reader.is_alive()
+        assert client.text.endswith("data: [DONE]\n\n") and '"aborted"' in client.text
+
+    assert run(opening, act, capsys, monkeypatch, "--drain", "60") == 0
+
+
+def test_a_model_that_can_not_be_opened_ends_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = Opening(CheckpointError("the folder is empty. Download it again"))
+    assert run(opening, lambda client: opening.ready.set(), capsys, monkeypatch) == 1
+
+
+def test_names_of_models(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    assert serve.named(["tiny", str(tmp_path / "my-model"), "org/name"], []) == {
+        "tiny": "tiny", "my-model": str(tmp_path / "my-model"), "org/name": "org/name",
+    }  # fmt: skip
+    assert serve.named(["tiny", "tiny"], ["a", "b"]) == {"a": "tiny", "b": "tiny"}
+    with pytest.raises(ConfigError, match="two models"):
+        serve.named(["tiny", "tiny"], [])
+    with pytest.raises(ConfigError, match="more names"):
+        serve.named(["tiny"], ["a", "b"])
+
+
+def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# for tests\nfirst\n\n second \n")
+    monkeypatch.setenv("REKINDLE_API_KEY", "fourth")
+    given = parser().parse_args(["serve", "--api-key", "zero", "--api-key-file", str(file)])
+    assert serve.api_keys(given) == ["zero", "first", "second", "fourth"]
+    file.write_text("# none\n")
+    with pytest.raises(ConfigError, match="no key"):
+        serve.api_keys(given)
+
+
+def test_the_dashboard_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--grafana"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "rekindle"

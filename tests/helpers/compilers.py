@@ -1,0 +1,194 @@
+"""The compilers for an H100 and a TPU v5e on a machine that has neither, and what can be read from their output.
+
+The compilers are the real ones (XLA with ptxas for sm_90a, libtpu), so registers, spills, shared memory, aliasing,
+copies, command buffers and programs that do not fit are facts. Run times and numbers are not.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+Row = Callable[..., None]  # the fixture `row`: adds a line to the table that is printed at the end
+HERE = Path(__file__).parent.parent / "accelerator"
+FETCH = "`python tests/accelerator/fetch.py FOLDER` downloads the compilers; then set REKINDLE_COMPILERS=FOLDER"
+# The suite's XLA_FLAGS turn optimisations off, and autotuning needs a GPU: matrix products have XLA's default tiles.
+GPU_OPTIONS: dict[str, Any] = {
+    "xla_backend_optimization_level": 3, "xla_gpu_autotune_level": 0, "xla_dump_hlo_pass_re": "",
+    "xla_dump_hlo_as_text": True, "xla_gpu_dump_llvmir": False,
+}  # fmt: skip
+_THUNK = re.compile(
+    r"^(?P<indent> *)\d+: (?P<kind>k\w+) +\[[^]]*\] *(?P<name>[\w.-]*)(?:.*shared_memory: (?P<shared>\d+))?"
+)
+_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "bf16": 2,
+    "f16": 2,
+    "u16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+}
+# Instructions that move an array from one place to another, and so cost its size twice.
+_MOVES = ("copy", "copy-start", "pad", "transpose", "slice", "concatenate", "convert")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a GPU kernel takes of a multiprocessor."""
+
+    name: str
+    registers: int  # per thread
+    spilled: int  # bytes per thread, stores and loads
+    shared: int  # bytes per program
+    wgmma: bool  # uses Hopper's matrix instructions
+
+
+@dataclass(frozen=True)
+class Thunk:
+    """One entry of a GPU program's schedule."""
+
+    depth: int
+    kind: str  # "kCommandBuffer", "kConditional", "kCustomKernel", …
+    name: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program and what its compiler wrote."""
+
+    executable: Any
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    thunks: tuple[Thunk, ...] = ()
+
+    @property
+    def memory(self) -> Any:
+        return self.executable.memory_analysis()
+
+    @functools.cached_property
+    def text(self) -> str:
+        return str(self.executable.as_text())
+
+    @property
+    def host_steps(self) -> list[str]:
+        """Kinds of the entries that the host starts one by one: a single command buffer where all is one graph."""
+        return [thunk.kind for thunk in self.thunks if thunk.depth == 0]
+
+    def moves(self, least: int) -> list[str]:
+        """Instructions, inside fusions too, that move an array of at least so many bytes."""
+        found = []
+        for line in self.text.splitlines():
+            matched = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = \(?(\w+)\[([\d,]*)\]\S* .*?\b([\w-]+)\(", line)
+            if matched and matched[4] in _MOVES and matched[2] in _BYTES:
+                sizes = [int(size) for size in matched[3].split(",") if size]
+                if functools.reduce(lambda product, size: product * size, sizes, _BYTES[matched[2]]) >= least:
+                    found.append(f"{matched[4]} {matched[2]}[{matched[3]}]")
+        return found
+
+    def between(self, name: str) -> int | None:
+        """How many kernels run from one kernel of this name to the next: those of a layer."""
+        names = [thunk.name for thunk in self.thunks if thunk.kind not in ("kCommandBuffer", "kConditional", "kWhile")]
+        if not names:
+            entry = self.text[self.text.index("\nENTRY") :]
+            kinds = r"= (?:\([^=]*\)|\S+) (?:fusion|custom-call|copy|sort|reduce|convolution)\("
+            names = [line for line in entry.splitlines() if re.search(kinds, line)]
+        places = [index for index, each in enumerate(names) if name in each and self._calls(each)]
+        return places[1] - places[0] if len(places) > 1 else None
+
+    def _calls(self, entry: str) -> bool:
+        return bool(self.thunks) or "custom-call(" in entry
+
+
+def folder(platform: str) -> Path | None:
+    """Where the compiler for "gpu" or "tpu" lies; None where it was not fetched."""
+    root = Path(os.environ.get("REKINDLE_COMPILERS", "/nowhere")) / platform
+    return root if root.is_dir() else None
+
+
+@functools.cache
+def devices(platform: str) -> list[jax.Device]:
+    """The devices of a topology that is not there: one H100, or four chips of a v5e."""
+    root = folder(platform)
+    assert root is not None, FETCH
+    jax.devices("cpu")  # JAX looks for plugins now, and once only: this one is not to be found
+    if platform == "gpu":
+        sys.path.append(str(root))
+        importlib.import_module(f"jax_plugins.{next(root.glob('jax_plugins/xla_cuda*')).name}").initialize()
+        target = (HERE / "h100.txtpb").read_text()
+        return topologies.get_topology_desc("", "cuda", target_config=target, topology="1x1x1").devices
+    os.environ["TPU_LIBRARY_PATH"] = str(root / "libtpu" / "libtpu.so")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    return topologies.get_topology_desc("v5e:2x2", "tpu").devices
+
+
+@contextmanager
+def target(platform: str) -> Iterator[jax.Device]:
+    """Inside, what is traced is for that platform, and shapes without a sharding lie on its first device."""
+    device = devices(platform)[0]
+    with jax.default_device(device):
+        yield device
+
+
+def compiled(lowered: Any, platform: str, options: Mapping[str, Any] | None = None) -> Compiled:
+    """Compile; `options` are the compiler options of the program itself."""
+    if platform == "tpu":
+        return Compiled(lowered.compile(compiler_options=dict(options or {})))
+    root = folder("gpu")
+    assert root is not None, FETCH
+    cuda = next(root.glob("nvidia/cu*"))
+    with tempfile.TemporaryDirectory() as dump:
+        places = {"xla_dump_to": dump, "xla_gpu_cuda_data_dir": str(cuda)}
+        executable = lowered.compile(compiler_options={**GPU_OPTIONS, **places, **(options or {})})
+        thunks, shared = _schedule(Path(dump))
+        kernels = _resources(Path(dump), cuda / "bin" / "ptxas", shared)
+        return Compiled(executable, kernels, thunks)
+
+
+def _schedule(dump: Path) -> tuple[tuple[Thunk, ...], dict[str, int]]:
+    # The second is written only where a pass changed the first.
+    file = max(dump.glob("*thunk_sequence*.txt"), key=lambda path: len(path.name))
+    thunks, shared = [], {}
+    for line in file.read_text().splitlines():
+        matched = _THUNK.match(line)
+        if matched:
+            thunks.append(Thunk(len(matched["indent"]), matched["kind"], matched["name"]))
+            shared[matched["name"]] = int(matched["shared"] or 0)
+    return tuple(thunks), shared
+
+
+def _resources(dump: Path, ptxas: Path, shared: Mapping[str, int]) -> dict[str, Kernel]:
+    """What ptxas says about our own kernels, which are the ones with a name that does not end in a number."""
+    kernels = {}
+    for file in dump.glob("*.ptx"):
+        text = file.read_text()
+        for name in re.findall(r"\.entry (\w+)\(", text):
+            if not name.startswith(("paged_", "write_kv")):
+                continue
+            said = subprocess.run(
+                [ptxas, "-v", "-arch=sm_90a", file, "-o", os.devnull], capture_output=True, text=True, check=True
+            ).stderr
+            spills = re.findall(r"(\d+) bytes spill", said)
+            registers = re.search(r"Used (\d+) registers", said)
+            assert registers is not None, said
+            taken = shared.get(name, 0)
+            kernels[name] = Kernel(name, int(registers[1]), sum(map(int, spills)), taken, "wgmma" in text)
+    return kernels

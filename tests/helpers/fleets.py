@@ -1,0 +1,152 @@
+"""Fleets whose replicas live in this process, over fake sessions or any others, and die when a test says so."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+
+from helpers.sessions import CONFIG, eventually, fake_session
+from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.replicas.fleet import Fleet, FleetOpening, Parts
+from rekindle._src.replicas.replica import Replica, _described
+from rekindle._src.replicas.wire import Described, Mail, ReplicaGone
+from rekindle._src.session.session import Session
+
+_names = itertools.count()
+
+
+class LocalReplica:
+    """A connection to a replica in this process. Each life has a session of its own."""
+
+    def __init__(self, name: str, make: Callable[[], Session]) -> None:
+        self._name, self._make = name, make
+        self.replica: Replica | None = None
+        self.session: Session | None = None
+        self.lives = 0
+        self.killed = 0  # by the fleet
+        self.hangs = False  # answers no calls until it is killed
+        self.broken: Exception | None = None  # raised by the next attempts to open it
+        self.closed = False
+        self.poisoned = False  # dies of every request, before it tells of a token
+        self.after: int | None = None  # dies by itself before it tells of more tokens than these
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def open(self) -> Described:
+        if self.closed:
+            raise ReplicaGone("is closed")
+        if self.broken is not None:
+            raise self.broken
+        if self.replica is None:
+
+            def made() -> Session:
+                session = self._make()
+                if self.replica is not mine:  # it died meanwhile
+                    session._host.close()
+                self.session = session
+                return session
+
+            mine = self.replica = Replica(made)
+            self.lives += 1
+        return await self._alive(lambda: self._now.open())
+
+    async def send(self, sender: str, requests: Any, ended: Any) -> None:
+        await self._alive(lambda: self._now.send(sender, requests, ended))
+
+    async def mail(self, sender: str, patience: float) -> Mail:
+        await self._alive(lambda: self._now._look())
+        mail: Mail = await self._alive(lambda: self._now.mail(sender, patience))
+        mail = mail._replace(silent=0.0)
+        if self.poisoned and self._now._boxes and any(box.running for box in self._now._boxes.values()):
+            self.die()
+            raise ReplicaGone("died of a request")
+        if self.after is not None:
+            self.after -= sum(len(news.event.token_ids) for news in mail.news)
+            if self.after < 0:
+                self.after = None
+                self.die()
+                raise ReplicaGone("died amid its mail")
+        return mail
+
+    @property
+    def _now(self) -> Replica:
+        if self.replica is None:
+            raise ReplicaGone("is dead")
+        return self.replica
+
+    async def _alive(self, call: Callable[[], Any]) -> Any:
+        mine = self._now
+        while self.hangs:
+            await anyio.sleep(0.01)
+            if self.replica is not mine:
+                raise ReplicaGone("was killed")
+        try:
+            return await call()
+        finally:
+            if self.replica is not mine:
+                raise ReplicaGone("has died")
+
+    def die(self) -> None:
+        """Ends it without warning, like kill -9: what it has not told is lost."""
+        session, self.replica, self.session = self.session, None, None
+        self.hangs = False
+        if session is not None:
+            session._host.close()
+
+    def kill(self) -> None:
+        self.killed += 1
+        self.die()
+
+    def close(self) -> None:
+        self.closed = True
+        self.die()
+
+
+@contextmanager
+def local_fleet(
+    make: Callable[[], Session] = lambda: fake_session(CONFIG),
+    *,
+    replicas: int = 2,
+    router: str = "affinity",
+    hang: float = 15.0,
+) -> Iterator[tuple[Fleet, list[LocalReplica]]]:
+    """A fleet, and the connections to its replicas; checks at the end that no thread is left."""
+    before = ours()
+    connections: list[LocalReplica] = []
+
+    def another() -> LocalReplica:
+        made = LocalReplica(f"local-{len(connections)}", make)
+        connections.append(made)
+        return made
+
+    def parts() -> Parts:
+        given = [another() for _ in range(replicas)]
+        session = make()
+        described = _described(session)
+        session.close()
+
+        def close() -> None:
+            for connection in connections:
+                connection.close()
+
+        return Parts(given, described, another, close, f"test-{next(_names)}")
+
+    fleet = run_sync(FleetOpening(parts, "fake", router, hang)._result())
+    try:
+        eventually(lambda: fleet.stats().ready == replicas)
+        yield fleet, connections
+    finally:
+        fleet.close()
+    eventually(lambda: ours() <= before)
+
+
+def ours() -> set[threading.Thread]:
+    """Threads of sessions and fleets."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("rekindle")}

@@ -1,0 +1,72 @@
+"""As a script: a session on a machine without kernels, which starts at once and gets them while it serves.
+
+Arguments: the option `precompile`, a folder for programs and kernels; with --without-compiler, numba and llvmlite can't
+be imported. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "toolkit"), str(ROOT / "kernels"), str(ROOT / "tests")]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["REKINDLE_BACKGROUND_BUILD"] = "1"
+    os.environ["REKINDLE_CACHE"] = sys.argv[2]
+    if "--without-compiler" in sys.argv:
+        sys.argv.remove("--without-compiler")
+        sys.modules.update(dict.fromkeys(("numba", "llvmlite", "llvmlite.binding")))  # type: ignore[arg-type]
+
+import rekindle  # noqa: E402
+from helpers.small import MODEL, OPTIONS, plain, prompt  # noqa: E402
+from rekindle._src.session.session import Session  # noqa: E402
+from rekindle_kernels.native import build  # noqa: E402
+
+LONGEST = 240.0  # seconds that kernels may take
+
+
+def native(session: Session) -> dict[str, bool]:
+    """Whether each step program that is ready calls native kernels."""
+    programs: Any = session._engine.runner.programs
+    ready = [(key, programs.get(key)) for key in programs._ready if hasattr(key, "rows")]
+    return {key.name: 'custom_call_target="rekindle_' in str(program.as_text()) for key, program in ready}
+
+
+def main(mode: str, folder: str) -> dict[str, Any]:
+    ids = prompt(1, 20)
+    with rekindle.open_sync(MODEL, **OPTIONS | {"precompile": mode, "cache_dir": folder}) as session:
+        first = session.generate_sync(ids, max_tokens=4, ignore_eos=True)
+        at_first = native(session), "numba" in sys.modules
+        rounds, answers = 0, [(ids, first.token_ids)]
+        started = time.monotonic()
+        while time.monotonic() - started < LONGEST and not all(native(session).values()):
+            done = session.generate_sync(prompt(rounds % 7, 20), max_tokens=30, ignore_eos=True)
+            answers.append((prompt(rounds % 7, 20), done.token_ids))
+            rounds += 1
+            time.sleep(0.05)
+        answers.append((ids, session.generate_sync(ids, max_tokens=30, ignore_eos=True).token_ids))
+        numba = at_first[1] or "numba" in sys.modules  # before the plain loop, which traces with kernels
+        wrong = sum(tokens != plain(asked, len(tokens)) for asked, tokens in answers)
+        session.check_integrity()
+        programs: Any = session._engine.runner.programs
+        foreseen = programs.kernels()
+        return {
+            "at_first": at_first[0],
+            "at_last": native(session),
+            "numba": numba,
+            "unforeseen": sorted(build._ready - {*foreseen, *build.PYTHON}),
+            "rounds": rounds,
+            "wrong": wrong,
+            "refused": sorted(build._failed),
+            "origins": sorted({program.origin for program in session.programs()}),
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -1,0 +1,269 @@
+"""Checks of sessions on a mesh, for a process with simulated devices of its own: `python mesh_checks.py FOLDER NAME…`.
+
+Each check compares with one device. `tests/session/test_mesh.py` runs them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels", "tests")]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+import rekindle  # noqa: E402
+from helpers import checkpoints, mesh_models  # noqa: E402
+from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # noqa: E402
+from rekindle._src.core.config import EngineConfig  # noqa: E402
+from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
+from rekindle._src.models.loading import prepared  # noqa: E402
+from rekindle._src.models.placement import placed  # noqa: E402
+from rekindle._src.programs.programs import Programs  # noqa: E402
+from rekindle._src.session.resolve import resolve  # noqa: E402
+from rekindle._src.session.session import Session  # noqa: E402
+
+CLOSE = 1e-5
+EXPERTS = {"expert": 2, "model": 1}
+CHECKS: dict[str, Callable[[Path], None]] = {}
+
+
+def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def compare(name: str, *meshes: Any, kv_heads: int = 4, close: float = CLOSE, **options: Any) -> None:
+    model = case(name, kv_heads)
+    expected = generated(model, None, **options)
+    for mesh in meshes:
+        found = difference(expected, generated(model, mesh, **options))
+        print(f"{name} with {kv_heads} kv heads on {mesh} {options or ''}: {found:.1e}", flush=True)
+        assert found < close, (name, mesh, found)
+
+
+def opened(model: Any, mesh: Any, **options: Any) -> Session:
+    return rekindle.open_sync(model, mesh=mesh, **OPTIONS | options)
+
+
+@check
+def some_families(folder: Path) -> None:
+    """Biases and a padded vocabulary, norms over all heads, and experts on different devices."""
+    compare("gpt2", 2)
+    compare("olmo2", 2)
+    compare("qwen3-moe", EXPERTS)
+
+
+@check
+def sums_of_a_step(folder: Path) -> None:
+    """Two sums a layer and one of the embedding, one gathering of logits; pages stay in their place."""
+    for name, mesh, more in (
+        ("llama", 4, 0),
+        ("gpt2", 2, 0),
+        ("gemma2", 2, 0),
+        ("mixtral", EXPERTS, 0),
+        ("olmo2", 2, 1),
+    ):
+        model = case(name)
+        placement = placed(checked_mesh(mesh), model.graph)
+        assert placement is not None
+        config = resolve(EngineConfig(**OPTIONS), model.config, placement=placement)
+        programs = Programs(model.config, model.graph, placement.shapes(model.leaves), config, placement=placement)
+        decode = next(bucket for bucket in programs.lattice if not bucket.tokens)
+        lowered = programs.build(decode)
+        text = lowered.as_text()
+        layers = model.config.num_layers
+        assert text.count("stablehlo.all_reduce") == 1 + (2 + more) * layers, name
+        assert text.count("stablehlo.all_gather") == 1, name
+        assert placement.report(0).sums == 1 + (2 + more) * layers
+        compiled = lowered.compile()
+        assert not any(f" {kind}(" in compiled.as_text() for kind in ("all-to-all", "collective-permute")), name
+        pages = (
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.kv)) // placement.partition.size
+        )
+        assert compiled.memory_analysis().alias_size_in_bytes >= pages, "pages are copied"
+
+
+@check
+def every_family(folder: Path) -> None:
+    """All cases on two devices, experts in groups, and one case of each family on four and eight."""
+    wide = {"llama", "gpt2", "olmo2", "gemma2", "qwen3", "phi3", "mixtral", "qwen3-moe", "smollm3"}
+    for name in sorted(set(checkpoints.CASES) - mesh_models.LEFT_OUT):
+        meshes: list[Any] = [2, 4, 8] if name in wide else [2]
+        if any(case(name).config.moe):
+            meshes += [EXPERTS, {"expert": 2, "model": 4}, {"expert": 4, "model": 2}]
+        compare(name, *meshes)
+
+
+@check
+def repeated_kv_heads(folder: Path) -> None:
+    """More devices than kv heads: several have the same ones."""
+    for name in ("llama", "olmo2", "qwen3", "gemma2"):
+        compare(name, 4, 8, kv_heads=2)
+
+
+@check
+def kernels_of_xla(folder: Path) -> None:
+    """Without the native kernels of attention, then without those of products and norms and their chains too."""
+    for name in ("llama", "gpt2", "mixtral"):
+        compare(name, 2, kernels="xla")
+        plain = mesh_models.without_kernels(case(name))
+        found = difference(generated(plain, None, kernels="xla"), generated(plain, 2, kernels="xla"))
+        print(f"{name} without any native kernel: {found:.1e}", flush=True)
+        assert found < CLOSE, (name, found)
+
+
+@check
+def quantised(folder: Path) -> None:
+    """Weights in 8 bits are the same on a mesh. Where activations are rounded too, each device rounds its own part."""
+    path = checkpoints.write(folder / "checkpoint", mesh_models.raw("llama"))
+    moe = checkpoints.write(folder / "experts", mesh_models.raw("qwen3-moe"))
+    for model, mesh in ((path, 2), (path, 8), (moe, EXPERTS)):
+        expected = generated(model, None, quantize="int8-weight")
+        found = difference(expected, generated(model, mesh, quantize="int8-weight"))
+        whole, parts = (generated(model, where, quantize="int8")[0].logprobs or () for where in (None, mesh))
+        rounded = abs(whole[0].logprob - parts[0].logprob)
+        print(f"{mesh}: {found:.1e} with rounded weights, {rounded:.1e} with rounded activations", flush=True)
+        assert found < 1e-4 and rounded < 0.3
+
+
+@check
+def four_bits(folder: Path) -> None:
+    """Parts of 4-bit matrices mean the same on a mesh, those of experts too, which XLA's products show: they round
+    nothing. Native products round rows to 8 bits: a number between two steps goes to the other one after a sum in
+    another order, and everything behind it is rounded anew."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "moe_intermediate_size": 64}
+    both = {"expert": 2, "model": 2}
+    for name, meshes in (("llama", (2, 4)), ("qwen3-moe", (EXPERTS, 2, both))):
+        path = checkpoints.write(folder / name, mesh_models.raw(name) | sizes)
+        native = rekindle.models.load(path, dtype="float32", quantize="mlp=int4-32,attention=int4-32")
+        plain = mesh_models.without_kernels(native)
+        expected, near = generated(plain, None), generated(native, None)
+        for mesh in meshes:
+            found = difference(expected, generated(plain, mesh))
+            whole, parts = (each[0].logprobs or () for each in (near, generated(native, mesh)))
+            rounded = abs(whole[0].logprob - parts[0].logprob)
+            print(f"{name} on {mesh}: {found:.1e} of their values, {rounded:.1e} with rounded activations", flush=True)
+            assert found < CLOSE and rounded < 0.3
+
+
+@check
+def int8_pages(folder: Path) -> None:
+    """Quantised pages have scales, which are divided too. Values between two steps may be rounded either way."""
+    compare("llama", 2, 4, kv_dtype="int8", close=1e-3)
+
+
+@check
+def restarts(folder: Path) -> None:
+    """Programs of a mesh are stored and loaded without tracing, and no session takes another mesh's."""
+    options = {"cache_dir": str(folder / "cache")}
+    model = case("llama", 2)
+    expected = generated(model, 2, **options)
+    for mesh, loads in ((2, True), (None, False), (4, False), (4, True), ({"expert": 1, "model": 2}, True)):
+        with opened(model, mesh, **options) as session:
+            found = session.generate_sync(PROMPT, max_tokens=10, logprobs=3)
+            stats = session.stats()
+        assert difference(expected[:1], [found]) < CLOSE
+        assert (stats.traces == 0 and stats.compilations == 0) == loads, (mesh, stats.traces, stats.compilations)
+
+
+@check
+def snapshots(folder: Path) -> None:
+    """What one mesh saved another restores: pages are laid out alike, also where kv heads are repeated."""
+    options = {"cache_dir": str(folder / "snapshots"), "disk_memory": 1 << 26}
+    model = case("llama", 2)
+    prompt = [(7 * index) % 150 + 3 for index in range(33)]
+    saved = None
+    for mesh in (None, 4, 2, None):
+        with opened(model, mesh, restore=saved, **options) as session:
+            done = session.generate_sync(prompt, max_tokens=6, logprobs=3)
+            assert done.usage.cached_tokens == (32 if saved else 0), (mesh, done.usage)
+            if saved is None:
+                first = done
+            saved = f"from {mesh}".replace(" ", "-")
+            session.save(saved).result_sync()
+        assert difference([first], [done]) < CLOSE, mesh
+
+
+@check
+def tiers_and_preemption(folder: Path) -> None:
+    """More requests than pages: sequences are preempted, pages leave and come back, and the texts are right."""
+    model, rng = case("llama", 2), np.random.default_rng(0)
+    stem = rng.integers(3, 150, 17).tolist()
+    prompts = [stem[: int(rng.integers(0, 18))] + rng.integers(3, 150, 9).tolist() for _ in range(24)]
+    more: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 32, "max_queue": 64}
+    ask: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    with opened(model, None, device_pages=200, **more) as session:
+        expected = [session.generate_sync(prompt, **ask).token_ids for prompt in prompts]
+    for mesh in (2, 4):
+        with opened(model, mesh, device_pages=13, **more) as session:
+            tiers = session._cache_writer.tiers
+            assert tiers is not None
+            tiers.costs.mode = "always"  # copying is preferred to computing
+            for _ in range(2):
+                found = session.generate_sync(prompts, **ask)
+                assert [one.token_ids for one in found] == expected, mesh
+            stats = session.stats()
+            print(f"{mesh}: {stats.preemptions} preemptions, {stats.pages_out} pages out, {stats.pages_in} in")
+            assert stats.preemptions and stats.pages_out and stats.pages_in
+            session.check_integrity()
+
+
+@check
+def loaded_weights(folder: Path) -> None:
+    """A folder is read onto a mesh; weights kept for one mesh serve every other; others are swapped in."""
+    prepared.MIN_BYTES = 0
+    first = checkpoints.write(folder / "first", mesh_models.raw("llama"))
+    second = checkpoints.write(folder / "second", mesh_models.raw("llama"), seed=1)
+    options: dict[str, Any] = {"cache_dir": str(folder / "weights"), "quantize": "int8-weight"}
+    expected = [generated(path, None, quantize="int8-weight") for path in (first, second)]
+    for mesh in (4, 2, None):  # the first one keeps them
+        assert difference(expected[0], generated(first, mesh, **options)) < 5e-3
+        assert prepared.wait(60)
+    kept = list((folder / "weights" / "weights").iterdir())
+    assert len(kept) == 1, kept
+    with opened(first, 2, **options) as session:
+        before = session.generate_sync(PROMPT, max_tokens=10, logprobs=3)
+        session.swap_weights(second).result_sync()
+        after = session.generate_sync(PROMPT, max_tokens=10, logprobs=3)
+        session.swap_weights(rekindle.models.load(first, dtype="float32", quantize="int8-weight")).result_sync()
+        again = session.generate_sync(PROMPT, max_tokens=10, logprobs=3)
+    assert difference(expected[0][:1], [before]) < 5e-3 and difference(expected[1][:1], [after]) < 5e-3
+    assert difference([before], [again]) < CLOSE
+
+
+@check
+def memory_is_given_back(folder: Path) -> None:
+    """No array of a closed session is left on any device."""
+    model = case("llama")
+    before = len(jax.live_arrays())
+    generated(model, 2)
+    assert len(jax.live_arrays()) == before
+
+
+@check
+def beside_a_mesh_of_the_user(folder: Path) -> None:
+    """A mesh given as one of JAX's, inside a `jax.set_mesh`, and its devices in the order that it has them."""
+    model = case("llama")
+    expected = generated(model, None)
+    devices = np.array(jax.devices()[3:1:-1])
+    mesh = jax.sharding.Mesh(devices, ("model",))
+    with jax.set_mesh(mesh):
+        assert difference(expected, generated(model, mesh)) < CLOSE
+    with opened(model, mesh) as session:
+        told = session.stats().mesh
+        assert told is not None and told.devices == tuple(map(str, devices))
+        assert repr(session) == "<rekindle.Session llama on 2 devices>"
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:]:
+        CHECKS[wanted](Path(sys.argv[1]))
+        print(f"{wanted}: done", flush=True)

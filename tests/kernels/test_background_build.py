@@ -1,0 +1,89 @@
+"""Kernels compiled by other processes: they are there afterwards, and what fails is refused with its reason."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rekindle_kernels import build_kernels, kernels_for
+from rekindle_kernels.native import background_build, build, library
+
+pytestmark = [
+    pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here"),
+    pytest.mark.skipif(library.find() is not None, reason="its kernels are there from the start"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine on which nothing is compiled."""
+    monkeypatch.setenv("REKINDLE_BACKGROUND_BUILD", "1")
+    monkeypatch.setattr(build, "cache_folder", tmp_path)
+    monkeypatch.setattr(build, "_ready", set())
+    monkeypatch.setattr(build, "_failed", set())
+    monkeypatch.setattr(background_build, "_latest", None)
+    yield
+    for one in background_build._all:
+        one.wait()
+
+
+def test_kernels_are_there_afterwards_and_sessions_share_the_work() -> None:
+    names = ["argmax", "norm"]
+    first = build_kernels(names)
+    assert first is not None and first.running
+    assert build_kernels(["norm"]) is first, "another session waits for the same processes"
+    assert not first.wait(lambda: True), "who is stopped does not wait"
+    assert first.wait() and not first.running
+    assert all(build.is_there(name) for name in names)
+    assert build_kernels(names) is None
+    assert sorted(path.name.split("-")[0] for path in build.folder().glob("*.o")) == names
+
+
+def test_a_failure_is_said_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, build.__name__):
+        found = build_kernels(["nothing_float32"])
+        assert found is not None and found.wait()
+    assert "nothing_float32 can't be used" in caplog.text and "there is no kernel" in caplog.text
+    assert not build.builds("nothing_float32") and build_kernels(["nothing_float32"]) is None
+
+
+def test_what_ends_its_process_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    found = build_kernels(["prefill_bfloat16_64"])
+    assert found is not None
+    found._processes[0][0].send_signal(signal.SIGKILL)
+    with caplog.at_level(logging.WARNING, build.__name__):
+        assert found.wait()
+    assert "ended with status -9" in caplog.text
+    assert not build.builds("prefill_bfloat16_64")
+
+
+@pytest.mark.skipif(not hasattr(os, "getsid"), reason="a matter of Unix")
+def test_its_processes_leave_the_cores_to_the_user_and_the_keyboard_to_the_program() -> None:
+    found = build_kernels(["norm"])
+    assert found is not None
+    process = found._processes[0][0]
+    assert os.getsid(process.pid) == os.getsid(0), "Linux shares cores among sessions first, whatever their niceness"
+    assert os.getpgid(process.pid) != os.getpgid(0), "Ctrl-C is not for them"
+    while found.running and os.getpriority(os.PRIO_PROCESS, process.pid) <= os.getpriority(os.PRIO_PROCESS, 0):
+        time.sleep(0.01)
+    assert found.running, "it became nicer only at its end"
+    assert found.wait()
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REKINDLE_BACKGROUND_BUILD", "0")
+    assert build_kernels(["norm"]) is None
+
+
+def test_the_kernels_of_a_model_follow_from_its_dtypes() -> None:
+    names = kernels_for(["bfloat16", "bfloat16", "uint32"], "bfloat16", 64)
+    assert len(set(names)) == len(names)
+    assert {"chain", "matvec_bfloat16", "decode_bfloat16_64", "prefill_bfloat16_64", "write_bfloat16"} <= {*names}
+    assert not {"matvec_float32", "gemm_int8"} & {*names}
+    assert not [name for name in kernels_for(["int8"], "int8", 8) if name.startswith(("decode", "write"))]

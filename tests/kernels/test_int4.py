@@ -1,0 +1,235 @@
+"""Matrices of four bits: what they hold and mean, and products with them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rekindle_kernels import LinearOptions, int4, linear, native
+
+RANDOM = np.random.default_rng(0)
+
+
+def integers(*shape: int) -> np.ndarray:
+    return RANDOM.integers(0, 16, shape).astype(np.uint8)
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (48, 128), (3, 32, 96), (2, 16, 2048)], ids=str)
+def test_integers_and_scales_come_back(shape: tuple[int, ...]) -> None:
+    q = integers(*shape)
+    packed = int4.pack(q)
+    assert (packed.dtype, packed.shape) == (np.uint8, int4.weight_shape(shape))
+    assert packed.nbytes * 2 == q.size
+    assert int4.matrix_shape(packed) == shape
+    np.testing.assert_array_equal(int4.unpack(packed), q)
+    scales = RANDOM.random((*shape[:-1], shape[-1] // 32)).astype(np.float16)
+    small = int4.pack_scales(scales)
+    assert small.shape == int4.scale_shape(shape, 32)
+    assert int4.group_of(packed, small) == 32
+    np.testing.assert_array_equal(int4.unpack_scales(small), scales)
+
+
+def test_a_byte_lies_where_the_definition_says() -> None:
+    q = integers(64, 256)
+    packed = int4.pack(q)
+    for output, column in [(0, 0), (5, 3), (5, 4), (63, 255), (17, 100), (40, 9)]:
+        tile, inside = column // 8, column % 8
+        byte = packed[output // 16, tile * 64 + 4 * (output % 16) + inside % 4]
+        assert (byte >> 4 if inside >= 4 else byte & 15) == q[output, column]
+
+
+@pytest.mark.parametrize("group", int4.GROUPS)
+@pytest.mark.parametrize("kind", int4.SCALES)
+@pytest.mark.parametrize("shape", [(32, 256), (2, 16, 128)], ids=str)
+def test_values_are_those_of_the_definition_to_the_last_bit(shape: tuple[int, ...], kind: str, group: int) -> None:
+    q = integers(*shape)
+    scale, minimum = (
+        RANDOM.standard_normal((*shape[:-1], shape[-1] // group)).astype(np.float32).astype(kind) for _ in range(2)
+    )
+    wide, low = (np.repeat(array.astype(np.float64), group, -1) for array in (scale, minimum))
+    weight, *packed = int4.pack(q), int4.pack_scales(scale), int4.pack_scales(minimum)
+    symmetric = np.asarray(int4.dequantized(weight, packed[0], None))
+    np.testing.assert_array_equal(symmetric, ((q.astype(np.float64) - 8) * wide).astype(np.float32))
+    got = np.asarray(int4.dequantized(weight, *packed))
+    want = q.astype(np.float64) * wide
+    np.testing.assert_allclose(got, (want + low).astype(np.float32), rtol=2e-6, atol=1e-5)
+    if len(shape) == 2:
+        at = RANDOM.integers(0, shape[0], (3, 5))
+        np.testing.assert_array_equal(int4.rows(weight, *packed, jnp.asarray(at)), got[at])
+        np.testing.assert_array_equal(int4.rows(weight, packed[0], None, jnp.asarray(at)), symmetric[at])
+
+
+def test_zero_points_are_held_exactly_by_float32() -> None:
+    """AWQ and GPTQ: scale · (q - zero), a float16 scale and an integer zero for each group."""
+    q, zero = integers(16, 256), RANDOM.integers(0, 17, (16, 2))
+    scale = RANDOM.random((16, 2)).astype(np.float16).astype(np.float32)
+    weight, packed = int4.pack(q), int4.pack_scales(scale)
+    got = np.asarray(int4.dequantized(weight, packed, int4.pack_scales(-scale * zero.astype(np.float32))))
+    want = (q.astype(np.float64) - np.repeat(zero, 128, -1)) * np.repeat(scale.astype(np.float64), 128, -1)
+    np.testing.assert_array_equal(got.astype(np.float64), want)
+
+
+def test_what_it_does_not_hold() -> None:
+    assert int4.reason_against(64, 128, 64) is None
+    assert "16" in str(int4.reason_against(40, 128, 64))
+    assert "group of 64" in str(int4.reason_against(64, 96, 64))
+    assert "48" in str(int4.reason_against(64, 96, 48))
+
+
+Matrix = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
+def matrix(
+    outputs: int, inputs: int, group: int, kind: str = "float16", minimums: bool = False
+) -> tuple[Matrix, np.ndarray]:
+    """A random matrix and its values in float64."""
+    q = integers(outputs, inputs)
+    scale = (RANDOM.random((outputs, inputs // group)) / 40).astype(kind)
+    minimum = (RANDOM.standard_normal(scale.shape) / 5).astype(kind) if minimums else None
+    values = np.repeat(scale.astype(np.float64), group, -1) * (q - (0.0 if minimums else 8.0))
+    packed = None
+    if minimum is not None:
+        values += np.repeat(minimum.astype(np.float64), group, -1)
+        packed = jnp.asarray(int4.pack_scales(minimum))
+    return (jnp.asarray(int4.pack(q)), jnp.asarray(int4.pack_scales(scale)), packed), values
+
+
+def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as the native kernel multiplies them: 8-bit integers with a scale for each group, in float64; and in which
+    rows no number lies between two integers, where either is right."""
+    grouped = x.reshape(len(x), -1, group)
+    unit = np.maximum(np.abs(grouped).max(-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
+    unit = ((unit.view(np.int32) + 3) & -4).view(np.float32)  # 22 bits
+    steps = grouped * (1 / unit)
+    certain = (np.abs(np.abs(steps - np.rint(steps)) - 0.5) > 1e-5).all(axis=(1, 2))
+    return (np.rint(steps).astype(np.float64) * unit.astype(np.float64)).reshape(x.shape), certain
+
+
+FORMS = [(32, "float16", False), (64, "float16", False), (128, "float16", True), (64, "float32", True)]
+needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+
+
+@pytest.mark.parametrize(("group", "kind", "minimums"), FORMS)
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("rows", [1, 3, 30])
+def test_a_product_is_that_of_the_values(
+    rows: int, implementation: str | None, group: int, kind: str, minimums: bool
+) -> None:
+    (weight, scale, minimum), values = matrix(96, 256, group, kind, minimums)
+    x = RANDOM.standard_normal((rows, 256), np.float32)
+    multiply = partial(linear, options=LinearOptions("int4"), implementation=implementation)
+    got = np.asarray(jax.jit(multiply)(x, weight, scale=scale, minimum=minimum))
+    expected = x.astype(np.float64) @ values.T
+    allowed = 1e-5 if implementation == "xla" else 0.02  # where rows are rounded to eight bits
+    assert np.abs(got - expected).max() <= allowed * np.abs(expected).max()
+    narrow = linear(x.astype(jnp.bfloat16), weight, scale=scale, minimum=minimum, options=LinearOptions("int4"))
+    assert narrow.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(narrow, np.float64) - expected).max() <= 0.03 * np.abs(expected).max()
+
+
+@needs_numba
+@pytest.mark.parametrize(("group", "kind", "minimums"), FORMS)
+@pytest.mark.parametrize("shape", [(16, 128), (208, 256), (1056, 384)], ids=str)
+def test_rows_of_eight_bits_are_multiplied_exactly(
+    shape: tuple[int, int], group: int, kind: str, minimums: bool
+) -> None:
+    packed, values = matrix(*shape, group, kind, minimums)
+    x = RANDOM.standard_normal((203, shape[1]), np.float32) * RANDOM.random((203, 1), np.float32) * 10
+    x[7], x[:, 32:64] = 0, 0  # an empty row, and empty groups
+    multiply = jax.jit(native.multiply_int4)
+    whole = np.asarray(multiply(x, *packed))
+    stored, certain = rounded(x, group)
+    assert certain.mean() > 0.9
+    expected = (stored @ values.T)[certain]
+    np.testing.assert_allclose(whole[certain], expected, rtol=1e-5, atol=2e-6 * np.abs(expected).max())
+    for rows in (1, 2, 3, 4, 5, 8, 11, 12, 13, 24, 29, 100, 192):
+        got = multiply(x[:rows], *packed)
+        np.testing.assert_array_equal(got, whole[:rows], err_msg=f"{rows} rows differ from all together")
+
+
+@needs_numba
+@pytest.mark.parametrize("rows", [1, 3, 16, 47, 199])
+@pytest.mark.parametrize("minimums", [False, True])
+def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: int, minimums: bool) -> None:
+    packed, _ = matrix(224, 128, 32, minimums=minimums)
+    x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32) * 6)
+    norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
+    residual = jnp.asarray(RANDOM.standard_normal((rows, 112), np.float32) * 10)
+    multiply = jax.jit(partial(native.multiply_int4, eps=1.0), static_argnames="gated")
+    wide = multiply(native.rms_norm(x, norm, 1.0), *packed)
+    np.testing.assert_allclose(multiply(x, *packed, norm=norm), wide, rtol=1e-4, atol=1e-4)
+    want = jax.nn.silu(wide[:, :112]) * wide[:, 112:]
+    for added in (None, residual):
+        got = multiply(x, *packed, added, norm=norm, gated=True)
+        np.testing.assert_allclose(got, want if added is None else want + added, rtol=1e-4, atol=1e-3)
+    assert packed[1] is not None
+    half = tuple(None if array is None else array[:7] for array in packed)
+    got, want = multiply(x, *half, residual), multiply(x, *half) + residual
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-4)
+
+
+@needs_numba
+@pytest.mark.parametrize("rows", [3, 40, 300])
+def test_only_the_first_rows_are_computed(rows: int) -> None:
+    packed, _ = matrix(96, 128, 64)
+    x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32))
+    multiply = jax.jit(native.multiply_int4)
+    whole = np.asarray(multiply(x, *packed))
+    for count in (0, 1, rows // 2, rows - 1):
+        got = multiply(x.at[count:].set(jnp.nan), *packed, count=jnp.array(count, jnp.int32))
+        np.testing.assert_array_equal(got[:count], whole[:count])
+
+
+@needs_numba
+def test_products_run_in_a_chain() -> None:
+    first, second = matrix(512, 256, 64)[0], matrix(256, 256, 64)[0]
+    norm = jnp.ones(256)
+
+    def layers(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+        for _ in range(3):
+            y = native.multiply_int4(x, *arrays[:2], norm=norm, eps=1e-5, gated=True)
+            x = native.multiply_int4(y, *arrays[2:], residual=x)
+        return x
+
+    for rows in (1, 2, 40):
+        x = jnp.asarray(RANDOM.standard_normal((rows, 256), np.float32))
+        arrays = (*first[:2], *second[:2])
+        chained = jax.jit(native.chained(layers))
+        assert "rekindle_chain" in chained.lower(x, *arrays).as_text()
+        np.testing.assert_array_equal(chained(x, *arrays), jax.jit(layers)(x, *arrays))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    (weight, scale, _), _ = matrix(32, 128, 64)
+    with pytest.raises(AssertionError, match="rows of 64 and a matrix of 128"):
+        native.multiply_int4(jnp.ones((2, 64)), weight, scale)
+    with pytest.raises(AssertionError, match="groups of 16"):
+        native.multiply_int4(jnp.ones((2, 128)), weight, jnp.ones((2, 128), jnp.float16))
+
+
+def test_a_derivative_is_that_of_the_values() -> None:
+    (weight, scale, _), values = matrix(64, 128, 64)
+
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(linear(x, weight, scale=scale, options=LinearOptions("int4")))
+
+    np.testing.assert_allclose(jax.grad(total)(jnp.ones((2, 128))), np.tile(values.sum(0), (2, 1)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_it_lowers_for_platforms_that_widen_weights(platform: str) -> None:
+    shapes = [((4, 256), jnp.bfloat16), ((6, 2048), jnp.uint8), ((6, 64), jnp.float16), ((6, 64), jnp.float16)]
+    x, weight, scale, minimum = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
+
+    def product(x: jax.Array, weight: jax.Array, scale: jax.Array, minimum: jax.Array) -> jax.Array:
+        options = LinearOptions("int4", "silu")
+        kind = {"cuda": "gpu"}.get(platform, platform)
+        return linear(x, weight, scale=scale, minimum=minimum, options=options, platform=kind)
+
+    found = jax.export.export(jax.jit(product), platforms=[platform])(x, weight, scale, minimum)
+    assert found.out_avals[0].shape == (4, 48)
+    assert "dot_general" in found.mlir_module()

@@ -1,0 +1,126 @@
+"""Kernels that were compiled ahead: one library for several levels, used without numba and without llvmlite."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.small import MODEL, OPTIONS
+from rekindle import EngineConfig
+from rekindle._src.session.parts import stored_programs
+from rekindle._src.session.resolve import resolve
+from rekindle_kernels.native import build, build_library, cpu, library
+
+pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here")
+SCRIPT = Path(__file__).parents[1] / "helpers" / "fresh_machine.py"
+LEVELS = cpu.levels()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    library._find.cache_clear()
+    yield
+    library._find.cache_clear()
+
+
+def build_in_process(folder: Path, levels: tuple[cpu.Level, ...], kernels: list[str]) -> None:
+    """A process that forks should have no threads, which this one has."""
+    names = ["--levels", *(level.name for level in levels), "--kernels", *kernels, "--out", str(folder)]
+    command = [sys.executable, "-m", "rekindle_kernels.native.build_library", *names]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr
+    assert "can't be compiled" not in done.stderr, done.stderr
+
+
+def kernels_of_model() -> list[str]:
+    config = resolve(EngineConfig(**OPTIONS), MODEL.config)
+    return stored_programs(MODEL.config, MODEL.graph, MODEL.leaves, config).kernels()
+
+
+@pytest.mark.skipif(not LEVELS, reason="no level of ours has so little")
+@pytest.mark.parametrize("level", [*LEVELS[:1], *(pytest.param(one, marks=pytest.mark.slow) for one in LEVELS[1:])],
+                         ids=lambda level: level.name)  # fmt: skip
+def test_a_process_without_numba_gives_the_same_tokens(level: cpu.Level, tmp_path: Path) -> None:
+    build_in_process(tmp_path / "library", (level,), kernels_of_model())
+    command = [sys.executable, str(SCRIPT), "lazy", str(tmp_path / "cache"), "--without-compiler"]
+    environment = {**os.environ, library.FOLDER: str(tmp_path / "library"), cpu.MASK: level.name}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["at_first"] and all(found["at_first"].values()), "nothing had to be compiled first"
+    assert (found["wrong"], found["refused"], found["rounds"]) == (0, [], 0)
+    assert not (tmp_path / "cache" / "native").exists()
+
+
+def manifest(folder: Path, **changes: object) -> None:
+    said = {
+        "platform": library.platform_tag(), "sources": library.source_digest(), "library": "kernels.so",
+        "digest": "1", "levels": {level.name: ["norm"] for level in cpu.LEVELS},
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / library.MANIFEST).write_text(json.dumps({**said, **changes}))
+
+
+@pytest.mark.parametrize("changes", [{"platform": "other"}, {"sources": "other"}, {"levels": {}}, {"levels": 3}])
+def test_a_library_for_something_else_is_not_used(
+    changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(library.FOLDER, str(tmp_path))
+    caplog.set_level(logging.DEBUG, library.__name__)
+    assert library.find() is None and "no library" in caplog.text
+    manifest(tmp_path)
+    library._find.cache_clear()
+    assert (library.find() is not None) == bool(LEVELS)
+    manifest(tmp_path, **changes)
+    library._find.cache_clear()
+    assert library.find() is None
+
+
+@pytest.mark.skipif(not LEVELS, reason="no level of ours has so little")
+def test_level_and_library_are_part_of_a_programs_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rekindle_kernels import environment
+
+    seen = [environment()]
+    monkeypatch.setenv(library.FOLDER, str(tmp_path))
+    for digest in ("1", "2"):
+        manifest(tmp_path, digest=digest)
+        library._find.cache_clear()
+        seen.append(environment())
+    for level in LEVELS:
+        monkeypatch.setenv(cpu.MASK, level.name)
+        seen.append(environment())
+        assert seen[-1]["level"] == level.name
+    assert len({json.dumps(one, sort_keys=True) for one in seen}) == len(seen)
+
+
+def test_a_mask_takes_features_away_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = cpu.features()
+    monkeypatch.setenv(cpu.MASK, "x86-64-v3")
+    assert cpu.features() == everything & cpu.level_called("x86-64-v3").features
+    assert not cpu.has_feature("avx512f")
+    assert {level.name for level in cpu.levels()} <= {"x86-64-v3"}
+    monkeypatch.setenv(cpu.MASK, "486")
+    with pytest.raises(ValueError, match=r"'486' is not a level .* x86-64-v4-bf16, "):
+        cpu.features()
+
+
+def test_features_are_those_that_llvm_sees() -> None:
+    llvm = pytest.importorskip("llvmlite.binding")
+    seen = {name for name, there in llvm.get_host_cpu_features().items() if there}
+    known = frozenset[str]().union(*(level.features for level in cpu.LEVELS if level.machine == cpu.machine()))
+    assert cpu._own_features() & known == seen & known
+
+
+def test_the_list_of_kernels_is_closed_but_for_the_head_size() -> None:
+    names = build_library.all_kernels([64, 128])
+    assert len(set(names)) == len(names)
+    assert {"chain", "gemm_int8", "gemm_bfloat16", "matvec_float16", "write_bfloat16", "prefill_int8_128"} <= {*names}
+    assert {*kernels_of_model()} <= {*build_library.all_kernels([MODEL.config.head_dim])}

@@ -1,0 +1,166 @@
+"""Files of four bits stay in four bits: what the leaves stand for is what the file stands for, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from helpers import checkpoints, gguf_files, quantized_checkpoints
+from rekindle._src.bench import reference
+from rekindle._src.models import LoadedModel
+from rekindle._src.models.loading import prepared, reading
+from rekindle._src.models.loading.checkpoint import describe, load
+from rekindle._src.models.nn.packing import packing_of
+from rekindle._src.session.exporting import export
+from rekindle_kernels import int4
+
+RAW = checkpoints.CASES["qwen3"] | {
+    "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4
+}  # fmt: skip
+
+
+def leaves_of(model: LoadedModel) -> dict[str, jax.Array]:
+    return dict(zip(model.graph.paths, model.leaves, strict=True))
+
+
+def kinds(model: LoadedModel) -> dict[str, str]:
+    """The kind of each matrix of four bits, by the path of its weight."""
+    found = leaves_of(model)
+    names = [path for path in found if found[path].dtype == np.uint8]
+    beside = {
+        path: [found.get(path.removesuffix("weight") + other) for other in ("scale", "minimum")] for path in names
+    }
+    packings = {path: packing_of(found[path], *beside[path]) for path in names}
+    return {path: packing.kind for path, packing in packings.items() if packing is not None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("Q4_0", "int4-32"), ("Q4_1", "int4-32-min"), ("Q4_K", "int4-32-min-f32")]
+)
+@pytest.mark.parametrize("case", ["qwen3", "llama", "qwen3-moe"])
+def test_blocks_of_gguf_are_kept(
+    case: str, kind: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "UNPACKED", 4 * 256 * 24)
+    raw = checkpoints.CASES[case] | {
+        "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64,
+        "num_attention_heads": 4,
+    }  # fmt: skip
+    file = gguf_files.of_types(tmp_path / "model.gguf", raw, lambda name: "F32" if "gate_inp" in name else kind)
+    kept, floats = load(file), load(file, dtype="float32")
+    assert set(kinds(kept).values()) == {expected}
+    assert "embed.weight" in kinds(kept) and "layers.1.mlp.down.weight" in kinds(kept)
+    assert not kinds(floats)
+    assert kept.fingerprint != floats.fingerprint
+    assert_close(kept, floats)
+
+
+def assert_close(kept: LoadedModel, floats: LoadedModel) -> None:
+    """Equal but for the one rounding where a minimum is added, which compilers may leave out."""
+    ours = leaves_of(kept)
+    for path, expected in leaves_of(floats).items():
+        found = ours[path]
+        if found.dtype != np.uint8:
+            continue
+        base = path.removesuffix("weight")
+        minimum = ours.get(f"{base}minimum")
+        values = np.asarray(int4.dequantized(found, ours[f"{base}scale"], minimum))
+        wide = np.asarray(expected)
+        tolerance = 0.0 if minimum is None else 2e-7 * float(np.abs(wide).max())
+        np.testing.assert_allclose(values, wide, rtol=0, atol=tolerance, err_msg=path)
+
+
+def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Path) -> None:
+    """For Q4_K too, where a float32 product is compared with the file's own."""
+    from rekindle._src.models.loading.gguf.dequantize import dequantize
+    from rekindle._src.models.loading.gguf.header import read_header
+    from rekindle._src.models.loading.gguf.rows import GgufRows
+
+    for kind in ("Q4_0", "Q4_1", "Q4_K"):
+        file = gguf_files.of_types(tmp_path / f"{kind}.gguf", RAW, lambda name, kind=kind: kind)
+        tensor = next(one for one in read_header(file).tensors if one.name == "blk.0.ffn_up.weight")
+        rows = GgufRows(file, tensor.name, tensor.kind, tensor.shape, tensor.offset)
+        found = rows.integers(3, 40)
+        scales = np.repeat(found.scales.astype(np.float32), 32, axis=1)
+        values = scales * (found.integers - np.float32(8 if found.minimums is None else 0))
+        if found.minimums is not None:
+            values = values + np.repeat(found.minimums.astype(np.float32), 32, axis=1)
+        expected = dequantize(tensor.kind, rows.blocks(3, 40).reshape(-1)).reshape(37, -1)
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_a_mixed_file_keeps_what_can_be_kept(tmp_path: Path) -> None:
+    """A mixture like Q4_K_M: v and down in Q6_K in some layers, so that q, k and v together are floats there."""
+
+    def types(name: str) -> str:
+        return "Q6_K" if name in ("blk.0.attn_v.weight", "blk.0.ffn_down.weight", "token_embd.weight") else "Q4_K"
+
+    file = gguf_files.of_types(tmp_path / "model.gguf", RAW, types)
+    kept, floats = load(file), load(file, dtype="float32")
+    found = kinds(kept)
+    assert "layers.0.attention.qkv.weight" not in found and "layers.1.attention.qkv.weight" in found
+    assert "layers.0.mlp.down.weight" not in found and "layers.0.mlp.gate_up.weight" in found
+    assert "embed.weight" not in found
+    assert_close(kept, floats)
+    plain = leaves_of(kept)["layers.0.attention.qkv.weight"]
+    np.testing.assert_array_equal(plain, leaves_of(floats)["layers.0.attention.qkv.weight"].astype(plain.dtype))
+
+
+def test_what_is_joined_is_held_by_one_kind(tmp_path: Path) -> None:
+    """q without minimums, k and v with them: the common kind has minimums of 32 bits, which hold both exactly."""
+    file = gguf_files.of_types(tmp_path / "model.gguf", RAW, lambda name: "Q4_0" if "attn_q." in name else "Q4_1")
+    kept, floats = load(file), load(file, dtype="float32")
+    assert kinds(kept)["layers.0.attention.qkv.weight"] == "int4-32-min-f32"
+    assert_close(kept, floats)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("AWQ", "int4-32-min-f32"), ("AWQ without zeros", "int4-32"), ("GPTQ", "int4-32-min-f32"),
+        ("packed", "int4-32-f32"), ("packed with zeros", "int4-32-min-f32"), ("packed by channel", "int4-64-f32"),
+        ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None), ("MXFP4", None),
+    ],
+)  # fmt: skip
+def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | None, tmp_path: Path) -> None:
+    quantized_checkpoints.write(tmp_path, kind)
+    kept, floats = load(tmp_path), load(tmp_path, dtype="float32")
+    found = kinds(kept)
+    assert found.get("layers.1.attention.qkv.weight") == expected
+    assert "layers.0.mlp.gate_up.weight" not in found, "a half of it is left out by the config"
+    assert_close(kept, floats)
+
+
+def test_logits_are_close_to_those_of_the_floats(tmp_path: Path) -> None:
+    """Activations have eight bits in products with four, on a CPU, so they are not the same."""
+    raw = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    file = export(checkpoints.write(tmp_path / "folder", raw), tmp_path / "model.gguf", type="q4_0")
+    kept, floats = load(file), load(file, dtype="float32")
+    assert kinds(kept)
+    prompt = [3, 9, 27, 81, 11, 33, 99, 5]
+    room = [reference.empty_cache(model, 16) for model in (kept, floats)]
+    ours, theirs = (
+        np.asarray(reference.prefill(model, prompt, cache)[0], np.float32)
+        for model, cache in zip((kept, floats), room, strict=True)
+    )
+    assert np.abs(ours - theirs).max() < 0.1 * theirs.std()
+
+
+def test_the_next_start_takes_them_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "MIN_BYTES", 0)
+    monkeypatch.setattr(prepared, "DELAY", 0.0)
+    file = gguf_files.of_types(tmp_path / "model.gguf", RAW, lambda name: "Q4_0" if "down" in name else "Q5_1")
+    made = load(file, cache_dir=tmp_path / "cache")
+    assert prepared.wait(20)
+    described = describe(file, cache_dir=tmp_path / "cache")
+    assert described.reads is None, "it is not planned what to read from the checkpoint"
+    monkeypatch.setattr(reading, "read_leaves", None)
+    again = load(file, cache_dir=tmp_path / "cache")
+    assert again.fingerprint == made.fingerprint and kinds(again) == kinds(made) != {}
+    for ours, theirs in zip(again.leaves, made.leaves, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    floats = describe(file, dtype="bfloat16", cache_dir=tmp_path / "cache")
+    assert floats.kept != described.kept and floats.reads is not None

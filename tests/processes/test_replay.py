@@ -1,0 +1,167 @@
+"""A follower at the other end of a real channel, in a thread: after any calls its pages and state are its leader's."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
+from helpers.fakes import DictTier
+from helpers.guides import RuleGuide
+from rekindle._src.core.records import PageMove, StepPlan
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.execution.runner import Runner
+from rekindle._src.models.placement import placed
+from rekindle._src.processes.channel import Channel, Keys
+from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.replay import Loaded, Replay
+from rekindle._src.processes.team import Team
+from rekindle._src.programs.programs import Programs
+from rekindle.errors import ProcessLost
+
+MODEL, OTHER = tiny_model(), tiny_model(seed=9)
+OUT, BACK = b"o" * 32, b"b" * 32
+
+
+@pytest.fixture(scope="module")
+def programs() -> Programs:
+    placement = placed(jax.make_mesh((1,), ("model",)), MODEL.graph)
+    assert placement is not None
+    shapes = placement.shapes(MODEL.leaves)
+    return Programs(MODEL.config, MODEL.graph, shapes, tiny_config(host_memory=1 << 20), placement=placement)
+
+
+class Both(NamedTuple):
+    """A leader with its follower."""
+
+    driver: Driver
+    team: Team
+    replay: Replay
+    thread: threading.Thread
+    raised: list[BaseException]
+
+    def settle(self) -> None:
+        """Wait until the follower has made every call."""
+        for _ in range(2000):
+            if self.team.lost or (not self.team._sums and not self.team._expected):
+                break
+            time.sleep(0.005)
+        assert self.team.lost is None, self.team.lost
+
+    def compare(self) -> None:
+        """Pages and state are the same; what was computed of padding aside."""
+        self.settle()
+        assert self.replay._calls is not None
+        mine, theirs = self.driver.runner._calls, self.replay._calls
+        for one, other in zip(jax.tree.leaves(mine.kv), jax.tree.leaves(theirs.kv), strict=True):
+            np.testing.assert_array_equal(np.asarray(one)[1:], np.asarray(other)[1:])  # page 0 is padding's
+        for one, other in zip(mine.state, theirs.state, strict=True):
+            np.testing.assert_array_equal(np.asarray(one)[:-1], np.asarray(other)[:-1])
+
+
+@pytest.fixture
+def both(programs: Programs) -> Iterator[Both]:
+    near, far = socket.socketpair()
+    team = Team({1: Channel(near, Keys(OUT, BACK), silence=30)})
+    placement = programs.parts.placement
+    assert placement is not None
+
+    def weights(model: Any) -> Loaded:
+        return Loaded(placement.model(model).leaves, model.fingerprint, lambda: None)
+
+    channel = Channel(far, Keys(BACK, OUT), silence=30)
+    replay = Replay(channel, programs, weights(MODEL), lambda name: weights({"other": OTHER}[name]), process=0)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            replay.run()
+        except BaseException as error:
+            raised.append(error)
+            channel.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    channel.send(Kind.LOADED)
+    team.begin(programs)
+    team.followers[0].heads = programs.parts.heads_of(0, programs.kv)  # all of them, as the only process of JAX
+    thread.start()
+    runner = Runner(placement.model(MODEL), programs.config, programs=programs, host_tier=DictTier(), recorder=team)
+    yield Both(Driver(runner), team, replay, thread, raised)
+    if not team.lost:
+        runner.close()
+    team.close()
+    thread.join(10)
+    channel.close()
+    assert not thread.is_alive()
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 320, length).tolist()
+
+
+def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
+    driver = both.driver
+    prompt = prompt_of(1, 21)
+    assert driver.solo(prompt, Sampling(max_tokens=9), chunk=8).outputs == plain_tokens(MODEL, prompt, 9)[0]
+    options = [
+        Sampling(max_tokens=9, temperature=1.0, seed=4, logprobs=3),
+        Sampling(max_tokens=7, repetition_penalty=1.3, logit_bias={5: 2.0}, min_tokens=3),
+        Sampling(max_tokens=6, prompt_logprobs=2),
+        Sampling(max_tokens=8),
+    ]
+    lives = [driver.add(prompt_of(seed, 9 + seed), one, ends=[2]) for seed, one in enumerate(options)]
+    lives[3].request = dataclasses.replace(lives[3].request, guide=RuleGuide(lambda position, last: (7, 9, 11)))
+    driver.finish(lives)
+    assert set(lives[3].outputs) <= {7, 9, 11}
+    both.compare()
+    pages = lives[0].pages[:2].tolist()
+    moves = tuple(PageMove(page, bytes([page])) for page in pages)
+    driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), offload=moves)))
+    back = tuple(PageMove(page, move.digest) for page, move in zip((37, 38), moves, strict=True))
+    driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), restore=back)))
+    for live in lives:
+        driver.remove(live)
+    driver.solo(prompt_of(7, 5), Sampling(max_tokens=2))
+    both.compare()
+    kv = both.replay._calls.kv if both.replay._calls else ()
+    for leaf in jax.tree.leaves(kv):
+        np.testing.assert_array_equal(np.asarray(leaf)[pages], np.asarray(leaf)[[37, 38]])
+    driver.runner.close()
+    both.team.close()
+    both.thread.join(10)
+    assert not both.raised, both.raised
+
+
+def test_new_memory_and_other_weights(both: Both, programs: Programs) -> None:
+    driver, prompt, placement = both.driver, prompt_of(3, 12), programs.parts.placement
+    assert placement is not None
+    driver.solo(prompt, Sampling(max_tokens=4))
+    driver.runner.reset()
+    both.team.load_weights("other", lambda: OTHER.fingerprint)
+    driver.runner.swap_weights(placement.model(OTHER).leaves)
+    assert driver.solo(prompt, Sampling(max_tokens=5)).outputs == plain_tokens(OTHER, prompt, 5)[0]
+    both.compare()
+
+
+def test_calls_in_a_wrong_order_end_the_follower(both: Both) -> None:
+    both.settle()
+    both.team._tell(Kind.TAKE_WEIGHTS)
+    both.thread.join(10)
+    assert isinstance(both.raised[0], ProcessLost) and "weights are to be used that were not loaded" in str(
+        both.raised[0]
+    )
+
+
+def test_a_message_that_followers_do_not_take_ends_them(both: Both) -> None:
+    both.settle()
+    both.team._tell(Kind.READY, b"{}")
+    both.thread.join(10)
+    assert "READY message, which followers don't take" in str(both.raised[0])

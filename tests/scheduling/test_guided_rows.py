@@ -1,0 +1,222 @@
+"""Guided requests in the scheduler: exact beside others, through drafts of forced tokens, preemption and failures."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.fakes import FakeModel, make_request
+from helpers.guides import RuleGuide, letters
+from helpers.scheduling import Loop, NoReserve
+from rekindle._src.core.records import FinishReason, Request
+from rekindle.errors import RequestFailed
+
+MODEL = FakeModel()
+
+
+def guided(prompt: str, length: int = 20, **options: object) -> Request:
+    return make_request(prompt, guide=RuleGuide(letters, length), max_tokens=60, **options)  # type: ignore[arg-type]
+
+
+def wanted(request: Request) -> list[int]:
+    """What the plain loop gives, from a guide that was not used yet."""
+    fresh = RuleGuide(letters, getattr(request.guide, "length", 1 << 30)) if request.guide is not None else None
+    return MODEL.generate(dataclasses.replace(request, guide=fresh))
+
+
+def check(loop: Loop, *requests: Request) -> None:
+    for request in requests:
+        assert loop.output(request) == wanted(request), request.id
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_guided_and_free_rows_are_exact_together(overlap: bool) -> None:
+    loop = Loop(overlap=overlap, model=MODEL)
+    requests = [
+        guided("first prompt"),
+        make_request("free", max_tokens=30),
+        guided("second", 31, temperature=1.0, seed=5),
+    ]
+    for request in requests:
+        loop.submit(request)
+    loop.run()
+    check(loop, *requests)
+    assert [loop.reason(request) for request in requests] == [
+        FinishReason.GRAMMAR, FinishReason.LENGTH, FinishReason.GRAMMAR,
+    ]  # fmt: skip
+    told = [guided for event in loop.events[requests[0].id] for guided in event.guided]
+    assert [one.forced for one in told] == [position % 3 != 0 for position in range(20)]
+    assert told[-1].ended and not told[-2].ended
+
+
+def test_forced_tokens_are_drafted_and_take_fewer_steps() -> None:
+    loop = Loop(model=MODEL)
+    request = guided("a prompt", 30)
+    loop.submit(request)
+    loop.run()
+    check(loop, request)
+    stats = loop.scheduler.statistics()
+    assert stats.accepted_tokens > 8
+    assert stats.drafted_tokens - stats.accepted_tokens <= 1, "the last forced token is drafted, and nothing follows it"
+    assert stats.steps < 30
+    assert "left no choice for 20 of them" in str(loop.scheduler.explain(request.id))
+
+
+def test_a_wrong_spelling_is_rejected_not_injected() -> None:
+    """The guide proposes one of several spellings; the model's own is what counts."""
+
+    class Spells(RuleGuide):
+        def ahead(self) -> tuple[int, ...]:
+            return (97,) * 4
+
+        def copy(self) -> RuleGuide:
+            return dataclasses.replace(self, history=[*self.history])
+
+    def any_letter(position: int, last: int) -> range:
+        return range(97, 123)
+
+    request = make_request("a prompt", guide=Spells(any_letter, 40), max_tokens=60)
+    loop = Loop(model=MODEL)
+    loop.submit(request)
+    loop.run()
+    plain = make_request("a prompt", guide=RuleGuide(any_letter, 40), max_tokens=60)
+    assert loop.output(request) == MODEL.generate(plain)
+    stats = loop.scheduler.statistics()
+    assert stats.accepted_tokens < stats.drafted_tokens < 30, "it stops proposing what is rejected"
+
+
+def test_drafts_wait_for_the_device_only_where_there_are_some() -> None:
+    loop = Loop(model=MODEL)
+    request = make_request("x", guide=RuleGuide(lambda position, last: range(97, 123), 12), max_tokens=60)
+    loop.submit(request)
+    loop.run()
+    assert not any(plan.drafted for plan in loop.runner.plans)
+    assert loop.runner.plans[1].guided
+
+
+@pytest.mark.parametrize("option", [{"presence_penalty": 0.5}, {"repetition_penalty": 1.2}])
+def test_requests_with_penalties_get_no_drafts(option: dict[str, float]) -> None:
+    loop = Loop(model=MODEL)
+    request = guided("a prompt", 12, **option)
+    loop.submit(request)
+    loop.run()
+    check(loop, request)
+    assert not loop.scheduler.statistics().drafted_tokens
+
+
+def test_preempted_requests_go_on_where_they_were() -> None:
+    loop = Loop(pages=14, max_requests=4, model=MODEL, reserve=NoReserve())
+    requests = [guided(f"prompt {index} " * 2, 50) for index in range(4)]
+    for request in requests:
+        loop.submit(request)
+    loop.run()
+    check(loop, *requests)
+    assert loop.scheduler.statistics().preemptions > 0
+
+
+def test_min_tokens_beyond_the_end_of_a_grammar_fail_that_request_alone() -> None:
+    loop = Loop(model=MODEL)
+    short, other = guided("short", 5, min_tokens=9), guided("other", 9)
+    for request in (short, other):
+        loop.submit(request)
+    loop.run()
+    check(loop, other)
+    last = loop.events[short.id][-1]
+    assert last.finish_reason is FinishReason.FAILED
+    assert isinstance(last.error, RequestFailed)
+    assert "complete after 5 tokens" in str(last.error) and "min_tokens=9" in str(last.error)
+
+
+def test_a_guide_that_can_not_go_on_fails_its_request_alone() -> None:
+    loop = Loop(model=MODEL)
+    stuck = make_request("stuck", guide=RuleGuide(letters, 30, fails_at=7), max_tokens=60)
+    other = guided("other", 20)
+    for request in (stuck, other):
+        loop.submit(request)
+    loop.run()
+    check(loop, other)
+    last = loop.events[stuck.id][-1]
+    assert last.finish_reason is FinishReason.FAILED and "it was told to fail" in str(last.error)
+    assert len(loop.output(stuck)) == 7
+
+
+def test_max_tokens_cut_a_guided_text() -> None:
+    loop = Loop(model=MODEL)
+    request = make_request("x", guide=RuleGuide(letters, 40), max_tokens=10)
+    loop.submit(request)
+    loop.run()
+    assert loop.reason(request) is FinishReason.LENGTH and len(loop.output(request)) == 10
+    assert not loop.events[request.id][-1].guided[-1].accepting
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_anything_beside_anything(data: st.DataObject) -> None:
+    """Guided and free requests that come, are cancelled, preempted and end at any time; all others are exact."""
+    lookup = data.draw(st.sampled_from([0, 3]))
+    loop = Loop(
+        pages=data.draw(st.integers(14, 60)), max_requests=4, model=MODEL, reserve=NoReserve(), prompt_lookup=lookup,
+        overlap=data.draw(st.booleans()),
+    )  # fmt: skip
+    requests: list[Request] = []
+    aborted: set[str] = set()
+    for _ in range(data.draw(st.integers(5, 40))):
+        act = data.draw(st.integers(0, 9))
+        if act <= 1 and len(requests) < 8:
+            prompt = "p" * data.draw(st.integers(1, 20)) + str(len(requests))
+            options = {"temperature": data.draw(st.sampled_from([0.0, 1.0])), "seed": len(requests)}
+            if data.draw(st.booleans()):
+                requests.append(guided(prompt, data.draw(st.integers(1, 40)), **options))
+            else:
+                requests.append(make_request(prompt, max_tokens=data.draw(st.integers(1, 40)), **options))
+            loop.submit(requests[-1])
+        elif act == 2 and requests:
+            request = data.draw(st.sampled_from(requests))
+            event = loop.scheduler.abort(request.id)
+            if event is not None:
+                aborted.add(request.id)
+                loop.take(event)
+        else:
+            loop.step()
+    loop.run()
+    for request in requests:
+        made, whole = loop.output(request), wanted(request)
+        assert made == (whole[: len(made)] if request.id in aborted else whole)
+
+
+def test_a_failed_step_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step behind it waits for tokens that never come, and still runs for its other rows."""
+    loop = Loop(model=MODEL, max_requests=4)
+    first, second = guided("first", 30), make_request("second", max_tokens=20)
+    for request in (first, second):
+        loop.submit(request)
+    for _ in range(3):
+        loop.step()
+    before = loop.in_flight[0].plan
+    loop.runner.fail_fetch = lambda plan: RuntimeError("broken") if plan is before else None
+    while loop.in_flight or loop.scheduler.has_work:
+        plan = loop.scheduler.plan()
+        if plan is not None:
+            loop.in_flight.append(loop.runner.dispatch(plan))
+        if loop.in_flight and (plan is None or len(loop.in_flight) > 1):
+            last = loop.in_flight.pop(0)
+            try:
+                loop.take(*loop.scheduler.commit(loop.runner.fetch(last)))
+            except RuntimeError as error:
+                loop.take(*loop.scheduler.fail(last.plan, error))
+    loop.scheduler.check_integrity()
+    assert loop.reason(first) is FinishReason.FAILED
+    third = guided("third", 9)
+    loop.submit(third)
+    loop.run()
+    check(loop, third)
+
+
+def test_masks_are_numbers_of_32_bits() -> None:
+    mask = np.zeros(2, np.int32)
+    RuleGuide(lambda position, last: (0, 31, 33)).fill(mask)
+    assert mask.view(np.uint32).tolist() == [0x80000001, 2]

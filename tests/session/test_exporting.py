@@ -1,0 +1,189 @@
+"""Checkpoints written as GGUF files and as folders: what comes back is what went in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rekindle
+from helpers import checkpoints, vocabularies
+from rekindle import tiny
+from rekindle._src.bench import reference
+from rekindle._src.cli.main import main
+from rekindle._src.models import LoadedModel
+from rekindle._src.models.loading.checkpoint import inspect, load
+from rekindle._src.session.exporting import export
+from rekindle._src.text import ChatTemplate, Tokenizer
+from rekindle._src.text.generation_config import checkpoint_sampling
+from rekindle.errors import CheckpointError, ConfigError
+
+PROMPT = "Once upon a time"
+QWEN = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 96}
+
+
+def assert_alike(found: LoadedModel, expected: LoadedModel) -> None:
+    assert found.graph.paths == expected.graph.paths
+    for path, ours, theirs in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    return load(tiny.folder(), dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["auto", "f32"])
+def test_the_embedded_model_as_a_file_is_the_embedded_model(kind: str, tmp_path: Path, embedded: LoadedModel) -> None:
+    file = export("tiny", tmp_path / "tiny.gguf", type=kind)
+    found = load(file, dtype="float32")
+    assert_alike(found, embedded)
+    assert found.config.eos_token_ids == embedded.config.eos_token_ids
+    prompt = Tokenizer.load(file).encode(PROMPT)
+    assert prompt == Tokenizer.load(tiny.folder()).encode(PROMPT)
+    assert reference.generate(found, prompt, 12) == reference.generate(embedded, prompt, 12)
+
+
+def test_a_session_opens_it_and_says_the_same(tmp_path: Path) -> None:
+    file = export("tiny", tmp_path / "tiny.gguf")
+    said = []
+    for model in ("tiny", file, str(tmp_path)):
+        with rekindle.open_sync(model, dtype="float32", max_requests=2, max_model_len=256, quiet=True) as session:
+            done = session.generate_sync(PROMPT, max_tokens=24)
+            reply = session.chat([{"role": "user", "content": "Who are you?"}], max_tokens=16).result_sync()
+            said.append((done.text, done.token_ids, done.finish_reason, reply.text))
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_session_computes_with_the_four_bits_of_a_file(tmp_path: Path) -> None:
+    file = export("tiny", tmp_path / "tiny.gguf", type="q4_0")
+    with rekindle.open_sync(file, max_requests=2, max_model_len=256, quiet=True) as session:
+        done = session.generate_sync(PROMPT, max_tokens=24, ignore_eos=True)
+        assert len(done.token_ids) == 24 and done.text.startswith((",", " "))
+
+
+def test_metadata_has_the_types_without_which_llama_cpp_opens_no_file(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the oracle: pip install gguf")
+    fields = gguf.GGUFReader(export("tiny", tmp_path / "tiny.gguf", type="q4_0")).fields
+    assert fields["tokenizer.ggml.token_type"].types == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
+def test_types_are_read_by_the_gguf_package_and_are_what_it_would_write(kind: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the oracle: pip install gguf")
+    folder = checkpoints.write(tmp_path / "folder", QWEN)
+    file = export(folder, tmp_path / "model.gguf", type=kind)
+    state = checkpoints.tensors(QWEN)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    wanted = gguf.GGMLQuantizationType[kind.upper()]
+    down = stored["blk.1.ffn_down.weight"]
+    assert down.tensor_type == wanted
+    expected = gguf.quants.quantize(state["model.layers.1.mlp.down_proj.weight"], wanted)
+    np.testing.assert_array_equal(down.data.view(np.uint8).reshape(-1), expected.view(np.uint8).reshape(-1))
+    assert stored["blk.1.attn_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    eight = gguf.GGMLQuantizationType["Q8_0" if kind == "q4_0" else kind.upper()]
+    assert stored["token_embd.weight"].tensor_type == eight
+    found = dict(zip((model := load(file, dtype="float32")).graph.paths, model.leaves, strict=True))
+    back = gguf.quants.dequantize(expected, wanted)
+    np.testing.assert_array_equal(np.asarray(found["layers.1.mlp.down.weight"]), back)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("case", ["qwen3", "llama"])
+def test_a_file_of_a_file_has_the_same_blocks(case: str, kind: str, tmp_path: Path) -> None:
+    """Q4_0 of what Q4_0 stands for is not the same blocks in general, so blocks are copied, not made anew."""
+    raw = checkpoints.CASES[case] | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    first = export(checkpoints.write(tmp_path / "folder", raw), tmp_path / "a.gguf", type=kind)
+    again, kept = export(first, tmp_path / "b.gguf", type=kind), export(first, tmp_path / "c.gguf")
+    assert again.read_bytes() == first.read_bytes()
+    assert kept.read_bytes() == first.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "case", ["llama3-rope", "qwen3-moe", "gemma2", "gpt2", "phi3-longrope-crossing", "olmo2", "smollm3", "mixtral"]
+)
+def test_a_folder_of_a_file_of_a_folder_is_the_folder(case: str, tmp_path: Path) -> None:
+    raw = checkpoints.CASES[case] | ({"query_pre_attn_scalar": 16} if case == "gemma2" else {})
+    folder = checkpoints.write(tmp_path / "folder", raw)
+    vocabularies.write(folder, vocabularies.byte_level(), bos_token="<s>", eos_token="</s>", chat_template="hi")
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.5, "top_k": 7}))
+    file = export(folder, tmp_path / "model.gguf")
+    back = export(file, tmp_path / "back")
+    assert_alike(load(back, dtype="float32"), load(folder, dtype="float32"))
+    assert [spec.sliding_window for spec in inspect(back).config.attention] == [
+        spec.sliding_window for spec in inspect(folder).config.attention
+    ]
+    text = "two words and <|im_start|>"
+    for found in (file, back):
+        assert Tokenizer.load(found).encode(text) == Tokenizer.load(folder).encode(text)
+        template = ChatTemplate.load(found)
+        assert template is not None and template.text() == "hi"
+        sampling = checkpoint_sampling(found)
+        assert sampling is not None and (sampling.temperature, sampling.top_k) == (0.5, 7)
+
+
+def test_transformers_opens_the_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    folder = checkpoints.write(tmp_path / "folder", QWEN)
+    back = export(export(folder, tmp_path / "model.gguf"), tmp_path / "back")
+    prompt = torch.tensor([[3, 9, 27, 81, 11]])
+    logits = [
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(prompt).logits.detach().numpy()
+        for path in (folder, back)
+    ]
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+def test_a_folder_in_another_type(kind: str, tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "folder", QWEN)
+    made = export(folder, tmp_path / "made", type=kind)
+    name = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[kind]
+    assert json.loads((made / "config.json").read_text())["dtype"] == name
+    expected = [np.asarray(jnp.asarray(leaf).astype(name)) for leaf in load(folder, dtype="float32").leaves]
+    for leaf, wanted in zip(load(made, dtype="float32").leaves, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), wanted.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("out", "kind", "named"),
+    [("model.gguf", "q5_k", "type='q5_k'"), ("folder", "q8_0", "type='q8_0'"), ("there", "auto", "exists already")],
+)
+def test_what_can_not_be_written_is_refused_and_leaves_nothing(out: str, kind: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match=named):
+        export("tiny", tmp_path / out, type=kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rekindle._src.session import exporting
+
+    def fail(*arguments: Any) -> None:
+        arguments[0].write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "write_gguf", fail)
+    with pytest.raises(CheckpointError, match="No space left"):
+        export("tiny", tmp_path / "model.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "tiny", str(tmp_path / "tiny.gguf"), "--type", "q8_0"]) == 0
+    assert "tiny.gguf (4 MB)" in capsys.readouterr().out
+    assert main(["export", "tiny", str(tmp_path / "tiny.gguf")]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert main(["doctor", "--model", str(tmp_path / "tiny.gguf")]) == 0
+    assert "numbers are finite" in capsys.readouterr().out
+
+
+def test_progress_counts_all_bytes(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    rekindle.models.export("tiny", tmp_path / "tiny.gguf", progress=seen.append)
+    assert seen[-1].done == seen[-1].total == inspect(tiny.folder()).nbytes

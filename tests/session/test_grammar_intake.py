@@ -1,0 +1,119 @@
+"""Grammars on their way in: they compile beside other requests, within bounds, and never overtake a control."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+from helpers.sessions import byte_tokenizer, expected, fake_session, opened
+from rekindle import FinishReason, Session
+from rekindle._src.dispatch import guided_intake
+from rekindle._src.structured.grammar import Grammars
+from rekindle._src.structured.guide import Reasoning
+from rekindle.errors import InvalidRequest, RekindleError, RequestAborted
+
+pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
+anyio_test = pytest.mark.anyio
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with opened() as made:
+        yield made
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every grammar takes half a second more."""
+    compile_it = Grammars.compile
+
+    def compile(self: Grammars, spec: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        return compile_it(self, spec, **options)
+
+    monkeypatch.setattr(Grammars, "compile", compile)
+
+
+@anyio_test
+async def test_texts_follow_their_grammars_beside_others(session: Session) -> None:
+    free = session.submit("hello", max_tokens=30)
+    done = await session.generate("x", regex="[0-9]{4}-[a-z]{2}", max_tokens=30)
+    assert done.text[4] == "-" and done.text[:4].isdigit() and done.finish_reason is FinishReason.GRAMMAR
+    assert list((await free).token_ids) == expected("hello", max_tokens=30)
+    many = await session.generate(["a", "b", "c"], choice=["yes", "no"], n=2, temperature=1.0)
+    assert {one.parsed for each in many for one in each} <= {"yes", "no"}
+
+
+@anyio_test
+async def test_others_do_not_wait_while_a_grammar_compiles(session: Session, slowly: None) -> None:
+    began = time.monotonic()
+    guided = session.submit("x", regex="[0-9]{4}")
+    await session.generate("hello", max_tokens=5)
+    assert time.monotonic() - began < 0.45
+    assert (await guided).text.isdigit()
+
+
+@anyio_test
+async def test_a_grammar_that_takes_too_long_is_refused(
+    session: Session, slowly: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guided_intake, "COMPILE_SECONDS", 0.05)
+    with pytest.raises(InvalidRequest, match=r"took over 0\.05 s to compile") as caught:
+        await session.generate("x", regex="[0-9]{4}")
+    assert caught.value.field == "regex"
+    assert (await session.generate("hello", max_tokens=3)).token_ids
+
+
+@anyio_test
+async def test_a_request_can_be_cancelled_while_its_grammar_compiles(session: Session, slowly: None) -> None:
+    handle = session.submit("x", regex="[0-9]{4}")
+    await anyio.sleep(0.05)
+    handle.cancel()
+    with pytest.raises(RequestAborted):
+        await handle
+
+
+@anyio_test
+async def test_a_step_that_is_asked_for_waits_for_the_grammar(session: Session, slowly: None) -> None:
+    async with session.paused():
+        handle = session.submit("x", regex="[0-9]{2}")
+        assert await session.step() is not None
+    assert (await handle).text.isdigit()
+
+
+@anyio_test
+async def test_closing_while_a_grammar_compiles(slowly: None) -> None:
+    session = fake_session()
+    handle = session.submit("x", regex="[0-9]{4}")
+    await session.aclose()
+    with pytest.raises(RekindleError):
+        await handle
+
+
+class Parts:
+    """What the intake reads of an engine to find a model's reasoning."""
+
+    think_ids = (300, 301)
+    tokenizer = byte_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "found"),
+    [
+        ([1, 2, 300], False, Reasoning(300, 301, inside=True)),
+        ([1, 300, 5, 301, 7], False, None),
+        ([1, 300, 5, 301, *range(20)], True, Reasoning(300, 301)),
+        ([1, 300, 301, 7], True, None),  # a template that turns the reasoning off
+        ([1, 2, 3], True, Reasoning(300, 301)),
+        ([1, 2, 3], False, None),
+    ],
+)
+def test_where_a_models_reasoning_is(prompt: list[int], chat: bool, found: Reasoning | None) -> None:
+    parts: Any = Parts()
+    assert guided_intake._reasoning(prompt, parts, chat=chat) == found
+    parts.think_ids = None
+    assert guided_intake._reasoning(prompt, parts, chat=chat) is None

@@ -1,0 +1,261 @@
+"""`session.map`: an answer for each row, errors by row, a file that survives a kill; over fakes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import rekindle
+from helpers.sessions import CONFIG, expected, fake_session, opened, wait_until_idle
+from rekindle import Session
+from rekindle._src.session.row_answers import RowAnswer
+from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, SessionClosed, StepFailed
+
+ROWS = [{"text": f"number {number}", "number": number} for number in range(40)]
+
+
+def answer(prompt: str, count: int = 6) -> str:
+    return bytes(expected(prompt, max_tokens=count)).decode()
+
+
+@pytest.mark.anyio
+async def test_each_row_has_its_answer(session: Session) -> None:
+    call = session.map(ROWS, "say {text}!", max_tokens=6)
+    answers = await call
+    assert answers.texts == [answer(f"say number {number}!") for number in range(40)]
+    assert [one.row for one in answers] == list(range(40)) and answers.errors == {}
+    assert isinstance(answers, list) and answers[3].text == str(answers[3]) and answers[3].completion_tokens == 6
+    assert repr(answers) == "<RowAnswers: 40 rows, 240 tokens>"
+    assert answers._repr_html_().count("<tr>") == 41
+    assert repr(call) == "<RowMap: 40 of 40 rows answered>"
+    assert await call == answers
+    assert pickle.loads(pickle.dumps(answers)) == answers
+
+
+def test_templates_are_text_or_functions(session: Session) -> None:
+    def ids(row: Any) -> list[int]:
+        return list(row["text"].encode())
+
+    for template in ("{text}", lambda row: row["text"], ids, "{text:s}"):
+        assert session.map_sync(ROWS[:3], template, max_tokens=6).texts == [answer(row["text"]) for row in ROWS[:3]]
+    assert session.map_sync([{"a": {"b": "c"}}], "{a[b]} {{a}}", max_tokens=6).texts == [answer("c {a}")]
+    assert session.map_sync([], "{text}") == []
+
+
+def test_errors_name_their_row_and_leave_the_others(session: Session) -> None:
+    rows = [{"text": "one"}, {"txt": "two"}, "three", {"text": "x" * 600}, {"text": ""}, {"text": "six"}]
+    answers = session.map_sync(rows, "{text}", max_tokens=6)
+    assert [type(error) for error in answers.errors.values()] == [
+        InvalidRequest, InvalidRequest, PromptTooLong, InvalidRequest,
+    ]  # fmt: skip
+    said = {row: str(error) for row, error in answers.errors.items()}
+    assert said[1].startswith("rows[1]=") and "has no 'text', which the template names" in said[1]
+    assert "Its fields are 'txt'" in said[1]
+    assert said[2].startswith("rows[2]='three': is not a mapping")
+    assert answers.texts == [answer("one"), "", "", "", "", answer("six")]
+    assert "4 errors" in repr(answers)
+    broken = session.map_sync([{"a": 1}], lambda row: row["b"]).errors[0]
+    assert "does not fit the template: KeyError('b')" in str(broken) and isinstance(broken.__cause__, KeyError)
+    assert "no prompt" in str(session.map_sync([{"a": 1}], lambda row: None).errors[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "options", "said"),
+    [
+        (3, "{a}", {}, "rows=3: are no rows"),
+        ({"a": 1}, "{a}", {}, "are no rows"),
+        ([], 3, {}, "template=3: is neither text nor a function"),
+        ([], "{", {}, "is no format string"),
+        ([], "say {}", {}, "has braces without a field's name"),
+        ([], "{a}", {"n": 2}, "n=2: is more than one answer for a row"),
+        ([], "{a}", {"system": "x"}, "system='x': is for chats"),
+        ([], "{a}", {"chat": True}, "chat=True: needs a chat template"),
+        ([], "{a}", {"max_token": 2}, "max_token=2: is not a sampling option"),
+    ],
+)
+def test_wrong_arguments_are_named(session: Session, rows: Any, template: Any, options: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        session.map_sync(rows, template, **options)
+    assert said in str(raised.value)
+
+
+@pytest.mark.anyio
+async def test_rows_are_read_as_they_are_needed(session: Session) -> None:
+    """A generator of many rows is never far ahead of what runs, and the queue stays short."""
+    read, most = 0, 0
+
+    def rows() -> Iterator[dict[str, str]]:
+        nonlocal read, most
+        for number in range(600):
+            read += 1
+            most = max(most, session._host.limiter.inside)
+            yield {"text": f"{number}"}
+
+    call = session.map(rows(), "{text}", max_tokens=2)
+    answers = await call
+    assert len(answers) == read == 600
+    assert most <= 2 * CONFIG.max_requests
+    assert answers.texts[599] == answer("599", 2)
+
+
+@pytest.mark.anyio
+async def test_a_file_is_taken_up_where_it_ended(session: Session, tmp_path: Path) -> None:
+    out = tmp_path / "new folder" / "answers.jsonl"
+    first = await session.map(ROWS[:10], "{text}", out=out, max_tokens=6)
+    lines = out.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 10
+    assert {json.loads(line)["row"] for line in lines} == set(range(10))
+    out.write_bytes(b"".join(lines[:7]) + lines[7][:25])  # killed while it wrote
+    before = session.stats().scheduler.submitted
+    again = await session.map(ROWS[:10], "{text}", out=out, max_tokens=6)
+    assert session.stats().scheduler.submitted - before == 3
+    assert again.texts == first.texts and sum(one.resumed for one in again) == 7
+    assert "7 of them were answered before" in repr(again)
+    assert sorted(out.read_bytes().splitlines()) == sorted(line.rstrip() for line in lines)
+    out.write_bytes(b"".join(lines).rstrip(b"\n"))  # killed before the end of the line: it is whole
+    await session.map(ROWS[:10], "{text}", out=out, max_tokens=6)
+    assert out.read_bytes() == b"".join(lines)
+    # Other options, another prompt: computed anew.
+    before = session.stats().scheduler.submitted
+    await session.map(ROWS[:10], "{text}", out=out, max_tokens=7)
+    await session.map([{"text": "new"}, *ROWS[1:10]], "{text}", out=out, max_tokens=7)
+    assert session.stats().scheduler.submitted - before == 11
+
+
+@pytest.mark.anyio
+async def test_failed_rows_are_tried_again(tmp_path: Path) -> None:
+    out, failing = tmp_path / "answers.jsonl", [ValueError("no")]
+    with opened(fail=lambda plan: failing.pop() if failing else None) as session:
+        answers = await session.map(ROWS, "{text}", out=out, max_tokens=6)
+        assert answers.errors and {type(error) for error in answers.errors.values()} == {StepFailed}
+        again = await session.map(ROWS, "{text}", out=out, max_tokens=6)
+        assert not again.errors and sum(one.resumed for one in again) == len(ROWS) - len(answers.errors)
+        assert again.texts == [answer(row["text"]) for row in ROWS]
+
+
+@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b'{"text": "mine"}\n', b"\x00\x01", b'{"row": 1}\n'])
+def test_a_file_of_somebody_else_is_left_alone(session: Session, tmp_path: Path, content: bytes) -> None:
+    out = tmp_path / "mine"
+    out.write_bytes(content)
+    with pytest.raises(InvalidRequest, match=r"line 1 is not one that session\.map wrote"):
+        session.map_sync(ROWS, "{text}", out=out)
+    assert out.read_bytes() == content
+
+
+@pytest.mark.anyio
+async def test_an_interrupted_call_keeps_its_answers_and_goes_on(slow: Session, tmp_path: Path) -> None:
+    call = slow.map(ROWS, "{text}", out=tmp_path / "out", max_tokens=6)
+    with anyio.move_on_after(0.3) as scope:
+        await call
+    assert scope.cancelled_caught
+    wait_until_idle(slow)
+    some = len(call.answers)
+    assert 0 < some < len(ROWS)
+    before = slow.stats().scheduler.submitted
+    assert (await call).texts == [answer(row["text"]) for row in ROWS]
+    assert slow.stats().scheduler.submitted - before == len(ROWS) - some
+    once = slow.map(iter(ROWS), "{text}", max_tokens=6)
+    with anyio.move_on_after(0.05):
+        await once
+    with pytest.raises(InvalidRequest, match="was read before"):
+        await once
+
+
+def test_a_closed_session_ends_the_call(tmp_path: Path) -> None:
+    session = fake_session(step_seconds=0.01)
+
+    def rows() -> Iterator[dict[str, str]]:
+        yield from ROWS[:20]
+        session.close()
+        yield from ROWS
+
+    with pytest.raises(SessionClosed):
+        session.map_sync(rows(), "{text}", out=tmp_path / "out", max_tokens=4)
+    assert (tmp_path / "out").read_bytes().endswith(b"}\n")
+
+
+KILLED = """
+import sys
+from helpers.sessions import fake_session
+session = fake_session(step_seconds=0.005)
+session.map_sync(({"text": f"number {number}"} for number in range(10_000)), "{text}", out=sys.argv[1], max_tokens=6)
+"""
+
+
+def test_a_killed_process_loses_no_answer(session: Session, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    path = [str(Path(__file__).parents[1]), *sys.path]
+    code = f"import sys; sys.path[:0] = {path!r}\n{KILLED}"
+    process = subprocess.Popen([sys.executable, "-c", code, str(out)])
+    try:
+        deadline = time.monotonic() + 60
+        while not out.exists() or out.stat().st_size < 4_000:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    whole = out.read_bytes().count(b"\n")
+    rows = [{"text": f"number {number}"} for number in range(whole + 20)]
+    answers = session.map_sync(rows, "{text}", out=out, max_tokens=6)
+    assert sum(one.resumed for one in answers) >= whole
+    assert answers.texts == [answer(row["text"]) for row in rows]
+    for line in out.read_bytes().splitlines():
+        json.loads(line)
+
+
+def test_its_progress_tells_rows_tokens_and_the_time_left(session: Session) -> None:
+    call = session.map(ROWS, "{text}", max_tokens=6)
+    look = call._progress()
+    assert look().line == "0 of 40 rows"
+    for row in range(10):
+        call._keep(RowAnswer(row, "x", completion_tokens=6))
+    call._keep(RowAnswer(10, error=InvalidRequest("a", 1, "b", "c")))
+    call._made = 60
+    state = look()
+    assert state.fraction == 11 / 40
+    assert state.line.startswith("11 of 40 rows, ") and "tokens/s, " in state.line
+    assert state.line.endswith(" s left, 1 errors")
+    assert session.map(iter(ROWS), "{text}")._progress()() == ("0 rows", None)
+
+
+def test_rows_of_a_data_frame(session: Session) -> None:
+    pandas = pytest.importorskip("pandas", reason="rows of a DataFrame need pandas")
+    frame = pandas.DataFrame({"text": ["one", "two"], "number": [1, 2]}, index=["a", "b"])
+    answers = session.map_sync(frame, "{text} {number}", max_tokens=6)
+    assert answers.texts == [answer("one 1"), answer("two 2")]
+    joined = frame.join(answers.to_pandas().drop(columns="text"))
+    assert list(joined.index) == ["a", "b"] and list(joined["completion_tokens"]) == [6, 6]
+    wrong = session.map_sync([{"text": "x"}, {}], "{text}", max_tokens=2).to_pandas()
+    assert wrong["text"].isna().tolist() == [False, True] and "rows[1]" in wrong["error"][1]
+
+
+def test_without_pandas_it_says_what_to_install(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    answers = session.map_sync(ROWS[:1], "{text}", max_tokens=2)
+    with pytest.raises(MissingExtra, match=r"rekindle\[notebook\]"):
+        answers.to_pandas()
+
+
+@pytest.mark.slow
+def test_answers_of_a_structure_are_parsed(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    rows = [{"text": "Tom had a red ball."}, {"text": "Anna was sad."}]
+    with rekindle.open_sync("tiny", max_model_len=256, max_requests=2, cache_dir=str(tmp_path / "cache")) as real:
+        options: Any = {"out": tmp_path / "out", "choice": ["happy", "sad"]}
+        for resumed in (False, True):
+            answers = real.map_sync(rows, "{text} It is", **options)
+            assert all(one.parsed in ("happy", "sad") and one.parsed == one.text for one in answers)
+            assert [one.resumed for one in answers] == [resumed, resumed]
+        asked = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+        cut = real.map_sync(rows[:1], "{text}", out=tmp_path / "out", schema=asked, max_tokens=2)
+        assert not cut[0].resumed and cut[0].parsed is None

@@ -1,0 +1,83 @@
+"""`tool_choice`: "required" and a tool's name make a model call tools that was never trained to, in every syntax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+
+import rekindle
+from helpers.chatting import HERMES, saying
+from rekindle import FinishReason, Session
+from rekindle.errors import InvalidRequest
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+USER = [{"role": "user", "content": "Who are you?"}]
+# In each syntax a template that shows it, in our own words.
+TEMPLATES = {
+    "hermes": "{{ tools }}<tool_call>",
+    "llama3_json": '{{ tools }}"parameters": dictionary',
+    "pythonic": "{{ tools }}<|python_start|>",
+    "mistral": "{{ tools }}[TOOL_CALLS]",
+    "phi4mini": "{{ tools }}functools[",
+    "olmo": "{{ tools }}<function_calls>",
+}
+BODY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def paint(colour: Literal["red", "blue"], coats: Literal[1, 2] = 1) -> str:
+    """Paint a ball."""
+    return f"{colour} {coats}"
+
+
+def stop() -> str:
+    return "stopped"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    folder = str(tmp_path_factory.mktemp("cache"))
+    with rekindle.open_sync(
+        "tiny", max_requests=2, max_tokens_per_step=32, max_model_len=512, precompile="lazy", cache_dir=folder
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize("family", sorted(TEMPLATES))
+def test_a_model_that_has_to_call_calls(session: Session, family: str) -> None:
+    template = f"{{% if false %}}{TEMPLATES[family]}{{% endif %}}{BODY}"
+    options: dict[str, Any] = {"tools": [paint, stop], "template": template, "max_tokens": 200, "temperature": 1.0}
+    for seed in range(2):
+        reply = session.chat(USER, tool_choice="required", seed=seed, **options).result_sync()
+        assert reply.tool_calls, reply.text
+        assert reply.content == "" or reply.finish_reason == FinishReason.LENGTH, "it may be cut amid a further call"
+    for choice in ("paint", paint, {"type": "function", "function": {"name": "paint"}}):
+        reply = session.chat(USER, tool_choice=choice, seed=1, **options).result_sync()
+        (call,) = reply.tool_calls
+        assert call.name == "paint" and call.arguments["colour"] in ("red", "blue"), reply.text
+        assert call.arguments.get("coats", 1) in (1, 2)
+
+
+def test_a_call_is_forced_once(session: Session) -> None:
+    template = f"{{% if false %}}{TEMPLATES['hermes']}{{% endif %}}{BODY}"
+    run = session.chat(
+        USER, tools=[paint], tool_choice="required", run_tools=True, template=template, max_tokens=120
+    ).result_sync()
+    assert run.rounds[0].tool_calls and len(run.rounds) == 2 and run.messages[2]["role"] == "tool"
+
+
+def test_choices_that_make_no_sense() -> None:
+    with saying("Hi", HERMES) as session:
+        for options, problem in (
+            ({"tool_choice": "required"}, "needs tools"),
+            (
+                {"tools": [paint], "tool_choice": "stop"},
+                "names no tool. Use 'auto', 'none', 'required', or one of: paint",
+            ),
+            ({"tools": [paint], "tool_choice": {"name": "x"}}, "names no tool"),
+            ({"tools": [paint], "tool_choice": "required", "regex": "a"}, "can't be combined with a schema or grammar"),
+        ):
+            with pytest.raises(InvalidRequest, match=problem) as refused:
+                session.chat(USER, **options)  # type: ignore[call-overload]
+            assert refused.value.field == "tool_choice"

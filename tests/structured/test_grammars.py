@@ -1,0 +1,246 @@
+"""Compiled grammars and their guides: what they allow, where they end, what is refused and why."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from helpers.guides import allowed_in
+from rekindle import Sampling, tiny
+from rekindle._src.core.guides import mask_words
+from rekindle._src.structured import grammar as grammars_module
+from rekindle._src.structured.grammar import Grammars
+from rekindle._src.structured.guide import Guide, Reasoning
+from rekindle._src.structured.spec import structure_of
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import InvalidRequest
+
+pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
+TOKENIZER = Tokenizer.load(tiny.folder())
+VOCAB = 2048
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(TOKENIZER, VOCAB)
+
+
+def guide(grammars: Grammars, eos: Iterable[int] = TOKENIZER.eos_ids, reasoning: Any = None, **options: Any) -> Guide:
+    structure = structure_of(Sampling(**options))
+    assert structure is not None
+    return grammars.compile(structure.spec).guide(frozenset(eos), reasoning)
+
+
+def allowed(guide: Guide, vocab: int = VOCAB) -> set[int]:
+    mask = np.zeros(mask_words(vocab), np.int32)
+    assert not guide.fill(mask)
+    return allowed_in(mask)
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def test_a_guide_follows_a_text_to_its_end(grammars: Grammars) -> None:
+    one = guide(grammars, schema=OBJECT)
+    assert [TOKENIZER.decode([token]) for token in one.ahead] == ['{"', "name", '":']
+    told = []
+    for token in ids('{"name":"Tom"}'):
+        assert token in allowed(one)
+        told.append(one.consume(token))
+    assert [one.ended for one in told] == [False] * (len(told) - 1) + [True]
+    assert [entry.forced for entry in told[:3]] == [True] * 3 and not told[-2].forced
+    assert told[-1].accepting and not told[-1].by_eos
+    assert one.consumed == len(told)
+
+
+def test_a_token_that_is_not_allowed_is_a_problem(grammars: Grammars) -> None:
+    one = guide(grammars, regex="[0-9]+")
+    told = one.consume(ids(" is")[0])
+    assert told.ended and "satisfy" in told.problem
+
+
+def test_every_end_token_counts_and_only_where_the_text_is_complete(grammars: Grammars) -> None:
+    assert len(TOKENIZER.eos_ids) == 2
+    one = guide(grammars, regex="[0-9]+")
+    assert not allowed(one) & {*TOKENIZER.eos_ids}
+    one.consume(ids("7")[0])
+    assert allowed(one) >= {*TOKENIZER.eos_ids}
+    told = one.copy().consume(TOKENIZER.eos_ids[1])
+    assert told.ended and told.by_eos and told.accepting
+
+
+def test_a_request_that_ignores_the_end_goes_on_as_long_as_it_can(grammars: Grammars) -> None:
+    one = guide(grammars, eos=(), regex="[0-9]+")
+    one.consume(ids("7")[0])
+    assert allowed(one) and not allowed(one) & {*TOKENIZER.eos_ids}
+    done = guide(grammars, eos=(), regex="7")
+    assert done.consume(ids("7")[0]).ended
+
+
+def test_a_vocabulary_larger_than_the_tokenizer() -> None:
+    padded = Grammars(TOKENIZER, VOCAB + 77)
+    one = guide(padded, regex="(.|\n)*")
+    found = allowed(one, VOCAB + 77)
+    assert found and max(found) < VOCAB
+
+
+def test_a_model_without_an_end_token() -> None:
+    vocab = {character: index for index, character in enumerate("ab01")}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    with pytest.raises(InvalidRequest, match="needs a model with an end token"):
+        guide(Grammars(Tokenizer(backend), 4), eos=(), regex="[ab]{2}")
+    backend.add_special_tokens([tokenizers.AddedToken("<s>", special=True)])
+    one = guide(Grammars(Tokenizer(backend), 5), eos=(), regex="[ab]{2}")
+    assert allowed(one, 5) == {0, 1}
+    assert not one.consume(0).ended
+    assert one.consume(1).ended
+
+
+def test_copies_go_their_own_ways(grammars: Grammars) -> None:
+    one = guide(grammars, choice=["ab", "cd"])
+    other = one.copy()
+    one.consume(ids("a")[0])
+    assert one.consumed == 1 and other.consumed == 0
+    assert ids("c")[0] in allowed(other) and ids("c")[0] not in allowed(one)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"regex": "[0-9]{3}-[a-z]+"}, "123-abc"),
+        ({"choice": ["yes", 'a "quoted" \\ one\n']}, 'a "quoted" \\ one\n'),
+        ({"grammar": 'root ::= "x" [0-9]+'}, "x42"),
+        ({"grammar": 'start: "x" /[0-9]+/'}, "x42"),
+        ({"json": True}, '{"a":[1,true,null]}'),
+        ({"json": True, "whitespace_flexible": True}, '{ "a" : [1,\n 2] }'),
+        ({"schema": {"type": "array", "items": {"enum": [1, "b"]}, "minItems": 2, "maxItems": 2}}, '[1,"b"]'),
+    ],
+)
+def test_every_kind_accepts_its_text(grammars: Grammars, options: dict[str, Any], text: str) -> None:
+    one = guide(grammars, **options)
+    for token in ids(text):
+        assert token in allowed(one), TOKENIZER.decode([token])
+        told = one.consume(token)
+    assert told.accepting
+
+
+def test_spaces_are_not_allowed_by_default(grammars: Grammars) -> None:
+    one = guide(grammars, schema=OBJECT)
+    assert allowed(one) == {ids('{"')[0]} or all(" " not in TOKENIZER.decode([token]) for token in allowed(one))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"schema": {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}}, "oneOf"),
+    ({"schema": {"not": {"type": "string"}}}, "not"),
+    ({"schema": {"type": "colour"}}, "colour"),
+    ({"schema": {"type": "string", "format": "colour"}}, "colour"),
+    ({"schema": {"$ref": "https://example.com/schema.json"}}, "is not present"),
+    ({"schema": {"$ref": "#"}}, "nothing fits it"),
+    ({"regex": "("}, "unclosed group"),
+    ({"regex": "a(?=b)"}, "look"),
+    ({"grammar": "no grammar at all"}, "GBNF"),
+    ({"grammar": "start: missing_rule"}, "missing_rule"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED)
+def test_what_can_not_be_followed_raises_with_llguidances_words(
+    grammars: Grammars, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        guide(grammars, **options)
+    assert caught.value.field == next(iter(options))
+    assert says in str(caught.value.problem)
+    assert "<state>" not in str(caught.value) and "<non-verbose" not in str(caught.value)
+
+
+def test_lenient_leaves_out_what_can_not_be_checked(grammars: Grammars) -> None:
+    structure = structure_of(Sampling(schema={"type": "string", "format": "colour"}, lenient=True))
+    assert structure is not None
+    assert grammars.compile(structure.spec).warnings
+
+
+def test_options_inside_a_schema_do_not_override_those_of_the_request(grammars: Grammars) -> None:
+    with pytest.raises(InvalidRequest):
+        guide(grammars, schema={"type": "string", "format": "colour", "x-guidance": {"lenient": True}})
+
+
+def test_equal_requests_share_a_grammar_and_the_oldest_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "KEPT", 3)
+    made = Grammars(TOKENIZER, VOCAB)
+    for _ in range(3):
+        guide(made, regex="a")
+    assert made.compiled == 1
+    for text in "bcda":
+        guide(made, regex=text)
+    assert made.compiled == 5, "a was compiled again"
+
+
+def test_a_grammar_whose_masks_are_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "SLOWEST_MASK", 0.0)
+    with pytest.raises(InvalidRequest, match="which all would wait for"):
+        guide(Grammars(TOKENIZER, VOCAB), regex="abc")
+
+
+def test_so_many_compile_at_once_and_others_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Grammars(TOKENIZER, VOCAB)
+    goes = threading.Event()
+    monkeypatch.setattr(made, "_compile", lambda spec: goes.wait(20))
+    structures = [structure_of(Sampling(regex=text)) for text in "abc"]
+    threads = [threading.Thread(target=made.compile, args=(one.spec,)) for one in structures[:2] if one is not None]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    assert structures[2] is not None
+    with pytest.raises(InvalidRequest, match="waited too long"):
+        made.compile(structures[2].spec, patience=0.01)
+    goes.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_grammar_begins_behind_the_reasoning(grammars: Grammars) -> None:
+    opens, closes = 5, 6
+    inside = guide(grammars, schema=OBJECT, reasoning=Reasoning(opens, closes, inside=True))
+    assert len(allowed(inside)) == VOCAB - len(TOKENIZER.eos_ids), "it may think anything but may not end"
+    for token in (*ids("what to say"), closes):
+        assert not inside.consume(token).forced
+    assert allowed(inside) == allowed(guide(grammars, schema=OBJECT))
+    optional = guide(grammars, schema=OBJECT, reasoning=Reasoning(opens, closes))
+    assert allowed(optional) == {opens} | allowed(guide(grammars, schema=OBJECT))
+    at_once = optional.copy()
+    for token in ids('{"name":'):
+        at_once.consume(token)
+    assert opens not in allowed(at_once)
+    at_once.consumed = 0
+    assert opens not in allowed(at_once), "nor behind what a fork continues"
+    optional.consume(opens)
+    assert len(allowed(optional)) > 1000
+    assert optional.consume(closes).ahead
+
+
+def test_a_schema_of_objects_in_objects(grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {"a": OBJECT}, "required": ["a"], "additionalProperties": False}
+    one = guide(grammars, schema=schema)
+    text = json.dumps({"a": {"name": "x"}}, separators=(",", ":"))
+    for token in ids(text):
+        assert token in allowed(one)
+        one.consume(token)
+    assert one.ended

@@ -1,0 +1,306 @@
+"""Tokenizers out of a GGUF file's metadata give the ids that the original of the same vocabulary gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from rekindle import tiny
+from rekindle._src.models.loading.gguf.write import write_gguf
+from rekindle._src.text import ChatTemplate, Tokenizer
+from rekindle._src.text.gguf import kept, reading
+from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
+from rekindle._src.text.gguf.vocabulary import HUGGINGFACE
+from rekindle._src.text.gguf.writing import pre_tokenizer_name, tokenizer_metadata
+from rekindle.errors import CheckpointError, UnsupportedModel
+
+TEXTS = (
+    "Once upon a time there were 3 bears, 33 wolves and 12345 owls; they didn't mind.",
+    "hällo WÖRLD, you'Ll SEE: 你好世界, こんにちは, नमस्ते ٣٤٥ ½²Ⅷ",
+    "  leading,   many    spaces \t tabs\n\n\nlines\r\n  and the end  ",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈, combining é ñ, CamelCaseHTTPServer/path/to\\file_name.py",
+    "<|im_start|>user\nhi<|im_end|><s>x</s>", "", " ", "a",
+)  # fmt: skip
+CORPUS = [text * 3 for text in TEXTS] + ["the cat sat on the mat", "a b c 1 22 333 4444 don't won't"] * 20
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
+def split(pattern: str) -> Any:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+# The pre-tokenizers and normalizers of the published tokenizer.json files.
+ORIGINALS: dict[str, tuple[Any, Any, bool]] = {
+    "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), None, False),
+    "smollm": (
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
+        None,
+        False,
+    ),
+    "llama-bpe": (
+        split(
+            CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+        None,
+        True,
+    ),
+    "qwen2": (
+        split(CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+        normalizers.NFC(),
+        False,
+    ),
+    "gpt-4o": (
+        split(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+        None,
+        False,
+    ),
+}
+
+
+@functools.cache
+def byte_level(name: str) -> tokenizers.Tokenizer:
+    """A small vocabulary that was trained with one of the published ways to split words."""
+    pre, normalizer, whole = ORIGINALS[name]
+    made = tokenizers.Tokenizer(models.BPE(ignore_merges=whole))
+    made.pre_tokenizer, made.decoder = pre, decoders.ByteLevel()
+    if normalizer is not None:
+        made.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    )
+    made.add_special_tokens(SPECIAL)
+    made.add_tokens(["two words", "<think>"])
+    return made
+
+
+@functools.cache
+def pieces(prefix: bool = True) -> tokenizers.Tokenizer:
+    """A vocabulary like Llama 2's (with `prefix`) or Gemma's."""
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    ahead = [normalizers.Prepend("▁")] if prefix else []
+    made.normalizer = normalizers.Sequence([*ahead, normalizers.Replace(" ", "▁")])
+    made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # for training only: pieces are words
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made.train_from_iterator(
+        CORPUS[-40:], trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    )
+    model = made.model
+    bare = tokenizers.Tokenizer(model)
+    bare.normalizer = made.normalizer
+    ending = [decoders.Strip(" ", 1, 0)] if prefix else []
+    bare.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ending])
+    bare.add_special_tokens(["<unk>", "<s>", "</s>"])
+    bare.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s>:0 $A:0 <s>:1 $B:1", special_tokens=[("<s>", 1)]
+    )
+    return bare
+
+
+def unigrams() -> tokenizers.Tokenizer:
+    words = [("<unk>", 0.0), ("▁", -2.0), ("▁the", -1.0), ("▁cat", -1.5), ("▁ca", -3.0), ("t", -2.5), ("s", -2.0)]
+    made = tokenizers.Tokenizer(models.Unigram(words, unk_id=0))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(["<unk>"])
+    return made
+
+
+MADE: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    **{name: functools.partial(byte_level, name) for name in ORIGINALS},
+    "SentencePiece": pieces, "SentencePiece without prefix": functools.partial(pieces, False), "unigrams": unigrams,
+}  # fmt: skip
+
+
+def through_a_file(original: tokenizers.Tokenizer, path: Path, *, json: bool = False, **changes: Any) -> Tokenizer:
+    """The tokenizer that is read of the file that it was written to, by llama.cpp's keys or by tokenizer.json."""
+    special = {name: text for name, text in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>"))
+               if original.token_to_id(text) is not None}  # fmt: skip
+    metadata = tokenizer_metadata(Tokenizer(original, special=special), original.get_vocab_size() + 3) | changes
+    if not json:
+        metadata.pop(HUGGINGFACE, None)
+    write_gguf(path, {"general.architecture": "llama"} | metadata, [], [])
+    return Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("json", [False, True], ids=["llama.cpp's keys", "tokenizer.json"])
+def test_the_ids_are_those_of_the_original(kind: str, json: bool, tmp_path: Path) -> None:
+    original = MADE[kind]()
+    found = through_a_file(original, tmp_path / "model.gguf", json=json)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = original.encode(text, add_special_tokens=special).ids
+            assert found.encode(text, add_special_tokens=special) == ids, (text, special)
+            for skip in (True, False):
+                assert found.decode(ids, skip_special_tokens=skip) == original.decode(ids, skip_special_tokens=skip)
+    assert found.special_ids == {i for i, t in original.get_added_tokens_decoder().items() if t.special}
+
+
+@pytest.fixture(scope="module", params=list(MADE))
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tokenizers.Tokenizer, Tokenizer]:
+    original = MADE[request.param]()
+    return original, through_a_file(original, tmp_path_factory.mktemp("file") / "model.gguf")
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \n'0123456789aAtThHeE▁.")), max_size=40))
+def test_any_text_has_the_ids_of_the_original(pair: tuple[tokenizers.Tokenizer, Tokenizer], text: str) -> None:
+    original, found = pair
+    assert found.encode(text) == original.encode(text).ids
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_way_to_split_words_gets_llama_cpps_name(name: str) -> None:
+    assert pre_tokenizer_name(byte_level(name)) == name
+
+
+def test_one_without_a_name_is_written_all_the_same_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    odd = tokenizers.Tokenizer.from_str(byte_level("gpt-2").to_str())
+    odd.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found = through_a_file(odd, tmp_path / "model.gguf", json=True)
+    assert "no name for how this tokenizer splits words" in caplog.text
+    assert found.encode(TEXTS[0]) == odd.encode(TEXTS[0]).ids
+
+
+def test_an_unknown_pre_tokenizer_or_model_is_named(tmp_path: Path) -> None:
+    for key, value in (("tokenizer.ggml.pre", "brand-new"), ("tokenizer.ggml.model", "rwkv")):
+        with pytest.raises(
+            UnsupportedModel, match=rf"{key.replace('.', '[.]')}='{value}' is not implemented"
+        ) as caught:
+            through_a_file(byte_level("qwen2"), tmp_path / f"{value}.gguf", **{key: value})
+        assert ("llama-bpe" in str(caught.value)) == (value == "brand-new")
+
+
+def test_tokens_around_a_text_are_as_the_file_says(tmp_path: Path) -> None:
+    original = byte_level("llama-bpe")
+    bos, eos = original.token_to_id("<s>"), original.token_to_id("</s>")
+    bare = original.encode("a", add_special_tokens=False).ids
+    key = "tokenizer.ggml.add_{}_token"
+    for number, (first, last) in enumerate([(False, False), (True, False), (False, True), (True, True)]):
+        flags = {key.format("bos"): first, key.format("eos"): last}
+        found = through_a_file(original, tmp_path / f"{number}.gguf", **flags)
+        assert found.encode("a") == [*([bos] if first else []), *bare, *([eos] if last else [])]
+        assert found.bos_id == bos and eos in found.eos_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tokenizer.ggml.merges": ["ab"]}, "merges has 'ab'"),
+        ({"tokenizer.ggml.merges": ["zz yy"]}, "makes no tokenizer"),
+        ({"tokenizer.ggml.token_type": np.ones(3, np.int32)}, r"token_type has 3 entries"),
+        ({"tokenizer.ggml.tokens": np.ones(3, np.int32)}, r"tokens is .*not an array of strings"),
+    ],
+)
+def test_vocabularies_that_can_not_be_are_typed_errors(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        through_a_file(byte_level("gpt-2"), tmp_path / "model.gguf", **changes)
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.ggml\.scores|scores has 1 entries"):
+        through_a_file(pieces(), tmp_path / "other.gguf", **{"tokenizer.ggml.scores": np.ones(1, np.float32)})
+
+
+def test_the_embedded_model_both_ways(tmp_path: Path) -> None:
+    original = Tokenizer.load(tiny.folder())
+    metadata = tokenizer_metadata(original, 2048)
+    assert metadata["tokenizer.ggml.pre"] == "smollm"
+    for json in (True, False):
+        kept = metadata if json else {key: value for key, value in metadata.items() if key != HUGGINGFACE}
+        write_gguf(tmp_path / f"{json}.gguf", {"general.architecture": "llama"} | kept, [], [])
+        found = Tokenizer.load(tmp_path / f"{json}.gguf")
+        texts = [text for text in TEXTS if json or "½" not in text]  # digits of other scripts it splits in its own way
+        for text in texts:
+            assert found.encode(text) == original.encode(text)
+            assert found.decode(original.encode(text)) == original.decode(original.encode(text))
+        assert found.special["eos_token"] == original.special["eos_token"]
+        assert set(found.eos_ids) == set(original.eos_ids) and found.eos_ids[0] == original.backend.token_to_id(
+            "<|im_end|>"
+        )
+        assert found.vocab_size == original.vocab_size
+
+
+def test_a_file_without_a_vocabulary_serves_ids(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", {"general.architecture": "llama", "tokenizer.ggml.eos_token_id": 7}, [], [])
+    found = Tokenizer.load(tmp_path / "a.gguf")
+    assert not found.has_text and found.eos_ids == (7,)
+    with pytest.raises(CheckpointError, match=r"a\.gguf has no"):
+        found.encode("a")
+
+
+def test_templates_and_the_tokens_that_they_write(tmp_path: Path) -> None:
+    metadata = {
+        "general.architecture": "llama", "tokenizer.ggml.tokens": ["<s>", "</s>"], "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
+        "tokenizer.chat_template.tool_use": "tools: {{ messages[0].content }}",
+    }  # fmt: skip
+    write_gguf(tmp_path / "a.gguf", metadata, [], [])
+    template = ChatTemplate.load(tmp_path / "a.gguf")
+    assert template is not None and set(template.templates) == {"default", "tool_use"}
+    assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi"
+    assert template.render([{"role": "user", "content": "hi"}], tools=[]) == "tools: hi"
+    write_gguf(tmp_path / "b.gguf", {"general.architecture": "llama"}, [], [])
+    assert ChatTemplate.load(tmp_path / "b.gguf") is None
+
+
+def test_every_name_makes_a_pre_tokenizer() -> None:
+    for name, pre in PRE_TOKENIZERS.items():
+        words = [word for word, _ in pre.pre_tokenizer().pre_tokenize_str("it's 12 o'clock\n\n")]
+        assert "".join(words).replace("Ġ", " ").replace("Ċ", "\n") == "it's 12 o'clock\n\n", name
+
+
+def test_a_large_vocabulary_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "SMALL", 0)
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
+    file, original = tmp_path / "model.gguf", byte_level("qwen2")
+    first = through_a_file(original, file)
+    (made,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "read_backend", None)
+        again = Tokenizer.load(file)
+    for text in TEXTS:
+        assert again.encode(text) == first.encode(text) == original.encode(text).ids
+    made.write_bytes(b"{}")
+    assert Tokenizer.load(file).encode(TEXTS[0]) == original.encode(TEXTS[0]).ids
+    other = through_a_file(byte_level("gpt-2"), tmp_path / "other.gguf")
+    assert other.encode(TEXTS[0]) == byte_level("gpt-2").encode(TEXTS[0]).ids
+
+
+def test_a_piece_of_a_million_characters_costs_no_time(tmp_path: Path) -> None:
+    tokens = ["<unk>", "a", "aa", "a" * 1_000_000]
+    scores = np.array([0, -1, -2, -3], np.float32)
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+                "tokenizer.ggml.scores": scores, "tokenizer.ggml.add_space_prefix": False}  # fmt: skip
+    write_gguf(tmp_path / "a.gguf", metadata, [], [])
+    assert Tokenizer.load(tmp_path / "a.gguf").encode("aaa") == [2, 1]
+
+
+def test_an_old_file_that_names_no_pre_tokenizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metadata = tokenizer_metadata(Tokenizer(byte_level("gpt-2")), 600)
+    for key in (HUGGINGFACE, "tokenizer.ggml.pre"):
+        del metadata[key]
+    write_gguf(tmp_path / "old.gguf", {"general.architecture": "llama"} | metadata, [], [])
+    assert Tokenizer.load(tmp_path / "old.gguf").encode("a cat") == byte_level("gpt-2").encode("a cat").ids
+    assert "does not say how text is split into words" in caplog.text

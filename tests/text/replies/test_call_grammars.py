@@ -1,0 +1,86 @@
+"""Grammars of calls: whatever follows one is read as calls, with arguments of the tool's schema."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.chatting import with_special_tokens
+from helpers.replies import tool
+from rekindle._src.text.replies import ReplyFormat
+from rekindle._src.text.replies.call_grammars import call_grammar
+from rekindle._src.text.replies.families import SYNTAXES
+from rekindle._src.text.tokenizer import Tokenizer
+
+llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed")
+MARKS = tuple(sorted({mark for syntax in SYNTAXES.values() for mark in syntax.markers}))
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "what": {"enum": ["a", "b", 3]},
+                "where": {"$ref": "#/$defs/place"},
+                "flag": {"type": ["boolean", "null"]},
+            },
+            "required": ["where"],
+            "$defs": {"place": {"type": "integer", "minimum": 1, "maximum": 9}},
+        },
+    },
+}
+TOOLS = [tool("time"), tool("weather", city="boolean", days="integer"), STRICT]
+
+
+def walk(grammar: str, tokenizer: Tokenizer, seed: int) -> str:
+    """A random text of the grammar, over the bytes of ASCII and the markers."""
+    chance = random.Random(seed)
+    llg = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=[256])
+    matcher = llguidance.LLMatcher(llg, llguidance.grammar_from("grammar", grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    made: list[int] = []
+    for _ in range(500):
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = [int(t) for t in np.flatnonzero(bits) if t < 127 or t >= 256]
+        ends = [t for t in allowed if t == 256 or chr(t) in '"]})']  # so that it comes to an end
+        token = chance.choice(ends if ends and chance.random() < 0.5 else allowed)
+        if token == 256:
+            break
+        assert matcher.consume_token(token)
+        made.append(token)
+        if matcher.is_stopped():
+            break
+    else:
+        raise AssertionError("it did not end")
+    return tokenizer.decode(made, skip_special_tokens=False)
+
+
+def fits(name: str, arguments: Any) -> bool:
+    if name == "time":
+        return arguments == {}
+    if name == "weather":
+        days, city = arguments.get("days", 1), arguments.get("city", True)
+        return {*arguments} <= {"city", "days"} and type(days) is int and type(city) is bool
+    known = {"what", "where", "flag"}
+    return {*arguments} <= known and arguments["where"] in range(1, 10) and arguments.get("what", 3) in ("a", "b", 3)
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["marker tokens", "plain text"])
+@pytest.mark.parametrize("family", sorted(SYNTAXES))
+def test_what_follows_the_grammar_is_read_as_calls(family: str, marked: bool) -> None:
+    tokenizer = with_special_tokens(*(MARKS if marked else ()))
+    found = set()
+    for several in (False, True):
+        grammar = call_grammar(SYNTAXES[family], TOOLS, tokenizer.backend.token_to_id, several=several)
+        for seed in range(12):
+            text = walk(grammar, tokenizer, seed)
+            reply = ReplyFormat(SYNTAXES[family]).parse(text, tools=TOOLS)
+            assert reply.content == "" and reply.tool_calls, text
+            assert several or len(reply.tool_calls) == 1, text
+            assert all(fits(call.name, call.arguments) for call in reply.tool_calls), text
+            found |= {call.name for call in reply.tool_calls}
+    assert found == {"time", "weather", "pick"}

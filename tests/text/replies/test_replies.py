@@ -1,0 +1,265 @@
+"""Replies of every family are read rightly, whatever the pieces in which they come; nothing is lost or taken back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.replies import CONTENT, EXAMPLES, THINK, TOOLS, Example, said
+from rekindle._src.text.replies import (
+    ContentDelta,
+    ReasoningDelta,
+    ReplyEvent,
+    ReplyFormat,
+    ToolCallArguments,
+    ToolCallDropped,
+    ToolCallStarted,
+    fold,
+)
+from rekindle._src.text.replies.families import SYNTAXES
+
+FORMATS = {name: ReplyFormat(syntax, THINK) for name, syntax in SYNTAXES.items()}
+WHOLE = [*EXAMPLES, *(Example(family, text, text) for family, text in CONTENT)]
+
+
+def events_of(
+    format: ReplyFormat, pieces: Sequence[str], *, opened: bool = False, calls_in_pieces: bool = False
+) -> list[ReplyEvent]:
+    scanner = format.scanner(tools=TOOLS, reasoning_open=opened, seed=b"seed", pieces=calls_in_pieces)
+    return [*(event for piece in pieces for event in scanner.feed(piece)), *scanner.finish()]
+
+
+@pytest.mark.parametrize("example", WHOLE, ids=lambda example: f"{example.family}: {example.text[:40]!r}")
+def test_every_example_is_read_as_it_is_meant(example: Example) -> None:
+    reply = example.format.parse(example.text, tools=TOOLS, reasoning_open=example.opened)
+    assert said(reply) == (example.content, example.reasoning, [*example.calls])
+    for call in reply.tool_calls:
+        assert json.loads(call.arguments_text) == call.arguments
+
+
+@pytest.mark.parametrize("example", WHOLE, ids=lambda example: f"{example.family}: {example.text[:40]!r}")
+def test_every_split_in_two_and_every_character_alone_give_the_same(example: Example) -> None:
+    text = example.text
+    whole = fold(events_of(example.format, [text], opened=example.opened))
+    for at in range(len(text) + 1):
+        assert fold(events_of(example.format, [text[:at], text[at:]], opened=example.opened)) == whole, at
+    assert fold(events_of(example.format, list(text), opened=example.opened)) == whole
+
+
+@pytest.mark.parametrize("example", WHOLE, ids=lambda example: f"{example.family}: {example.text[:40]!r}")
+def test_calls_in_pieces_are_the_same_calls_in_every_split(example: Example) -> None:
+    text, opened = example.text, example.opened
+    cuts = ([text], list(text), *([text[:at], text[at:]] for at in range(len(text))))
+    for pieces in cuts:
+        events = events_of(example.format, pieces, opened=opened, calls_in_pieces=True)
+        assert said(fold(events)) == (example.content, example.reasoning, [*example.calls]), pieces
+        check_order(events)
+
+
+def check_order(events: Sequence[ReplyEvent]) -> None:
+    """A call starts, gets its arguments and is whole before anything else comes, or is dropped."""
+    open_call: int | None = None
+    arguments = ""
+    for event in [*events, None]:
+        if isinstance(event, ToolCallArguments):
+            assert event.index == open_call and event.text
+            arguments += event.text
+        elif isinstance(event, ToolCallDropped):
+            assert event.index == open_call and event.text
+            open_call = None
+        else:
+            assert open_call is None or isinstance(json.loads(arguments), dict), "the call before is whole"
+            open_call, arguments = (event.index, "") if isinstance(event, ToolCallStarted) else (None, "")
+
+
+@given(
+    family=st.sampled_from(sorted(FORMATS)),
+    parts=st.lists(
+        st.one_of(
+            st.sampled_from([example.text for example in WHOLE]),
+            st.sampled_from(
+                [*"{}[]()\"',:\\ \n<>=", "<tool_call>", "</tool_call>", "<think>", "</think>", "functools"]
+            ),
+            st.text(max_size=8),
+        ),
+        max_size=6,
+    ),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+    opened=st.booleans(),
+)
+def test_whatever_comes_in_whatever_pieces(family: str, parts: list[str], cuts: list[int], opened: bool) -> None:
+    text, format = "".join(parts), FORMATS[family]
+    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
+    scanner = format.scanner(tools=TOOLS, reasoning_open=opened, seed=b"seed")
+    events: list[ReplyEvent] = []
+    for piece in pieces:
+        events += scanner.feed(piece)
+        before = fold(events)  # what was emitted is whole: calls have their arguments, and these are JSON
+        assert all(isinstance(call.arguments, dict) for call in before.tool_calls)
+    events += scanner.finish()
+    whole = fold(events)
+    for cut in (pieces, list(text)):
+        in_pieces = events_of(format, cut, opened=opened, calls_in_pieces=True)
+        check_order(in_pieces)
+        assert said(fold(in_pieces)) == said(whole)
+    assert whole == fold(events_of(format, [text], opened=opened)) == fold(events_of(format, list(text), opened=opened))
+    assert scanner.feed("") == scanner.finish() == []
+    # Nothing but tags, calls and whitespace beside them is missing: content and reasoning follow the text's order.
+    assert is_within("".join(whole.reasoning.split()) + "".join(whole.content.split()), "".join(text.split()))
+    if not whole.tool_calls and not opened and "think>" not in text:
+        assert whole.content == text
+
+
+def is_within(part: str, text: str) -> bool:
+    """Whether the characters of `part` stand in `text` in this order."""
+    rest = iter(text)
+    return all(character in rest for character in part)
+
+
+@given(st.text(), st.sampled_from(sorted(FORMATS)))
+def test_plain_text_is_content_to_the_last_character(text: str, family: str) -> None:
+    plain = text.replace("<", "").replace("[", "").replace("{", "").replace("functools", "")
+    assert FORMATS[family].parse(plain, tools=TOOLS).content == plain
+
+
+def test_without_tools_calls_are_text_and_reasoning_is_still_split() -> None:
+    text = '<think>x</think><tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    reply = FORMATS["hermes"].parse(text)
+    assert (reply.reasoning, reply.tool_calls) == ("x", ())
+    assert reply.content == text.removeprefix("<think>x</think>")
+
+
+def test_text_leaves_as_soon_as_it_is_decided() -> None:
+    scanner = FORMATS["hermes"].scanner(tools=TOOLS)
+    assert scanner.feed("Look at") == [ContentDelta("Look at")]
+    assert scanner.feed(" <tool") == []
+    assert scanner.feed("box> ") == [ContentDelta(" <toolbox>")]
+    assert scanner.feed('<tool_call>{"name": "time", "arguments": {') == []
+    started, arguments = scanner.feed("}}")
+    assert isinstance(started, ToolCallStarted) and (started.index, started.name) == (0, "time")
+    assert arguments == ToolCallArguments(0, "{}")
+    scanner = FORMATS["hermes"].scanner(reasoning_open=True)
+    assert scanner.feed("Let me see. ") == [ReasoningDelta("Let me see.")]
+    assert scanner.feed("</think>\n\n") == []
+    assert scanner.feed("Yes") == [ContentDelta("Yes")]
+
+
+@pytest.mark.parametrize(
+    ("family", "pieces", "told"),
+    [
+        ("hermes", ['<tool_call>{"name": "wea', 'ther", "arguments": {"ci', 'ty": "Par', 'is\n"', "}}</tool_call>"],
+         ['{"ci', 'ty": "Par', 'is\\n"', "}"]),
+        ("llama3_json", ['{"name": "weather", "parameters": {', '"city": 3', "}}"], ["{", '"city": 3', "}"]),
+        ("mistral", ["[TOOL_CALLS]weather[ARGS]", '{"city"', ': "\\', '"a\\"', '"}'],
+         ['{"city"', ': "\\', '"a\\"', '"}']),
+        ("phi4mini", ['functools[{"name": "time", "arguments": {', "}}]"], ["{", "}"]),
+        ("pythonic", ['[weather(city="Ro', 'me", days', "=3,", ")]"], ["{", '"city": "Rome"', ', "days": 3', "}"]),
+        ("olmo", ["<function_calls>weather(", "city='Rome')"], ["{", '"city": "Rome"', "}"]),
+        ("hermes", ["<tool_call><function=weather>", "<parameter=days>3</par", "ameter></function>"],
+         ["{", '"days": 3', "}"]),
+    ],
+)  # fmt: skip
+def test_arguments_leave_while_they_are_written(family: str, pieces: list[str], told: list[str]) -> None:
+    scanner = FORMATS[family].scanner(tools=TOOLS, pieces=True)
+    events = [scanner.feed(piece) for piece in pieces]
+    calls = [event for piece in events for event in piece]
+    assert isinstance(calls[0], ToolCallStarted)
+    assert [event.text for event in calls[1:] if isinstance(event, ToolCallArguments)] == told
+    assert sum(any(isinstance(event, ToolCallArguments) for event in piece) for piece in events) >= len(told) - 1
+    assert not scanner.finish() and len(fold(calls).tool_calls) == 1
+
+
+def test_a_call_that_breaks_off_is_dropped_and_is_content() -> None:
+    scanner = FORMATS["hermes"].scanner(tools=TOOLS, pieces=True)
+    text = '<tool_call>{"name": "write", "arguments": {"path": "a.py", "text": "de'
+    started, arguments = scanner.feed(text)
+    assert isinstance(started, ToolCallStarted) and started.name == "write"
+    assert arguments == ToolCallArguments(0, '{"path": "a.py", "text": "de')
+    assert scanner.finish() == [ToolCallDropped(0, text)]
+    scanner = FORMATS["hermes"].scanner(tools=TOOLS, pieces=True)
+    events = [*scanner.feed('<tool_call>{"name": "time", "arguments": {}, "name": "write"}</tool_call>')]
+    events += [*scanner.feed('<tool_call>{"name": "time", "arguments": {}}</tool_call>'), *scanner.finish()]
+    assert [type(event).__name__ for event in events if not isinstance(event, ContentDelta)] == [
+        "ToolCallStarted", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolCallArguments",
+    ]  # fmt: skip
+    assert [call.name for call in fold(events).tool_calls] == ["time"], "an index is not used twice"
+
+
+def test_calls_of_unknown_tools_and_calls_while_thinking_come_whole() -> None:
+    scanner = FORMATS["hermes"].scanner(tools=TOOLS, pieces=True)
+    assert scanner.feed('<tool_call>{"name": "unknown", "arguments": {') == []
+    assert len(scanner.feed("}}")) == 2
+    scanner = FORMATS["hermes"].scanner(tools=TOOLS, pieces=True, reasoning_open=True)
+    assert scanner.feed('<tool_call>{"name": "time", "arguments": {') == []
+    scanner.feed("}}</tool_call> I could say.</think>No.")
+    assert scanner.finish() == []
+
+
+def test_calls_of_an_array_that_was_cut_are_calls() -> None:
+    text = '[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "weather", "arguments": {"city": "Pa'
+    reply = FORMATS["mistral"].parse(text, tools=TOOLS)
+    assert [call.name for call in reply.tool_calls] == ["time"]
+    assert reply.content == ', {"name": "weather", "arguments": {"city": "Pa'
+
+
+def test_ids_are_unique_and_follow_the_seed() -> None:
+    text = '<tool_call>{"name": "time"}</tool_call><tool_call>{"name": "time"}</tool_call>'
+    hermes = FORMATS["hermes"]
+
+    def ids(seed: bytes | None) -> tuple[str, ...]:
+        return tuple(call.id for call in hermes.parse(text, tools=TOOLS, seed=seed).tool_calls)
+
+    assert ids(b"one") == ids(b"one")
+    assert len({*ids(b"one"), *ids(b"two"), *ids(None), *ids(None)}) == 8
+    short = FORMATS["mistral"].parse("[TOOL_CALLS]time{}", tools=TOOLS).tool_calls[0].id
+    assert len(short) == 9 and short.isalnum(), "Mistral's templates take no other ids"
+
+
+@pytest.mark.parametrize(
+    ("family", "piece"),
+    [
+        ("hermes", "<tool_call>"),
+        ("hermes", '<tool_call>{"a": "'),
+        ("hermes", "<tool_call>["),
+        ("hermes", "<tool_call>" + "[" * 60),
+        ("hermes", "<think>"),
+        ("hermes", "\n "),
+        ("llama3_json", "\n{"),
+        ("llama3_json", '\n{"name":'),
+        ("mistral", "[TOOL_CALLS]a"),
+        ("pythonic", "\n[weather("),
+        ("pythonic", "[[(("),
+        ("olmo", "<function_calls>f("),
+        ("hermes", "<tool_call><function=a><parameter=b>"),
+    ],
+)
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_time_grows_with_the_length_and_no_faster(family: str, piece: str, pieces: bool) -> None:
+    def seconds(count: int) -> float:
+        scanner = FORMATS[family].scanner(tools=TOOLS, pieces=pieces)
+        start = time.process_time()
+        for _ in range(count):
+            scanner.feed(piece)
+        scanner.finish()
+        return time.process_time() - start
+
+    seconds(10)
+    few, many = min(seconds(400) for _ in range(3)), min(seconds(3200) for _ in range(2))
+    assert many < 8 * 5 * max(few, 0.002), f"{many:.3f} s for 8 times what took {few:.3f} s"
+
+
+def test_deep_nesting_and_long_numbers_are_text() -> None:
+    for value in ("[" * 200 + "]" * 200, "9" * 5000, "1e999999"):
+        text = f'<tool_call>{{"name": "time", "arguments": {{"a": {value}}}}}</tool_call>'
+        assert FORMATS["hermes"].parse(text, tools=TOOLS).content == text
+        text = f"[time(a={value})]"
+        assert FORMATS["pythonic"].parse(text, tools=TOOLS).content == text
+    lone = '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>'
+    assert FORMATS["hermes"].parse(lone, tools=TOOLS).content == lone, "half a surrogate pair is no text"

@@ -1,0 +1,207 @@
+"""What a model needs on a mesh of devices, on paper: memory, room for keys and values, and the least time of a step.
+
+Nothing is measured or allocated, so that a machine can be planned for that is not at hand. A step takes at least as
+long as reading its weights and pages, or multiplying with them, whichever is longer, and its sums over the devices on
+top: what this computes is a bound, and a good engine reaches 60 to 90 % of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rekindle._src.bench.shapes import SHAPES, hf_config
+from rekindle._src.core import html
+from rekindle._src.models.base import abstract_model
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.gguf.files import is_gguf
+from rekindle._src.models.loading.stored import look
+from rekindle._src.models.partition import Partition, roles_of
+from rekindle._src.models.registry import config_from_hf
+from rekindle._src.models.roles import local_shape
+from rekindle.errors import ConfigError
+
+USABLE = 0.9  # of a device's memory: the rest is for programs, their temporary arrays and the runtime
+ALONE, MANY = 1, 64  # rows of the steps that are planned
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """A device by its vendor's data sheet, in GB, GB/s, dense TFLOP/s of bfloat16 and of int8, and microseconds."""
+
+    memory: float
+    read: float
+    bf16: float
+    int8: float
+    link: float  # from a device to the others of its machine, in one direction
+    latency: float = 10.0  # of a sum over the devices of a machine; of the order of what libraries publish
+
+
+DEVICES: dict[str, DeviceSpec] = {
+    "A100": DeviceSpec(80, 2039, 312, 624, 300),
+    "H100": DeviceSpec(80, 3350, 989, 1979, 450),
+    "H200": DeviceSpec(141, 4800, 989, 1979, 450),
+    "B200": DeviceSpec(180, 8000, 2250, 4500, 900),
+    "L4": DeviceSpec(24, 300, 121, 242, 32),
+    "L40S": DeviceSpec(48, 864, 362, 733, 32),
+    "v5e": DeviceSpec(16, 819, 197, 394, 200),
+    "v5p": DeviceSpec(95, 2765, 459, 918, 600),
+    "v6e": DeviceSpec(32, 1640, 918, 1836, 448),
+}
+_LLAMA_3 = {**SHAPES["8b"], "max_position_embeddings": 131072}
+PLANNED: dict[str, dict[str, Any]] = {
+    **SHAPES,
+    "1b": {
+        **_LLAMA_3, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "70b": {
+        **_LLAMA_3, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "intermediate_size": 28672,
+    },
+    "405b": {
+        **_LLAMA_3, "hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128,
+        "intermediate_size": 53248,
+    },
+    "8x7b": {
+        **_LLAMA_3, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8,
+        "num_experts_per_tok": 2, "vocab_size": 32000, "max_position_embeddings": 32768,
+    },
+    "30b-a3b": {
+        **SHAPES["0.6b"], "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Plan(html.Record):
+    """What a model needs on each of so many devices, and the bounds of its speed there."""
+
+    devices: int
+    weight_bytes: int  # on each device
+    read_bytes: int  # of them, what a step of one row reads: an embedding is looked up, and few experts are chosen
+    token_bytes: int  # keys and values of a token, on each device
+    memory_bytes: int  # of each device, as far as it may be used
+    context: int  # tokens of a request
+    alone_seconds: float  # the least that a step of one row takes
+    many_seconds: float  # the least that a step of 64 rows takes
+    sum_seconds: float  # of either, for the sums over devices in a step of one row
+
+    @property
+    def free_bytes(self) -> int:
+        """Room for keys and values on each device; negative where the weights do not fit."""
+        return self.memory_bytes - self.weight_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and one whole context fit."""
+        return self.kv_tokens >= self.context
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return max(0, self.free_bytes) // self.token_bytes
+
+    @property
+    def contexts(self) -> int:
+        """Requests of a whole context at once."""
+        return self.kv_tokens // self.context
+
+
+def shape_config(model: str) -> tuple[ModelConfig, str]:
+    """The config of a shape by its name, a folder's config.json or a GGUF file, and the dtype that it asks for."""
+    if model in PLANNED:
+        raw = {**hf_config("8b"), **PLANNED[model]} if model not in SHAPES else hf_config(model)
+    elif is_gguf(Path(model)):
+        raw = look(model).raw
+    else:
+        path = Path(model).expanduser() / "config.json"
+        try:
+            raw = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            known = ", ".join(PLANNED)
+            raise ConfigError(
+                "--plan", model, f"is no shape, and {path} can't be read ({error})", f"Use a folder, or one of {known}"
+            ) from None
+    config = config_from_hf(raw)
+    return config, config.dtype or "bfloat16"
+
+
+def device_spec(name: str) -> DeviceSpec:
+    """A device by its name, in whatever case."""
+    found = {known.casefold(): spec for known, spec in DEVICES.items()}.get(name.casefold())
+    if found is None:
+        raise ConfigError("--device", name, "is not known", f"Use one of {', '.join(DEVICES)}")
+    return found
+
+
+def planned(
+    config: ModelConfig,
+    partition: Partition,
+    device: DeviceSpec,
+    *,
+    dtype: str = "bfloat16",
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
+    context: int | None = None,
+) -> Plan:
+    """The plan for a model; raises ConfigError where so many devices can't share it."""
+    partition.check(config)
+    length = min(context or 8192, config.max_position_embeddings)
+    weights, one, many = _weights(config, partition, dtype, quantize)
+    stored = kv_dtype or dtype
+    itemsize = {"int8": 1, "float32": 4}.get(stored, 2)
+    heads = config.num_layers * partition.kv_heads(config)
+    token = 2 * heads * (config.head_dim * itemsize + (4 if stored == "int8" else 0))  # with the scales of int8
+    numbers = _weights(config, partition, "int8", None)[1]  # that a token is multiplied with on one device
+    speed = (device.int8 if quantize == "int8" else device.bf16) * 1e12
+    sums = 1 + 2 * config.num_layers
+
+    def seconds(rows: int, read: int) -> float:
+        moved = (read + rows * length * token) / (device.read * 1e9)
+        return max(moved, 2 * rows * numbers / speed) + summing(rows)
+
+    def summing(rows: int) -> float:
+        if partition.size == 1:
+            return 0.0
+        # A ring sends nearly all of it twice; logits are gathered once.
+        width = 2 * rows * (config.hidden_size * sums * 2 + config.vocab_size * 2)
+        return (sums + 1) * device.latency * 1e-6 + width / (device.link * 1e9)
+
+    return Plan(
+        devices=partition.size,
+        weight_bytes=weights,
+        read_bytes=one,
+        token_bytes=token,
+        memory_bytes=int(device.memory * 1e9 * USABLE),
+        context=length,
+        alone_seconds=seconds(ALONE, one),
+        many_seconds=seconds(MANY, many),
+        sum_seconds=summing(ALONE),
+    )
+
+
+def _weights(config: ModelConfig, partition: Partition, dtype: str, quantize: str | None) -> tuple[int, int, int]:
+    """Bytes of weights on a device, and of them what steps of one and of many rows read."""
+    graph, leaves = abstract_model(config, dtype, quantize)
+    partition.check_packed(graph)
+    roles = roles_of(graph)
+    total = one = many = 0
+    for path, leaf in zip(graph.paths, leaves, strict=True):
+        size = int(np.prod(local_shape(roles[path], leaf.shape, partition.sizes))) * np.dtype(leaf.dtype).itemsize
+        total += size
+        if path.startswith(("embed.", "position_embed.")) and not (config.tie_embeddings and path.startswith("embed.")):
+            continue  # some rows are looked up
+        spec = config.moe[int(path.split(".")[1])] if config.moe and path.startswith("layers.") else None
+        chosen = chosen_by_many = 1.0
+        if spec is not None and ".mlp." in path and "router" not in path:
+            chosen = spec.top_k / spec.num_experts
+            chosen_by_many = 1 - (1 - chosen) ** MANY
+        one, many = one + int(size * chosen), many + int(size * chosen_by_many)
+    return total, one, many

@@ -1,0 +1,15 @@
+"""`rekindle export MODEL OUT`: write a checkpoint as a GGUF file or as a folder of safetensors."""
+
+from __future__ import annotations
+
+import argparse
+
+from rekindle._src.core.progress import Progress
+from rekindle._src.session.exporting import export
+
+
+def run(arguments: argparse.Namespace) -> int:
+    written = export(arguments.model, arguments.out, type=arguments.type, progress=Progress("exporting"))
+    size = sum(path.stat().st_size for path in (written.rglob("*") if written.is_dir() else [written]))
+    print(f"{written} ({size / 1e6:,.0f} MB)")
+    return 0

@@ -1,0 +1,57 @@
+"""`rekindle follow`: give a leader's session this process's devices, until it ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+
+from rekindle._src.core.process_options import MAX_PROCESSES, address
+from rekindle._src.processes.greeting import Place
+from rekindle._src.session.following import follow
+from rekindle.errors import ConfigError
+
+LAST_SECONDS = 2.0  # for the call in the making, once the leader is gone
+
+
+def run(arguments: argparse.Namespace) -> int:
+    place = Place(arguments.process, arguments.processes)
+    address(arguments.coordinator)
+    if not 2 <= place.processes <= MAX_PROCESSES:
+        raise ConfigError("--processes", place.processes, "can't share a model", f"Use from 2 to {MAX_PROCESSES:,}")
+    if not 0 < place.process < place.processes:
+        raise ConfigError(
+            "--process",
+            place.process,
+            "is not the number of a follower",
+            f"Use from 1 to {place.processes - 1}; 0 is the leader",
+        )
+    follow(
+        arguments.coordinator,
+        place,
+        model=arguments.model,
+        cache_dir=arguments.cache_dir,
+        wait=arguments.wait,
+        say=_say,
+        lost=_lost,
+    )
+    _say("the session has ended")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"rekindle: {text}", file=sys.stderr, flush=True)
+
+
+def _lost(error: BaseException) -> None:
+    """End the process soon, even if a call waits for a sum that the leader takes no part in any more."""
+
+    def end() -> None:
+        _say(f"the leader is gone: {error}")
+        os.kill(os.getpid(), signal.SIGTERM)  # the main thread may wait in a call that never returns
+
+    timer = threading.Timer(LAST_SECONDS, end)
+    timer.daemon = True
+    timer.start()

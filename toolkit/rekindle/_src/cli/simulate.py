@@ -1,0 +1,56 @@
+"""`rekindle simulate`: routers and sizes of a fleet compared on a load, in simulated time."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+from typing import Any, get_args
+
+from rekindle._src.bench.simulation.fleet import HEAD, simulate
+from rekindle._src.bench.simulation.loads import LOADS, recorded
+from rekindle._src.bench.simulation.step_cost import StepCost
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.replicas.routing import RouterName
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.trace is not None:
+        asks = recorded(arguments.trace)
+    else:
+        asks = LOADS[arguments.load](random.Random(arguments.seed), arguments.requests, arguments.rate)
+    if arguments.measure is not None:
+        from rekindle._src.bench.simulation.measuring import measured
+
+        cost = measured(arguments.measure)
+    else:
+        cost = StepCost(
+            arguments.step_ms / 1e3, arguments.row_us / 1e6, arguments.prefill_us / 1e6, arguments.context_us / 1e6
+        )
+    config = EngineConfig(
+        max_requests=arguments.max_requests,
+        max_tokens_per_step=arguments.max_tokens_per_step,
+        max_model_len=arguments.max_model_len,
+        page_size=16,
+        device_pages=arguments.device_tokens // 16,
+        policy=arguments.policy,
+    )
+    found: list[dict[str, Any]] = []
+    if not arguments.json:
+        last = asks[-1].at - asks[0].at
+        prompt, output = (sum(values) / len(asks) for values in zip(*((a.length, a.output) for a in asks), strict=True))
+        print(f"{len(asks)} requests in {last:.0f} s, {prompt:.0f} + {output:.0f} tokens on average")
+        parts = [f"{1e3 * cost.step:.2f} ms a step", f"{1e6 * cost.row:.0f} µs a row"]
+        parts += [f"{1e6 * cost.prefill:.1f} µs a prompt's token", f"{1e6 * cost.context:.3f} µs a position"]
+        print(f"A device takes {', '.join(parts)}. Times below are in ms.")
+        print(f"{'replicas':>8} {'router':12} {HEAD}")
+    for replicas in arguments.replicas:
+        for router in arguments.router or get_args(RouterName):
+            outcome = simulate(asks, config, cost, replicas=replicas, router=router)
+            found.append({"replicas": replicas, "router": router, **outcome._asdict()})
+            if not arguments.json:
+                print(f"{replicas:8} {router:12} {outcome}", flush=True)
+    if arguments.json:
+        print(json.dumps({"cost": dataclasses.asdict(cost), "outcomes": found}, indent=1))
+    return 0

@@ -1,0 +1,100 @@
+"""A file of JSON objects, one on each line, to which lines are only ever added; a kill costs at most the last one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from rekindle.errors import InvalidRequest
+
+Entry = dict[str, Any]
+
+
+class JsonLines:
+    """Opened with `with`, which reads the lines that are there; a last line that a kill cut off is removed.
+
+    Every line begins with `start`, and `found` is called with each entry and the place of its line. It returns whether
+    `writer` wrote such an entry: a file that holds something else is refused and left as it is.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        start: str,
+        writer: str,
+        found: Callable[[Entry, int], bool],
+        field: str = "out",
+    ) -> None:
+        self.path = Path(path)
+        self._start, self._writer, self._found, self._field = start.encode(), writer, found, field
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+b")
+        except OSError as error:
+            raise InvalidRequest(
+                self._field, str(self.path), f"can't be written: {error}", "Choose another file"
+            ) from None
+        try:
+            self._read(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def entry(self, at: int) -> Entry:
+        """The entry of the line at this place."""
+        assert self._file is not None, "the file is open"
+        self._file.seek(at)
+        found: Entry = json.loads(self._file.readline())
+        return found
+
+    def add(self, entry: Entry) -> None:
+        """Write a line; it is the system's to keep once this returns."""
+        assert self._file is not None, "the file is open"
+        # A lone surrogate, which has no UTF-8, becomes a question mark.
+        self._file.write(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        self._file.flush()
+
+    def _read(self, file: BinaryIO) -> None:
+        file.seek(0)
+        at, ended = 0, True
+        for number, line in enumerate(file, start=1):
+            ended = line.endswith(b"\n")
+            if not self._takes(line, at):
+                if not ended and (line.startswith(self._start) or self._start.startswith(line)):
+                    file.truncate(at)
+                    return
+                raise InvalidRequest(
+                    self._field,
+                    str(self.path),
+                    f"line {number} is not one that {self._writer} wrote",
+                    "Choose another file",
+                )
+            at += len(line)
+        if not ended:  # it is whole but for its end
+            file.write(b"\n")
+            file.flush()
+
+    def _takes(self, line: bytes, at: int) -> bool:
+        if not line.startswith(self._start):
+            return False
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            return False
+        return self._found(entry, at)

@@ -1,0 +1,38 @@
+"""What a session tells about the devices that share its model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from rekindle._src.core import html
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class MeshReport(html.Record):
+    """The devices of a session with `mesh`, and what each of them has; `session.stats().mesh`."""
+
+    axes: Mapping[str, int]  # devices by axis
+    devices: tuple[str, ...]
+    heads: int  # attention heads of each device
+    kv_heads: int  # KV heads of each device
+    kv_copies: int  # devices that have the same KV heads
+    weight_bytes: int  # on each device
+    page_bytes: int  # of a KV page, on each device
+    sums: int  # sums over all devices in a step; its logits are gathered once more
+    bytes_per_token: int  # that every device adds to those sums for each token of a step
+    processes: int = 1  # that have these devices, equally many each
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return len(self.devices)
+
+    def __str__(self) -> str:
+        axes = " × ".join(f"{name} {count}" for name, count in self.axes.items())
+        shared = f", {self.kv_copies} with the same ones" if self.kv_copies > 1 else ""
+        among = f" of {self.processes} processes" if self.processes > 1 else ""
+        return (
+            f"{html.count(self.size, 'device')}{among} ({axes}): each has {html.count(self.heads, 'head')}, "
+            f"{html.count(self.kv_heads, 'kv head')}{shared}, {self.weight_bytes / 2**20:,.1f} MiB of weights"
+        )

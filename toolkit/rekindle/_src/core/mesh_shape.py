@@ -1,0 +1,116 @@
+"""The option `mesh`: over how many devices one model is divided. It is read here without JAX.
+
+"model"   devices that share every layer: heads, the rows of products, the vocabulary
+"expert"  groups of such devices, each with its own experts; everything else is divided over all of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from rekindle.errors import ConfigError
+
+AXES = ("expert", "model")  # devices next to each other share a model axis
+MAX_DEVICES = 1 << 16  # a number beyond is a slip
+_FIX = 'Pass the number of devices, {"model": 4, "expert": 2}, or a jax.sharding.Mesh with these axes'
+
+
+class DeviceMesh(Protocol):
+    """Devices with named axes, as `jax.sharding.Mesh` is: its axes are "model", "expert" or both."""
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]: ...
+    @property
+    def devices(self) -> Any: ...
+
+
+class MeshShape(Mapping[str, int]):
+    """How many devices each axis has; hashable, and equal to a dict of the same numbers."""
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = {name: sizes[name] for name in AXES[::-1] if name in sizes}
+
+    def __getitem__(self, name: str) -> int:
+        return self._sizes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._sizes.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._sizes)
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return self.get("model", 1) * self.get("expert", 1)
+
+
+def checked_mesh(value: Any) -> MeshShape | DeviceMesh | None:
+    """The option `mesh` in the form that a config keeps. Raises ConfigError for what is no mesh."""
+    if value is None or isinstance(value, MeshShape):
+        return value
+    if isinstance(value, Mapping):
+        try:
+            names = list(value)
+            unknown = [name for name in names if not isinstance(name, str) or name not in AXES]
+        except Exception:
+            raise ConfigError("mesh", value, "can't be read as a dict", _FIX) from None
+        if unknown or not names:
+            told = f"has the axis {unknown[0]!r}" if unknown else "has no axes"
+            raise ConfigError("mesh", value, f"{told}; known are {' and '.join(map(repr, AXES[::-1]))}", _FIX)
+        return MeshShape({name: _count(value, value[name]) for name in names})
+    if is_device_mesh(value):
+        axes = tuple(value.axis_names)
+        unknown = [name for name in axes if name not in AXES]
+        if unknown or not axes:
+            told = f"has the axis {unknown[0]!r}" if unknown else "has no axes"
+            raise ConfigError("mesh", value, f"{told}; known are {' and '.join(map(repr, AXES[::-1]))}", _FIX)
+        mesh: DeviceMesh = value
+        return mesh
+    return MeshShape({"model": _count(value, value)})
+
+
+def parsed_mesh(text: str) -> MeshShape:
+    """A mesh as the command line gives it: `4`, or `model=4,expert=2`. Raises ConfigError for anything else."""
+    fix = "Use --mesh 4, or --mesh model=4,expert=2"
+    try:
+        if "=" not in text:
+            return MeshShape({"model": _count(text, int(text))})
+        pairs = [part.split("=") for part in text.split(",")]
+        sizes = {name.strip(): int(count) for name, count in pairs}
+        if len(sizes) != len(pairs):
+            raise ValueError
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError("--mesh", text, "is no mesh", fix) from None
+    found = checked_mesh(sizes)
+    assert isinstance(found, MeshShape), "a dict"
+    return found
+
+
+def is_device_mesh(value: Any) -> bool:
+    """Whether it is a `jax.sharding.Mesh`, without importing JAX to find out."""
+    kind = type(value)
+    return kind.__name__ == "Mesh" and kind.__module__.split(".")[0] in ("jax", "jaxlib")
+
+
+def _count(mesh: Any, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = int(value.__index__())
+    except Exception:
+        raise ConfigError("mesh", mesh, "is no number of devices", _FIX) from None
+    if not 1 <= count <= MAX_DEVICES:
+        raise ConfigError("mesh", mesh, f"asks for {count:,} devices on an axis; one is the least", _FIX)
+    return count

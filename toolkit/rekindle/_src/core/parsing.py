@@ -1,0 +1,42 @@
+"""The object that a text in JSON becomes, made when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Parsed(NamedTuple):
+    """An object, or why there is none."""
+
+    value: Any = None
+    problem: str | None = None
+
+
+class Parsing:
+    """What to make of a text. It is made in the thread that asks, because classes of users take part in it."""
+
+    __slots__ = ("_found", "_parse", "_text")
+
+    def __init__(self, text: str, parse: Callable[[str], Any], problem: str | None = None) -> None:
+        self._text, self._parse = text, parse
+        self._found = None if problem is None else Parsed(None, problem)
+
+    def get(self) -> Parsed:
+        """The object, the same one each time. What a validator objects to is the problem of the result."""
+        if self._found is None:
+            try:
+                self._found = Parsed(self._parse(self._text))
+            except Exception as error:
+                said = str(error).strip() or type(error).__name__
+                self._found = Parsed(None, f"the text does not validate: {said}")
+        return self._found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self._text, self.get())
+
+
+def _made(text: str, found: Parsed) -> Parsing:
+    parsing = Parsing(text, str)
+    parsing._found = found
+    return parsing

@@ -1,0 +1,47 @@
+"""The options `processes` and `coordinator`: how many processes share a model, and where they meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rekindle._src.core.mesh_shape import MeshShape
+from rekindle.errors import ConfigError
+
+MAX_PROCESSES = 1 << 12  # a number beyond is a slip
+_FIX = 'Pass "host:port": an address of the leader that followers reach'
+
+
+def check_processes(processes: int, coordinator: Any, mesh: Any) -> None:
+    """Raise ConfigError for what several processes can't be: more than the devices, or without a place to meet."""
+    if not (coordinator is None or isinstance(coordinator, str)):
+        raise ConfigError("coordinator", coordinator, "is not text", _FIX)
+    if processes == 1:
+        if coordinator is not None:
+            raise ConfigError("coordinator", coordinator, "is for several processes", "Pass processes, too")
+        return
+    if processes > MAX_PROCESSES:
+        raise ConfigError("processes", processes, "are more than there can be", f"Use at most {MAX_PROCESSES:,}")
+    if coordinator is None:
+        raise ConfigError("coordinator", None, f"is missing: {processes} processes need a place to meet", _FIX)
+    address(coordinator)
+    if not isinstance(mesh, MeshShape):
+        raise ConfigError(
+            "mesh",
+            mesh,
+            "has to say how many devices the processes share",
+            'Pass a number, or {"model": 8, "expert": 2}',
+        )
+    if mesh.size % processes:
+        raise ConfigError(
+            "mesh", mesh, f"has {mesh.size} devices, which {processes} processes can't share evenly",
+            f"Use a multiple of {processes}",
+        )  # fmt: skip
+
+
+def address(coordinator: str) -> tuple[str, int]:
+    """Host and port. Raises ConfigError for text that is none."""
+    host, _, port = coordinator.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError("coordinator", coordinator, "is no address", _FIX)
+    return host, int(port)

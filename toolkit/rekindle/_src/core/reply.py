@@ -1,0 +1,132 @@
+"""A chat's reply as its parts: what the model says, what it thinks before, and the tools that it calls.
+
+A scanner of `rekindle._src.text.replies` turns text into events. An event is final: no later one takes it back, except
+that a call may be dropped which was told while the model wrote it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rekindle._src.core import html
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ContentDelta(html.Record):
+    """Text of the answer itself."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ReasoningDelta(html.Record):
+    """Text that the model wrote before its answer, between the tags of its family, such as `<think>`."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ToolCallStarted(html.Record):
+    """A call of a tool; `ToolCallArguments` with the same index follow."""
+
+    index: int  # counts the calls of a reply
+    id: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ToolCallArguments(html.Record):
+    """A part of a call's arguments; joined, they are one JSON object."""
+
+    index: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ToolCallDropped(html.Record):
+    """A call that has started is none after all, because its text breaks off or breaks its syntax.
+
+    Only a stream with `stream_tool_calls` has such an event, since otherwise a call starts once it is complete.
+    """
+
+    index: int
+    text: str  # the call as the model wrote it so far; it is a part of the answer's content
+
+
+ReplyEvent = ContentDelta | ReasoningDelta | ToolCallStarted | ToolCallArguments | ToolCallDropped
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ToolCall(html.Record):
+    """One call of a tool that a reply asks for."""
+
+    id: str  # names the call in the message that answers it
+    name: str
+    arguments: Mapping[str, Any]
+    arguments_text: str = ""  # the same as the JSON text
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
+    def answer(self, content: object) -> dict[str, Any]:
+        """The message that tells the model what the tool returned: a str as it is, anything else as JSON."""
+        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": as_text(content)}
+
+    def message(self) -> dict[str, Any]:
+        """The call as an assistant's message holds it."""
+        function = {"name": self.name, "arguments": dict(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Reply(html.Record):
+    """A whole reply in its parts."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """The answer with its calls as in Python; the reasoning is folded away."""
+        parts = [html.folded("reasoning", html.text(self.reasoning))] if self.reasoning else []
+        if self.content or not self.tool_calls:
+            parts.append(html.text(self.content))
+        return str(html.block(*parts, *(html.code(str(call)) for call in self.tool_calls)))
+
+
+def fold(events: Iterable[ReplyEvent]) -> Reply:
+    """The reply that events add up to. A call whose arguments are not complete yet is left out."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: dict[int, ToolCallStarted] = {}
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        match event:
+            case ContentDelta(text):
+                content.append(text)
+            case ReasoningDelta(text):
+                reasoning.append(text)
+            case ToolCallStarted(index):
+                calls[index] = event
+            case ToolCallArguments(index, text):
+                arguments.setdefault(index, []).append(text)
+            case ToolCallDropped(index, text):
+                calls.pop(index, None)
+                content.append(text)
+    made = []
+    for index, call in calls.items():
+        text = "".join(arguments.get(index, ()))
+        with contextlib.suppress(ValueError):
+            made.append(ToolCall(call.id, call.name, json.loads(text or "{}"), text))
+    return Reply("".join(content), "".join(reasoning), tuple(made))
+
+
+def as_text(value: object) -> str:
+    """What a tool returned, as the text of a message."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)

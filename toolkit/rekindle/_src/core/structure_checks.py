@@ -1,0 +1,78 @@
+"""What a request may ask of its text's structure, checked as far as that is possible without a tokenizer.
+
+Whether a schema or grammar can be followed is decided when it is compiled, in `structured`.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rekindle.errors import InvalidRequest
+
+KINDS = ("schema", "regex", "choice", "grammar", "json")
+MAX_CHARACTERS = 1 << 19  # of a regular expression, a grammar, all choices or a schema as text
+
+
+class Structure(Protocol):
+    """The options of `Sampling` that say how its text is structured."""
+
+    @property
+    def schema(self) -> Any: ...
+    @property
+    def regex(self) -> str | None: ...
+    @property
+    def choice(self) -> tuple[str, ...]: ...
+    @property
+    def grammar(self) -> str | None: ...
+    @property
+    def json(self) -> bool: ...
+    @property
+    def lenient(self) -> bool: ...
+    @property
+    def whitespace_flexible(self) -> bool: ...
+
+
+def check_structure(asked: Structure) -> None:
+    """Raises InvalidRequest for values of a wrong type and for options that exclude each other."""
+    if asked.schema is not None and not (isinstance(asked.schema, Mapping) or is_type(asked.schema)):
+        raise InvalidRequest(
+            "schema",
+            asked.schema,
+            "is neither a JSON schema nor a type",
+            "Pass a dict, a dataclass or a pydantic model",
+        )
+    for name in ("regex", "grammar"):
+        text = getattr(asked, name)
+        if text is not None and (not isinstance(text, str) or not text):
+            raise InvalidRequest(name, text, "is not text, or is empty", "Pass a str, or leave it out")
+        check_size(name, len(text or ""))
+    for text in asked.choice:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest("choice", asked.choice, "holds something other than non-empty strings", "Remove it")
+    check_size("choice", sum(map(len, asked.choice)))
+    kinds = [name for name in KINDS if getattr(asked, name) not in (None, (), False)]
+    if len(kinds) > 1:
+        raise InvalidRequest(
+            kinds[1], getattr(asked, kinds[1]), f"can't be combined with {kinds[0]}", "Pass one of them"
+        )
+    if asked.lenient and kinds != ["schema"]:
+        raise InvalidRequest("lenient", True, "means nothing without a schema", "Leave it out")
+    if asked.whitespace_flexible and kinds not in (["schema"], ["json"]):
+        raise InvalidRequest("whitespace_flexible", True, "means nothing without schema or json", "Leave it out")
+
+
+def check_size(name: str, characters: int) -> None:
+    """Raises InvalidRequest for a text that would take too long to compile."""
+    if characters > MAX_CHARACTERS:
+        raise InvalidRequest(
+            name, f"{characters:,} characters", f"is over the {MAX_CHARACTERS:,} that are possible", "Use a smaller one"
+        )
+
+
+def is_type(value: Any) -> bool:
+    """Whether it can be an annotation: a class, or a form such as `list[int]` or `A | B`."""
+    forms = (type, types.GenericAlias, types.UnionType)
+    return isinstance(value, forms) or (type(value).__module__ == "typing" and typing.get_origin(value) is not None)

@@ -1,0 +1,43 @@
+"""The object of a text that followed a structure, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rekindle._src.core import html
+from rekindle._src.core.guides import Guided
+from rekindle._src.core.parsing import Parsing
+from rekindle._src.core.records import FinishReason
+from rekindle._src.structured.spec import Structure
+
+
+class Structured(NamedTuple):
+    """What a request's text has to become."""
+
+    structure: Structure
+    before: Sequence[int]  # tokens of the prompt that the structure covers already, as in a fork
+    decode: Callable[[Sequence[int]], str]
+    closes: str | None = None  # the text that ends a model's reasoning
+
+    def parsing(self, text: str, tokens: Sequence[int], guided: Sequence[Guided], reason: FinishReason) -> Parsing:
+        """The object of a sequence's `text` and `tokens`, which ended for `reason`."""
+        if self.before:
+            text = self.decode([*self.before, *tokens])
+        if self.closes is not None and self.closes in text:
+            text = text.partition(self.closes)[2]
+        return Parsing(text, self.structure.parse, _cut(guided, reason))
+
+
+def _cut(guided: Sequence[Guided], reason: FinishReason) -> str | None:
+    """Why a text is not whole; None if it is."""
+    if reason in (FinishReason.EOS, FinishReason.GRAMMAR):
+        return None
+    if reason in (FinishReason.LENGTH, FinishReason.CONTEXT):
+        if guided and guided[-1].accepting:
+            return None
+        option = "max_tokens" if reason is FinishReason.LENGTH else "max_model_len"
+        return f"{option} cut the text after {html.count(len(guided), 'token')}"
+    if reason is FinishReason.STOP:
+        return "a stop string or a stop token ended the text"
+    return f"the request was {reason}"

@@ -1,0 +1,120 @@
+"""Guided rows on the host: the masks of a step from its requests' guides, and the guides moved on by its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from rekindle._src.core.guides import GuideLike, Mask
+from rekindle._src.core.records import Row, RowResult, StepPlan
+from rekindle._src.programs.packing import Layout
+from rekindle.errors import NoTokenLeft, RekindleError
+
+
+def waits(plan: StepPlan) -> bool:
+    """Whether a mask of the plan needs a token that has not been read yet."""
+    return any(guide.consumed < row.generated for _, row, guide in _guided(plan, 0) if not row.draft)
+
+
+def fill_masks(plan: StepPlan, layout: Layout, masks: Mask) -> dict[str, Exception]:
+    """Write the masks [N, W] of a step's rows; returns the errors of requests whose guides can't go on.
+
+    Rows of requests that ended meanwhile get any mask: their results are dropped. A draft's mask is that behind the
+    draft; where the drafts leave the grammar, no row behind can be accepted.
+    """
+    masks.fill(-1)
+    errors: dict[str, Exception] = {}
+    ahead: GuideLike | None = None
+    for index, row, guide in _guided(plan, layout.rows):
+        if not row.draft:
+            ahead = guide if guide.consumed == row.generated and not guide.ended else None
+        elif ahead is not None:
+            assert row.token_ids is not None, "a draft has its token"
+            ahead = ahead.copy()
+            told = ahead.consume(int(row.token_ids[0]))
+            if told.ended or told.problem:
+                ahead = None
+        if ahead is None:
+            continue
+        problem = ahead.fill(masks[index])
+        if problem and not row.draft:
+            errors[row.request.id] = _stuck(row, problem)
+        if problem:
+            masks[index].fill(-1)
+            ahead = None
+    return errors
+
+
+def consumed(plan: StepPlan, results: tuple[RowResult, ...], errors: dict[str, Exception]) -> tuple[RowResult, ...]:
+    """The results of a step with what each guide says to its token. `errors` are those of `fill_masks`."""
+    if not plan.guided:
+        return results
+    found: list[RowResult] = []
+    goes_on = False  # whether all rows of the request so far were right
+    for row, result in zip(plan.rows, results, strict=True):
+        guide = row.request.guide
+        if guide is None or not row.samples:
+            found.append(result)
+            continue
+        if row.draft:
+            assert row.token_ids is not None, "a draft has its token"
+            goes_on = goes_on and found[-1].token_id == row.token_ids[0]
+        else:
+            goes_on = guide.consumed == row.generated
+        if goes_on and row.request.id in errors:
+            result = dataclasses.replace(result, token_id=None, error=errors[row.request.id])
+        if goes_on and result.token_id is not None and not guide.ended:
+            told = guide.consume(result.token_id)
+            error = _stuck(row, told.problem) if told.problem else result.error
+            result = dataclasses.replace(result, guided=told, error=error)
+        else:
+            goes_on = False
+        found.append(result)
+    return tuple(found)
+
+
+def dead_end(row: Row) -> RekindleError:
+    """The error of a row for which the grammar and the request's other options leave no token."""
+    sampling, told = row.request.sampling, []
+    if row.generated < sampling.min_tokens:
+        told.append(f"min_tokens={sampling.min_tokens}")
+    if sampling.logit_bias:
+        told.append("logit_bias")
+    if sampling.processors:
+        told.append(f"processors={list(sampling.processors)}")
+    options = " and ".join(told) or "the other options"
+    return NoTokenLeft(
+        f"After {row.generated} tokens of request {row.request.id}, none is left that both its {_limits(row)} and "
+        f"{options} allow. Change one of them."
+    )
+
+
+def _limits(row: Row) -> str:
+    """What its guide follows, in words."""
+    sampling = row.request.sampling
+    given = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words}
+    return " with ".join((["grammar"] if sampling.structured or not sampling.restricted else [])
+                         + [name for name, value in given.items() if value])  # fmt: skip
+
+
+def new_masks(layout: Layout, words: int) -> Mask:
+    return np.full((layout.sequences, words), -1, np.int32)
+
+
+def _stuck(row: Row, problem: str) -> RekindleError:
+    return NoTokenLeft(
+        f"The {_limits(row)} of request {row.request.id} can't go on after {row.generated} tokens: {problem}. "
+        + ("Change one of them." if row.request.sampling.restricted else "Simplify it.")
+    )
+
+
+def _guided(plan: StepPlan, decode_rows: int) -> Iterator[tuple[int, Row, GuideLike]]:
+    """Rows that choose among allowed tokens, with their places in the program."""
+    for index, row in enumerate(plan.decode):
+        if row.request.guide is not None and row.samples:
+            yield index, row, row.request.guide
+    for index, row in enumerate(plan.prefill, start=decode_rows):
+        if row.request.guide is not None and row.samples:
+            yield index, row, row.request.guide

@@ -1,0 +1,64 @@
+"""What the runner knows of a step that was dispatched, and what it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rekindle._src.core import html
+from rekindle._src.core.guides import Mask
+from rekindle._src.core.records import LostPage, StepPlan
+from rekindle._src.execution.device_calls import Forwarded
+from rekindle._src.execution.page_transfers import Leaving
+from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.packing import Upload
+from rekindle._src.programs.step import StepOutput
+
+
+@dataclasses.dataclass(slots=True)
+class Choice:
+    """The second half of a step with guided rows; it is dispatched once the masks can be filled."""
+
+    key: Bucket
+    program: Any
+    forwarded: Forwarded
+    masks: Mask
+
+
+@dataclasses.dataclass(slots=True)
+class InFlight:
+    """A dispatched step."""
+
+    plan: StepPlan
+    bucket: Bucket | None  # None: the step ran no rows, it only moved pages
+    output: StepOutput | None
+    upload: Upload | None
+    leaving: Leaving
+    dispatched: float
+    host_seconds: float
+    ran: StepPlan  # `plan` without the rows that could not be prepared
+    refused: dict[str, Exception]  # by request, why its rows could not be prepared
+    choice: Choice | None = None  # of a step with guided rows, until it was dispatched
+    stuck: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by request, why its guide can't go on
+    error: Exception | None = None  # raised while the choice was dispatched
+    masks: Mask | None = None  # the choice reads them until the step has ended
+    lost: tuple[LostPage, ...] = ()
+    idle_seconds: float = 0.0  # the device had nothing to do before it
+    ended: float | None = None  # estimated, if it was over before its result was asked for
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class RunnerStatistics(html.Record):
+    """Counts since the runner was made."""
+
+    steps: int
+    tokens: int
+    padding: int  # tokens that programs computed beyond those of their steps
+    host_seconds: float  # packing and dispatch
+    device_seconds: float  # during which a step ran, as far as the host can tell
+    traces: int
+    compilations: int
+    programs: dict[str, int]  # steps by program
+    pages_out: int
+    pages_in: int
+    step_sizes: dict[int, int]  # steps by how many tokens they computed, rounded up to a power of two

@@ -1,0 +1,186 @@
+"""Calibrates a model layer by layer: runs texts through it, and rounds each matrix by the rows that it multiplies.
+
+A layer is run twice: as it is, to see what its matrices are multiplied with, and once they are rounded, so that the
+layers behind it are rounded for what they will get.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.models.base import LoadedModel, abstract_model, merge
+from rekindle._src.models.calibration.rounding import Parts, calibrated
+from rekindle._src.models.loading import quantize, quantize_int4
+from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.nn.packing import Packing, matrix_shape, packing_of
+from rekindle_kernels import int4
+
+QUERIES = 512  # of which attention's scores are in memory at a time
+
+
+class CalibrationProgress(NamedTuple):
+    """One progress report of a calibration."""
+
+    done: int  # matrices
+    total: int
+    path: str  # of the last one
+
+    def __str__(self) -> str:
+        return f"{self.done} of {self.total} matrices"
+
+
+Report = Callable[[CalibrationProgress], None]
+
+
+def calibrate(
+    model: LoadedModel, tokens: Sequence[Sequence[int]], plan: Any, *, report: Report | None = None
+) -> LoadedModel:
+    """`model`, which has floats, quantised by a plan; matrices of four bits are rounded for these sequences of tokens.
+
+    Stacks of experts are rounded to the nearest, since each of them would need texts of its own.
+    """
+    assert not model.graph.precision.quantizes, "a quantised model has no floats to begin with"
+    graph, shapes = abstract_model(model.config, model.graph.precision.weights, plan)
+    wanted = dict(zip(graph.paths, shapes, strict=True))
+    packings = {path: found for path in wanted if (found := _packing(path, wanted)) is not None}
+    given = dict(zip(model.graph.paths, model.leaves, strict=True))
+    single = {path: found for path, found in packings.items() if len(given[path].shape) == 2}
+    rounds = _Rounds({path for path in single if path.startswith("layers.")}, single, report)
+    _run(model, tokens, rounds)
+    leaves: dict[str, Any] = {}
+    for path, leaf in given.items():
+        if path in packings:
+            parts = rounds.found.get(path) or _nearest(model, path, leaf, packings[path])
+            leaves |= _named(path, parts)
+        elif wanted[path].dtype == jnp.int8:
+            weight, scale = quantize.quantize(_floats(model, leaf))
+            leaves |= {path: weight, path.removesuffix("weight") + "scale": scale}
+        else:
+            leaves[path] = leaf
+    placed = tuple(_placed(leaves[path]) for path in graph.paths)
+    digest = hashlib.blake2b(repr((model.fingerprint, graph.precision, tokens)).encode(), digest_size=16)
+    return LoadedModel(model.config, graph, placed, f"calibrated-{digest.hexdigest()}", model.folder)
+
+
+class _Rounds:
+    """What has been rounded, and how to round the matrices of a layer."""
+
+    def __init__(self, wanted: set[str], packings: Mapping[str, Packing], report: Report | None) -> None:
+        self.wanted, self.packings, self.found = wanted, packings, dict[str, Parts]()
+        self._report = report
+
+    def layer(self, number: int, layer: Any, *arguments: Any) -> Any:
+        """The outputs of a layer whose matrices are rounded on the way."""
+        from rekindle._src.models.nn.linear import Linear, RMSNorm, matrices
+
+        grams: dict[str, Any] = {}
+        places: dict[str, tuple[dict[str, Any], str, Linear]] = {}
+
+        def recorded(path: str, linear: Linear) -> Callable[..., jax.Array]:
+            def call(x: jax.Array, *, norm: RMSNorm | None = None, **options: Any) -> jax.Array:
+                rows = (x if norm is None else norm(x)).astype(jnp.float32).reshape(-1, x.shape[-1])
+                grams[path] = np.asarray(_gram(rows))
+                return linear(x, norm=norm, **options)
+
+            return call
+
+        for path, matrix in matrices(layer).items():
+            whole = f"layers.{number}.{path}.weight"
+            if whole in self.wanted and isinstance(matrix, Linear):
+                *owners, name = path.split(".")
+                owner = layer
+                for each in owners:
+                    owner = getattr(owner, each)
+                places[whole] = vars(owner), name, matrix
+                vars(owner)[name] = recorded(whole, matrix)
+        layer(*arguments)
+        for attributes, name, matrix in places.values():
+            attributes[name] = matrix
+        for path, gram in grams.items():
+            self._round(path, places[path][2], gram)
+        return layer(*arguments)
+
+    def _round(self, path: str, matrix: Any, gram: NDArray[Any]) -> None:
+        parts = calibrated(np.asarray(matrix.weight[...], np.float32), gram, self.packings[path])
+        self.found[path] = parts
+        weight, scale, minimum = (None if part is None else jnp.asarray(part) for part in parts)
+        assert weight is not None, "a matrix has weights"
+        assert scale is not None, "integers have scales"
+        matrix.weight[...] = int4.dequantized(weight, scale, minimum, matrix.weight[...].dtype)
+        if self._report is not None:
+            self._report(CalibrationProgress(len(self.found), len(self.wanted), path))
+
+
+def _run(model: LoadedModel, sequences: Sequence[Sequence[int]], rounds: _Rounds) -> None:
+    """All sequences through all layers, in one piece."""
+    from rekindle._src.models.nn.layers import soft_cap
+
+    module: Any = merge(model.graph, model.leaves)
+    lengths = [len(sequence) for sequence in sequences]
+    starts = np.cumsum([0, *lengths[:-1]])
+    tokens = jnp.asarray(np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences]))
+    positions = jnp.asarray(np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]))
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        spec, group = model.config.attention[layer], model.config.group_size
+        found = []
+        for start, length in zip(starts, lengths, strict=True):
+            keys, values = (x[start : start + length].astype(jnp.float32) for x in (k, v))
+            for first in range(0, length, QUERIES):
+                queries = q[start + first : start + min(length, first + QUERIES)].astype(jnp.float32)
+                count = queries.shape[0]
+                grouped = queries.reshape(count, -1, group, queries.shape[-1])
+                scores = soft_cap(jnp.einsum("tkgd,skd->kgts", grouped, keys) * spec.scale, spec.soft_cap)
+                distance = jnp.arange(first, first + count)[:, None] - jnp.arange(length)
+                seen = (distance >= 0) & (distance < (spec.sliding_window or length))
+                weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+                found.append(jnp.einsum("kgts,skd->tkgd", weights, values).reshape(queries.shape))
+        return jnp.concatenate(found).astype(q.dtype)
+
+    def watched(number: int, layer: Any) -> Callable[..., jax.Array]:
+        return lambda *arguments: rounds.layer(number, layer, *arguments)
+
+    vars(module)["layers"] = [watched(number, layer) for number, layer in enumerate(module.layers)]
+    module(tokens, positions, attend)
+
+
+@jax.jit
+def _gram(rows: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(rows, rows, (((0,), (0,)), ((), ())), precision="highest")
+
+
+def _packing(path: str, leaves: Mapping[str, Any]) -> Packing | None:
+    others = (path.removesuffix("weight") + name for name in ("scale", "minimum"))
+    return packing_of(leaves[path], *(leaves[other] for other in others if other in leaves))
+
+
+def _floats(model: LoadedModel, leaf: Any) -> NDArray[Any]:
+    """A leaf's values on the host: some hold the bits of 16-bit floats."""
+    return np.asarray(leaf).view(model.graph.precision.value_dtype(leaf.dtype))
+
+
+def _nearest(model: LoadedModel, path: str, leaf: Any, packing: Packing) -> Parts:
+    values = _floats(model, leaf)
+    assert matrix_shape(leaf) == values.shape, path
+    return quantize_int4.quantize(values, packing.group, minimums=packing.minimum, scales=packing.scales)
+
+
+def _named(path: str, parts: Parts) -> dict[str, NDArray[Any]]:
+    names = ("weight", "scale", "minimum")
+    stem = path.removesuffix("weight")
+    return {stem + name: part for name, part in zip(names, parts, strict=True) if part is not None}
+
+
+def _placed(leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        return leaf
+    memory = aligned(leaf.shape, leaf.dtype)
+    memory[...] = leaf
+    return jax.device_put(memory, may_alias=True)

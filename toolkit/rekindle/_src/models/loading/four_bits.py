@@ -1,0 +1,97 @@
+"""Matrices that a checkpoint stores in four bits, kept as they are: which can be, and their integers and scales.
+
+A reader of rows that has `packing` and `integers` can fill a matrix of `rekindle_kernels.int4` exactly. A parameter of
+the model may be made of several tensors, q, k and v for example; their packings are joined to one that holds them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.models.loading.manifest import Manifest, Source
+from rekindle._src.models.loading.tensor_files import TensorEntry
+from rekindle._src.models.nn.packing import Packing
+from rekindle_kernels import int4
+
+
+class Integers(NamedTuple):
+    """Integers from 0 to 15 [outputs, inputs], scales and minimums [outputs, groups], as `int4` defines them."""
+
+    integers: NDArray[np.uint8]
+    scales: NDArray[Any]
+    minimums: NDArray[Any] | None = None
+
+
+@runtime_checkable
+class FourBitRows(Protocol):
+    """Reads rows of a matrix of four bits."""
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the matrix can be kept; None if it can't."""
+        ...
+
+    def integers(self, start: int, stop: int) -> Integers:
+        """What is stored of the rows [start, stop); groups are those of `packing`."""
+        ...
+
+
+def packing_for(group: int, *, minimum: bool, dtype: Any) -> Packing | None:
+    """The packing for groups of so many inputs, which larger groups are cut into; None if there is none."""
+    fitting = [size for size in int4.GROUPS if group % size == 0]
+    scales = "float16" if np.dtype(dtype) == np.float16 else "float32"
+    return Packing(max(fitting), minimum, scales) if fitting else None
+
+
+def stored_kinds(declared: Manifest, entries: Mapping[str, TensorEntry]) -> tuple[tuple[str, str], ...]:
+    """The kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in four bits."""
+    found = []
+    for path, source in declared.sources.items():
+        parts = [entries[name] for name in source.names if name in entries]
+        packing = _joined(_packing(entry) for entry in parts) if len(parts) == len(source.names) else None
+        if packing is None or source.transpose or source.add or source.tiled or not path.endswith(".weight"):
+            continue
+        if int4.reason_against(sum(source.rows), parts[0].shape[-1], packing.group) is None:
+            found.append((path.removesuffix(".weight"), packing.kind))
+    return tuple(found)
+
+
+def fills(packing: Packing | None, entry: TensorEntry, source: Source) -> bool:
+    """Whether a matrix of this packing can take what an entry stores as it is."""
+    stored = _packing(entry)
+    if packing is None or stored is None or source.transpose or source.add or source.tiled:
+        return False
+    return _joined([packing, stored]) == packing
+
+
+def fitted(found: Integers, stored: Packing, packing: Packing) -> Integers:
+    """The same numbers for a packing that holds more: smaller groups, minimums, wider scales."""
+    scales = np.repeat(found.scales, stored.group // packing.group, axis=1).astype(packing.scales)
+    if not packing.minimum:
+        return Integers(found.integers, scales)
+    if found.minimums is None:
+        minimums = scales * np.asarray(-int4.OFFSET, scales.dtype)
+    else:
+        minimums = np.repeat(found.minimums, stored.group // packing.group, axis=1).astype(packing.scales)
+    return Integers(found.integers, scales, minimums)
+
+
+def _packing(entry: TensorEntry) -> Packing | None:
+    return entry.rows.packing if isinstance(entry.rows, FourBitRows) else None
+
+
+def _joined(packings: Iterable[Packing | None]) -> Packing | None:
+    """The packing that holds all of these; None if one of them is None, or if there is none."""
+    listed = list(packings)
+    known = [packing for packing in listed if packing is not None]
+    if not known or len(known) < len(listed):
+        return None
+    group = min(packing.group for packing in known)
+    minimum = any(packing.minimum for packing in known)
+    mixed = minimum and not all(packing.minimum for packing in known)  # eight times a scale may not fit into 16 bits
+    wide = mixed or any(packing.scales == "float32" for packing in known)
+    return Packing(group, minimum, "float32" if wide else "float16")

@@ -1,0 +1,148 @@
+"""Blocks of GGUF tensors to the float32 numbers that they stand for, exactly as llama.cpp's own formulas give them.
+
+Each function takes N blocks as records of its `BlockType` and returns float32 [N, values]. The order of the
+multiplications is part of a type's definition: with another one the last bit can differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.models.loading.gguf.block_types import BlockType
+
+Blocks = NDArray[np.void]
+Values = NDArray[np.float32]
+# The 16 levels of IQ4, and twice those of a 4-bit float (E2M1).
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def dequantize(kind: BlockType, blocks: NDArray[Any]) -> Values:
+    """The values [N, values] of N blocks of a type."""
+    if kind.plain:
+        return blocks.astype(np.float32)[:, None]
+    with np.errstate(all="ignore"):  # scales may be infinite or NaN; the numbers then are, too
+        return _FUNCTIONS[kind.name](blocks).reshape(len(blocks), kind.values)
+
+
+def _parts(packed: NDArray[np.uint8], bits: int, width: int) -> NDArray[Any]:
+    """Unpacks bytes [N, B] to [N, B / width, 8 / bits, width]: the low bits of `width` bytes come first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (packed.reshape(len(packed), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)
+
+
+def _single(field: NDArray[Any]) -> Values:
+    return field.astype(np.float32)[:, None]
+
+
+def _q4(blocks: Blocks) -> NDArray[np.uint8]:
+    return _parts(blocks["low"], 4, 16).reshape(-1, 32)
+
+
+def _q5(blocks: Blocks) -> NDArray[np.uint8]:
+    fifth = np.unpackbits(blocks["high"], axis=1, bitorder="little")
+    return _q4(blocks) | (fifth << np.uint8(4))
+
+
+def _q4_0(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * (_q4(blocks).view(np.int8) - np.int8(8))
+
+
+def _q4_1(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * _q4(blocks) + _single(blocks["least"])
+
+
+def _q5_0(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * (_q5(blocks).view(np.int8) - np.int8(16))
+
+
+def _q5_1(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * _q5(blocks) + _single(blocks["least"])
+
+
+def _q8_0(blocks: Blocks) -> Values:
+    values: Values = _single(blocks["scale"]) * blocks["low"]
+    return values
+
+
+def _iq4_nl(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * _IQ4[_q4(blocks)]
+
+
+def _mxfp4(blocks: Blocks) -> Values:
+    return _half_powers(blocks["scale"])[:, None] * _E2M1_TWICE[_q4(blocks)]
+
+
+def _half_powers(exponents: NDArray[np.uint8]) -> Values:
+    """Half of 2 ** (exponent - 127): the levels are stored twice as large. The two smallest are subnormal."""
+    wide = exponents.astype(np.uint32)
+    bits = np.where(wide < 2, np.uint32(0x200000) << wide, (wide - np.uint32(1)) << np.uint32(23))
+    return bits.view(np.float32)
+
+
+def _q2_k(blocks: Blocks) -> Values:
+    scales = blocks["scales"]
+    step = (_single(blocks["scale"]) * (scales & np.uint8(15)))[:, :, None]
+    least = (_single(blocks["least"]) * (scales >> np.uint8(4)))[:, :, None]
+    return step * _parts(blocks["low"], 2, 32).reshape(-1, 16, 16) - least
+
+
+def _q3_k(blocks: Blocks) -> Values:
+    packed = blocks["scales"]
+    low = _parts(packed[:, :8], 4, 8).reshape(-1, 16)
+    high = _parts(packed[:, 8:], 2, 4).reshape(-1, 16)
+    scales = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    step = (_single(blocks["scale"]) * scales)[:, :, None]
+    third = _parts(blocks["high"], 1, 32).reshape(-1, 16, 16)  # where the bit is not set, 4 is subtracted
+    levels = (_parts(blocks["low"], 2, 32).reshape(-1, 16, 16) | (third << np.uint8(2))).view(np.int8) - np.int8(4)
+    return step * levels
+
+
+def six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The eight scales and eight minima [N, 8] of 6 bits that Q4_K and Q5_K pack into 12 bytes [N, 12]."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    four, six = np.uint8(15), np.uint8(63)
+    scales = [first & six, (third & four) | ((first >> np.uint8(6)) << np.uint8(4))]
+    minima = [second & six, (third >> np.uint8(4)) | ((second >> np.uint8(6)) << np.uint8(4))]
+    return np.concatenate(scales, axis=1), np.concatenate(minima, axis=1)
+
+
+def _k_scales(blocks: Blocks) -> tuple[Values, Values]:
+    scales, minima = six_bit_scales(blocks["scales"])
+    return (_single(blocks["scale"]) * scales)[:, :, None], (_single(blocks["least"]) * minima)[:, :, None]
+
+
+def _q4_k(blocks: Blocks) -> Values:
+    step, least = _k_scales(blocks)
+    return step * _parts(blocks["low"], 4, 32).reshape(-1, 8, 32) - least
+
+
+def _q5_k(blocks: Blocks) -> Values:
+    step, least = _k_scales(blocks)
+    fifth = _parts(blocks["high"], 1, 32).reshape(-1, 8, 32)
+    return step * (_parts(blocks["low"], 4, 32).reshape(-1, 8, 32) | (fifth << np.uint8(4))) - least
+
+
+def _q6_k(blocks: Blocks) -> Values:
+    step = (_single(blocks["scale"]) * blocks["scales"])[:, :, None]
+    low = _parts(blocks["low"], 4, 64).reshape(-1, 16, 16)
+    high = _parts(blocks["high"], 2, 32).reshape(-1, 16, 16)
+    return step * ((low | (high << np.uint8(4))).view(np.int8) - np.int8(32))
+
+
+def _iq4_xs(blocks: Blocks) -> Values:
+    low = _parts(blocks["scales"], 4, 1).reshape(-1, 8)
+    high = (blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & np.uint8(3)
+    scales = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    step = (_single(blocks["scale"]) * scales)[:, :, None]
+    return step * _IQ4[_parts(blocks["low"], 4, 16).reshape(-1, 8, 32)]
+
+
+_FUNCTIONS: dict[str, Callable[[Blocks], Values]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+}  # fmt: skip

@@ -1,0 +1,176 @@
+"""A model's config as the metadata of a GGUF file, and as the tensors that say how it rotates.
+
+What llama.cpp has no key for, or knows by the architecture alone, is refused where the model differs from it: the file
+would open as another model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.nn.rope import RopeSpec
+from rekindle.errors import UnsupportedModel
+
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "smollm3": "smollm3",
+    "olmo2": "olmo2", "gpt2": "gpt2",
+}  # fmt: skip
+Tensors = dict[str, NDArray[np.float32]]
+
+
+def describe(config: ModelConfig) -> tuple[dict[str, Any], Tensors]:
+    """The metadata of the architecture, and extra tensors. `UnsupportedModel` for what llama.cpp can't express."""
+    arch = ARCHITECTURES[config.model_type]
+    norm = "layer_norm_epsilon" if arch == "gpt2" else "layer_norm_rms_epsilon"
+    fields: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        f"attention.{norm}": config.norm_eps,
+        **_experts(config),
+        **_windows(config),
+    }
+    rope, tensors = _rope(config)
+    fields |= rope
+    for name, cap in (("final_logit_softcapping", config.final_soft_cap), *_attention_cap(config)):
+        if cap is not None:
+            fields[name] = float(cap)
+    _check(config)
+    named = {"general.architecture": arch, "general.type": "model"}
+    return named | {f"{arch}.{name}": value for name, value in fields.items()}, tensors
+
+
+def _refuse(config: ModelConfig, what: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"this {config.model_type} model can't be a GGUF file: {what}. Export it as a folder of safetensors."
+    )
+
+
+def _experts(config: ModelConfig) -> dict[str, Any]:
+    specs = {spec for spec in config.moe if spec is not None}
+    if not specs:
+        return {}
+    if len(specs) > 1 or None in config.moe:
+        raise _refuse(config, "it has layers without experts, or with different ones")
+    (spec,) = specs
+    if not spec.normalize:
+        raise _refuse(config, "llama.cpp normalizes the weights of the chosen experts, and norm_topk_prob is false")
+    fields = {"expert_count": spec.num_experts, "expert_used_count": spec.top_k}
+    return fields | ({"expert_feed_forward_length": spec.intermediate_size} if config.model_type != "mixtral" else {})
+
+
+def _attention_cap(config: ModelConfig) -> list[tuple[str, float | None]]:
+    caps = {spec.soft_cap for spec in config.attention}
+    if len(caps) > 1:
+        raise _refuse(config, "its layers cap scores differently")
+    return [("attn_logit_softcapping", cap) for cap in caps]
+
+
+def _windows(config: ModelConfig) -> dict[str, Any]:
+    sizes = [spec.sliding_window for spec in config.attention]
+    found = {size for size in sizes if size is not None}
+    if not found:
+        return {}
+    if len(found) > 1:
+        raise _refuse(config, "its layers have sliding windows of different sizes")
+    (size,) = found
+    slides = [one is not None for one in sizes]
+    fields: dict[str, Any] = {"attention.sliding_window": size}
+    if config.model_type == "gemma3_text":
+        pattern = next((n for n in range(2, 65) if slides == [(i + 1) % n != 0 for i in range(len(slides))]), None)
+        if pattern != 6:
+            fields["attention.sliding_window_pattern"] = slides if pattern is None else pattern
+    elif config.model_type == "gemma2":
+        if slides != [layer % 2 == 0 for layer in range(len(slides))]:
+            raise _refuse(config, "llama.cpp gives every other layer of Gemma 2 a sliding window, and here others do")
+    elif config.model_type not in ("mistral", "mixtral", "phi3") or not all(slides):
+        raise _refuse(config, "llama.cpp knows no sliding windows for it, or none in some layers only")
+    return fields
+
+
+def _rope(config: ModelConfig) -> tuple[dict[str, Any], Tensors]:
+    if config.model_type == "gpt2":
+        return {}, {}
+    spec = _main_rope(config)
+    fields: dict[str, Any] = {"rope.freq_base": spec.theta, "rope.dimension_count": spec.dim}
+    local = {one.rope for one in config.attention if one.sliding_window} - {spec, None}
+    if local and config.model_type == "gemma3_text":
+        (other,) = local
+        assert other is not None, "None was taken away"
+        if other.kind != "default":
+            raise _refuse(config, "the rope of its local layers is scaled")
+        fields["rope.freq_base_swa"] = other.theta
+    tensors: Tensors = {}
+    if spec.kind in ("llama3", "factors"):
+        plain = RopeSpec(theta=spec.theta, dim=spec.dim)
+        exact = spec.kind == "factors"
+        stretch = np.asarray(spec.short_factor) if exact else plain.frequencies() / spec.frequencies()
+        tensors["rope_freqs.weight"] = stretch.astype(np.float32)
+    elif spec.kind == "longrope":
+        tensors["rope_factors_long.weight"] = np.asarray(spec.long_factor, np.float32)
+        tensors["rope_factors_short.weight"] = np.asarray(spec.short_factor, np.float32)
+        fields["rope.scaling.attn_factor"] = spec.attention_factor
+        fields["rope.scaling.original_context_length"] = spec.original_length
+    elif spec.kind in ("linear", "yarn"):
+        fields |= {"rope.scaling.type": spec.kind, "rope.scaling.factor": spec.factor}
+        if spec.kind == "yarn":
+            fields |= _yarn(config, spec)
+    elif spec.kind != "default":
+        raise _refuse(config, f"llama.cpp has no {spec.kind!r} rope")
+    return fields, tensors
+
+
+def _yarn(config: ModelConfig, spec: RopeSpec) -> dict[str, Any]:
+    if not spec.truncate:
+        raise _refuse(config, "llama.cpp rounds the ramp of YaRN, and truncate is false")
+    usual = 0.1 * float(np.log(spec.factor)) + 1.0
+    return {
+        "rope.scaling.original_context_length": spec.original_length,
+        "rope.scaling.attn_factor": spec.attention_factor / usual,
+        "rope.scaling.yarn_beta_fast": spec.beta_fast,
+        "rope.scaling.yarn_beta_slow": spec.beta_slow,
+    }
+
+
+def _main_rope(config: ModelConfig) -> RopeSpec:
+    """The rope of the layers that see everything, or of all layers."""
+    wide = [one for one in config.attention if one.sliding_window is None and one.rope is not None]
+    found = {one.rope for one in wide or config.attention} - {None}
+    if len(found) != 1:
+        raise _refuse(config, "its layers have different ropes")
+    (spec,) = found
+    assert spec is not None, "None was taken away"
+    return spec
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuses what llama.cpp knows by the architecture alone, where the model differs from it."""
+    scales = {spec.scale for spec in config.attention}
+    usual = _usual_scale(config)
+    if len(scales) > 1 or not np.isclose(max(scales), usual, rtol=1e-6):
+        raise _refuse(config, f"llama.cpp multiplies its scores by {usual:.6g}, and here it is {max(scales):.6g}")
+    if config.model_type == "smollm3":
+        rotates = [spec.rope is not None for spec in config.attention]
+        if rotates != [(layer + 1) % 4 != 0 for layer in range(config.num_layers)]:
+            raise _refuse(config, "in llama.cpp every fourth layer does not rotate, and here others don't")
+    elif config.model_type != "gpt2" and any(spec.rope is None for spec in config.attention):
+        raise _refuse(config, "some layers do not rotate")
+    activation = "gelu_tanh" if config.model_type in ("gemma2", "gemma3_text", "gpt2") else "silu"
+    if config.activation != activation:
+        raise _refuse(config, f"llama.cpp computes it with {activation}, and its activation is {config.activation}")
+
+
+def _usual_scale(config: ModelConfig) -> float:
+    large = {"gemma2": 46, "gemma3_text": 62}.get(config.model_type) == config.num_layers
+    return float((config.hidden_size // config.num_heads if large else config.head_dim) ** -0.5)

@@ -1,0 +1,67 @@
+"""Which GGUF file a path means: a file, one of the parts of a large one, or the only one of a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rekindle._src.models.loading.differences import listed
+from rekindle.errors import CheckpointError
+
+SUFFIX = ".gguf"
+MAX_PARTS = 1000
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_OTHERS = ("mmproj", "imatrix", "adapter", "lora")  # files that lie beside a model and are none
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, by its name."""
+    return path.suffix.lower() == SUFFIX
+
+
+def models(names: Sequence[str]) -> list[str]:
+    """The models among the names of files, sorted; of one in several parts, the first part."""
+    found = [name for name in names if name.lower().endswith(SUFFIX)]
+    found = [name for name in found if not name.rpartition("/")[2].lower().startswith(_OTHERS)]
+    parts = [(name, _PART.fullmatch(name)) for name in found]
+    return sorted(name for name, part in parts if part is None or int(part[2]) == 1)
+
+
+def only(names: Sequence[str], where: str, form: str) -> str | None:
+    """The only model among the names; None if there is none. `form` says how one of several is passed."""
+    found = models(names)
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{where} has {len(found)} models in GGUF: {listed(found, ', ')}. Pass one of them: {form.format(found[0])}"
+        )
+    return found[0] if found else None
+
+
+def in_folder(folder: Path) -> Path | None:
+    """The only GGUF model of a folder, None if there is none. Raises `CheckpointError` if there are several."""
+    name = only([path.name for path in folder.iterdir()], str(folder), f"{folder}/{{}}")
+    return None if name is None else folder / name
+
+
+def parts(path: Path) -> list[Path]:
+    """The files of a model, of which `path` is one; most models are one file."""
+    names = siblings(path.name)
+    missing = [name for name in names if not (path.parent / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path.parent} lacks {len(missing)} of the {len(names)} parts of {path.name}: {listed(missing, ', ')}. "
+            "Download them."
+        )
+    return [path.parent / name for name in names]
+
+
+def siblings(name: str) -> list[str]:
+    """The names of all parts of a model, given that of one of them; just that one if it is whole."""
+    part = _PART.fullmatch(name)
+    if part is None:
+        return [name]
+    count = int(part[3])
+    if not 1 <= count <= MAX_PARTS:
+        raise CheckpointError(f"{name} calls itself a part of {count}; 1 to {MAX_PARTS} are possible. Check the name.")
+    return [f"{part[1]}-{number:05d}-of-{part[3]}.gguf" for number in range(1, count + 1)]

@@ -1,0 +1,148 @@
+"""The header of a GGUF file: its metadata, and where each tensor lies. Nothing of the weights is read.
+
+    "GGUF", version, numbers of tensors and of keys · keys and values · names, shapes, types and offsets · the tensors
+
+All numbers are little-endian; shapes are stored with the fastest axis first, and here, as in numpy, with the slowest.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from rekindle._src.core.plain_files import open_plain
+from rekindle._src.models.loading.gguf.block_types import TYPES, UNREAD, BlockType
+from rekindle._src.models.loading.gguf.cursor import Cursor
+from rekindle._src.models.loading.gguf.metadata import Metadata, read_metadata
+from rekindle.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # they are read alike; version 1 had counts of 32 bits
+ALIGNMENT = 32  # unless general.alignment says otherwise
+MAX_NAME = 1 << 10  # bytes; llama.cpp's own limit is 64
+_MAX_DIMENSIONS = 4
+_OLDER = (b"lmgg", b"tjgg", b"algg", b"fmgg")  # the formats before GGUF, as their bytes lie in the file
+
+
+class GgufTensor(NamedTuple):
+    """One tensor's place in a file."""
+
+    name: str
+    kind: BlockType
+    shape: tuple[int, ...]
+    offset: int  # of its first byte within the file
+    nbytes: int
+
+
+class GgufHeader(NamedTuple):
+    """What a file says about itself."""
+
+    path: Path
+    metadata: Metadata
+    tensors: tuple[GgufTensor, ...]
+    raw: bytes  # the header itself, which a fingerprint takes
+    size: int  # of the file
+
+
+def read_header(path: Path) -> GgufHeader:
+    """The header of a file. Raises `CheckpointError` if it is truncated, inconsistent or of another format.
+
+    The last two are remembered while their files stay as they are: config, tokenizer and template come from one.
+    """
+    try:
+        found = os.stat(path)
+        return _read(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read ({error}). Check the file.") from error
+
+
+@functools.lru_cache(maxsize=2)
+def _read(path: Path, version: tuple[int, ...]) -> GgufHeader:
+    with open_plain(path) as file:
+        cursor = Cursor(path, file)
+        tensors, keys = _begin(cursor)
+        metadata = read_metadata(cursor, keys)
+        alignment = metadata.integer("general.alignment", ALIGNMENT)
+        if not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise CheckpointError(f"{path}: general.alignment={alignment} is not a power of two. Download it again.")
+        described = [_tensor(cursor, number) for number in range(tensors)]
+        raw = cursor.seen
+        start = -(-cursor.position // alignment) * alignment
+        placed = tuple(tensor._replace(offset=start + tensor.offset) for tensor in described)
+        _check(cursor, placed, start, alignment)
+        return GgufHeader(path, metadata, placed, raw, cursor.size)
+
+
+def _begin(cursor: Cursor) -> tuple[int, int]:
+    """Checks the first bytes; returns the numbers of tensors and of keys."""
+    if cursor.size < 24:
+        raise cursor.broken(f"needs 24 bytes, and the file has {cursor.size:,}")
+    magic = bytes(cursor.number("B") for _ in range(4))
+    if magic != MAGIC:
+        if magic == b"vers":
+            raise CheckpointError(f"{cursor.path} is a Git LFS pointer, not the weights. Run: git lfs pull")
+        older = magic in _OLDER
+        raise CheckpointError(
+            f"{cursor.path} is {'of a format before GGUF' if older else 'no GGUF file'} (it begins with {magic!r}). "
+            f"{'Convert it with llama.cpp' if older else 'Check the file, or download it again'}."
+        )
+    version = cursor.number("I")
+    if version not in VERSIONS:
+        big = version in {number << 24 for number in VERSIONS}
+        told = "is big-endian, which is not read" if big else f"has version {version} of GGUF; 2 and 3 are read"
+        raise CheckpointError(f"{cursor.path} {told}. Convert it with llama.cpp's scripts.")
+    tensors = cursor.count(24, "tensors")
+    keys = cursor.count(13, "keys")
+    return tensors, keys
+
+
+def _tensor(cursor: Cursor, number: int) -> GgufTensor:
+    """One entry of the table; its offset is still counted from the beginning of the tensors."""
+    cursor.reading = f"the name of tensor {number + 1:,}"
+    name = cursor.text(MAX_NAME)
+    cursor.reading = name
+    dimensions = cursor.number("I")
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise cursor.broken(f"has {dimensions} dimensions, where 1 to {_MAX_DIMENSIONS} are possible")
+    shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
+    kind_number = cursor.number("I")
+    kind = TYPES.get(kind_number)
+    if kind is None:
+        known = UNREAD.get(kind_number)
+        raise CheckpointError(
+            f"{cursor.path}: {name} is stored as {known or f'type {kind_number}'}, which is "
+            f"{'not read' if known else 'unknown'}. Read are {', '.join(sorted(kind.name for kind in TYPES.values()))}."
+        )
+    blocks, rest = divmod(shape[-1], kind.values)
+    if min(shape) < 1 or rest:
+        raise cursor.broken(f"its shape {_shown(shape)} is not made of blocks of {kind.values} values ({kind.name})")
+    return GgufTensor(name, kind, shape, cursor.number("Q"), math.prod(shape[:-1]) * blocks * kind.layout.itemsize)
+
+
+def _check(cursor: Cursor, tensors: tuple[GgufTensor, ...], start: int, alignment: int) -> None:
+    """Raises if tensors lie outside of the file, or on each other, or share a name."""
+    names = set[str]()
+    for tensor in tensors:
+        cursor.reading = tensor.name
+        if tensor.name in names:
+            raise cursor.broken("is there twice")
+        names.add(tensor.name)
+        if (tensor.offset - start) % alignment:
+            raise cursor.broken(f"begins at {tensor.offset - start}, not at a multiple of {alignment}")
+        if tensor.offset + tensor.nbytes > cursor.size:
+            raise cursor.broken(
+                f"{tensor.kind.name} {_shown(tensor.shape)} ends at byte {tensor.offset + tensor.nbytes:,}, and the "
+                f"file has {cursor.size:,}"
+            )
+    for before, after in itertools.pairwise(sorted(tensors, key=lambda tensor: tensor.offset)):
+        if before.offset + before.nbytes > after.offset:
+            cursor.reading = after.name
+            raise cursor.broken(f"overlaps {before.name}")
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return str([*shape])[:80]

@@ -1,0 +1,105 @@
+"""Reading rows of a GGUF tensor as numbers, in pieces, so that little memory is needed whatever the tensor's size."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.models.loading.four_bits import Integers
+from rekindle._src.models.loading.gguf.block_types import BlockType
+from rekindle._src.models.loading.gguf.dequantize import dequantize, six_bit_scales
+from rekindle._src.models.loading.read_bytes import read_exactly
+from rekindle._src.models.nn.packing import Packing
+
+_PACKINGS = {
+    "Q4_0": Packing(32),
+    "Q4_1": Packing(32, minimum=True),
+    "Q4_K": Packing(32, minimum=True, scales="float32"),
+}
+VALUES = 1 << 18  # that are unpacked at a time: they and what is made on the way stay in the cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GgufRows:
+    """Part of a tensor as a matrix of rows [count, columns]; called with a range of rows, it returns their values.
+
+    With `paired`, the file's rows are those of heads of so many rows each, rotated pairs side by side; the rows that
+    are counted here are Hugging Face's, where the halves of a pair lie half a head apart.
+    """
+
+    file: Path
+    name: str
+    kind: BlockType
+    shape: tuple[int, ...]
+    offset: int  # of its first byte within the file
+    paired: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.kind.layout.itemsize * (self.columns // self.kind.values)
+
+    @property
+    def columns(self) -> int:
+        return int(np.prod(self.shape[1:], dtype=np.int64))
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        """The values of the rows [start, stop)."""
+        blocks = self.blocks(start, stop)
+        flat = blocks.reshape(-1)
+        step = max(1, VALUES // self.kind.values)
+        if flat.size <= step:
+            return dequantize(self.kind, flat).reshape(stop - start, *self.shape[1:])
+        values = np.empty((flat.size, self.kind.values), np.float32)
+        for first in range(0, flat.size, step):
+            values[first : first + step] = dequantize(self.kind, flat[first : first + step])
+        return values.reshape(stop - start, *self.shape[1:])
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the matrix can be kept in four bits; None if its type is another one."""
+        return _PACKINGS.get(self.kind.name) if len(self.shape) == 2 else None
+
+    def integers(self, start: int, stop: int) -> Integers:
+        """The integers, scales and minimums of the rows [start, stop) of a matrix of four bits."""
+        blocks = self.blocks(start, stop)
+        rows, low = len(blocks), blocks["low"]
+        width = 32 if self.kind.name == "Q4_K" else 16  # bytes whose low halves come first, then their high ones
+        parts = low.reshape(rows, -1, 1, width)
+        found = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2).reshape(rows, -1)
+        if self.kind.name != "Q4_K":
+            return Integers(found, blocks["scale"], blocks["least"] if self.kind.name == "Q4_1" else None)
+        scales, minimums = six_bit_scales(blocks["scales"].reshape(-1, 12))
+        with np.errstate(all="ignore"):
+            step = blocks["scale"].astype(np.float32).reshape(-1, 1) * scales
+            least = -(blocks["least"].astype(np.float32).reshape(-1, 1) * minimums)
+        return Integers(found, step.reshape(rows, -1), least.reshape(rows, -1))
+
+    def blocks(self, start: int, stop: int) -> NDArray[Any]:
+        """The blocks [rows, blocks of a row] of the rows [start, stop), as they are stored."""
+        if not self.paired:
+            return self._stored(start, stop)
+        rows = stored_rows(np.arange(start, stop), self.paired)
+        first, last = int(rows.min()), int(rows.max()) + 1
+        return self._stored(first, last)[rows - first]
+
+    def _stored(self, start: int, stop: int) -> NDArray[Any]:
+        memory = np.empty((stop - start) * self.row_bytes, np.uint8)
+        read_exactly(self.file, self.name, self.offset + start * self.row_bytes, memory)
+        return memory.view(self.kind.layout).reshape(stop - start, -1)
+
+
+def stored_rows(rows: NDArray[np.int64], head: int) -> NDArray[np.int64]:
+    """Where rows of Hugging Face's q or k lie in a file that has pairs side by side; heads have `head` rows."""
+    start, within = rows - rows % head, rows % head
+    half = head // 2
+    return start + within % half * 2 + within // half
+
+
+def paired_rows(rows: NDArray[np.int64], head: int) -> NDArray[np.int64]:
+    """The inverse of `stored_rows`: which of Hugging Face's rows lies at each place of the file."""
+    start, within = rows - rows % head, rows % head
+    return start + within % 2 * (head // 2) + within // 2

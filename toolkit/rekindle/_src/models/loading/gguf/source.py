@@ -1,0 +1,111 @@
+"""A GGUF file in the place of a Hugging Face folder: its config, and its tensors under Hugging Face's names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.gguf import architecture
+from rekindle._src.models.loading.gguf.block_types import BY_NAME
+from rekindle._src.models.loading.gguf.files import parts
+from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_header
+from rekindle._src.models.loading.gguf.names import Place, place
+from rekindle._src.models.loading.gguf.rows import GgufRows
+from rekindle._src.models.loading.manifest import Manifest
+from rekindle._src.models.loading.tensor_files import Header, ReadRows, TensorEntry
+from rekindle.errors import CheckpointError
+
+# Tensors that say how the model rotates, which its config has taken from them, or that llama.cpp writes and derives.
+_NOT_WEIGHTS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"blk\.\d+\.attn_rot_embd")
+
+
+def look(path: Path) -> tuple[dict[str, Any], tuple[Header, ...]]:
+    """What config.json would say of the model, and the headers of its files, with llama.cpp's names of tensors."""
+    read = [read_header(file) for file in parts(path)]
+    tensors: dict[str, GgufTensor] = {}
+    for header in read:
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                raise CheckpointError(f"{header.path}: {tensor.name} is in another part, too. Download them again.")
+            tensors[tensor.name] = tensor
+    # The metadata is in the first part, and the ropes' tensors may be in any.
+    raw = architecture.config(_together(read), tensors)
+    return raw, tuple(_header(header) for header in read)
+
+
+def _together(read: Sequence[GgufHeader]) -> GgufHeader:
+    count = read[0].metadata.integer("split.count", len(read))
+    if count not in (0, len(read)):
+        raise CheckpointError(
+            f"{read[0].path}: split.count={count}, and {len(read)} of the files are here. Keep the names of the parts."
+        )
+    return read[0]
+
+
+def _header(header: GgufHeader) -> Header:
+    entries = tuple(
+        TensorEntry(tensor.name, header.path, tensor.kind.name, tensor.shape, tensor.offset, tensor.nbytes)
+        for tensor in header.tensors
+    )
+    return Header(header.path, entries, {}, header.raw, header.size)
+
+
+def tensors(
+    headers: Sequence[Header], config: ModelConfig, declared: Manifest
+) -> tuple[Manifest, dict[str, TensorEntry]]:
+    """The manifest as it is for this file, and its tensors under the manifest's names.
+
+    Tensors that are no part of the model keep llama.cpp's names. Those that are missing are absent.
+    """
+    stored = {entry.name: entry for header in headers for entry in header.entries}
+    # llama.cpp's converter has transposed, and added, what the manifest would have the loader do.
+    sources = {path: dataclasses.replace(source, transpose=False, add=0.0) for path, source in declared.sources.items()}
+    found, used = dict[str, TensorEntry](), set[str]()
+    for name in dict.fromkeys(name for source in sources.values() for name in source.names):
+        where = place(name, config.model_type)
+        entry = _entry(name, where, stored, config.head_dim)
+        if entry is not None:
+            found[name] = entry
+            used.add(where.name if where.name in stored else str(where.alone))
+    found |= {name: entry for name, entry in stored.items() if name not in used}
+    ignored = (*declared.ignored, *_NOT_WEIGHTS)
+    if config.tie_embeddings:
+        ignored = (*ignored, r"output\.weight")
+    return dataclasses.replace(declared, sources=sources, ignored=ignored, prefix=""), found
+
+
+def llama_cpp_name(name: str, config: ModelConfig) -> str:
+    """What llama.cpp calls a tensor of the manifest, with the number of the expert where it is one of a stack."""
+    where = place(name, config.model_type)
+    return where.name if where.expert is None else f"{where.name}[{where.expert}]"
+
+
+def _entry(name: str, where: Place, stored: Mapping[str, TensorEntry], head_dim: int) -> TensorEntry | None:
+    """The tensor, or the expert's part of a stack, as an entry of its own."""
+    whole = stored.get(where.name)
+    if whole is None:
+        alone = None if where.alone is None else stored.get(where.alone)
+        return None if alone is None else _readable(alone._replace(name=name), where.alone or "", 0)
+    if where.expert is None:
+        return _readable(whole._replace(name=name), where.name, head_dim if where.paired else 0)
+    if len(whole.shape) != 3 or where.expert >= whole.shape[0]:
+        return None
+    size = whole.nbytes // whole.shape[0]
+    part = whole._replace(name=name, shape=whole.shape[1:], offset=whole.offset + where.expert * size, nbytes=size)
+    return _readable(part, f"{where.name}[{where.expert}]", 0)
+
+
+def _readable(entry: TensorEntry, name: str, paired: int) -> TensorEntry:
+    """The entry with a function that reads it, unless it is stored as plain floats in Hugging Face's order."""
+    if entry.has_numbers and not paired:
+        return entry
+    kind = BY_NAME[entry.dtype]
+    if paired and (entry.shape[0] % paired or paired % 2):  # a shape that is wrong is told by its name later
+        paired = 0
+    if kind.plain and not entry.has_numbers:
+        return entry  # integers: no weights of any family
+    rows: ReadRows = GgufRows(entry.file, name, kind, entry.shape, entry.offset, paired)
+    return entry._replace(rows=rows)

@@ -1,0 +1,81 @@
+"""A parameter of a checkpoint on its way into the model: what it is read as, and the leaves that it becomes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.models.loading import quantize_int4
+from rekindle._src.models.loading.four_bits import Integers
+from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.loading.manifest import Source
+from rekindle._src.models.loading.quantize import quantize_into
+from rekindle._src.models.nn.packing import Packing
+from rekindle_kernels import int4
+
+
+class LeafPlan(NamedTuple):
+    """One parameter to read, and the path of its scale if it is quantised."""
+
+    path: str
+    source: Source
+    shape: tuple[int, ...]  # of what the checkpoint's tensors make up, which a matrix of four bits is not stored in
+    dtype: np.dtype[Any]
+    scale: str | None = None
+    stored: np.dtype[Any] | None = None  # the leaf's dtype, if the leaf holds the bits of values of another dtype
+    packing: Packing | None = None  # of a matrix of four bits
+    minimum: str | None = None
+
+
+class LeafArrays(NamedTuple):
+    """What workers fill for one parameter. A matrix of four bits is packed once it is there as a whole."""
+
+    values: NDArray[Any]
+    scale: NDArray[Any] | None = None
+    minimum: NDArray[Any] | None = None
+
+    @classmethod
+    def of(cls, leaf: LeafPlan) -> LeafArrays:
+        if leaf.packing is None:
+            scale = None if leaf.scale is None else aligned(leaf.shape[:-1], np.float32)
+            return cls(aligned(leaf.shape, leaf.dtype), scale)
+        groups = (*leaf.shape[:-1], leaf.shape[-1] // leaf.packing.group)
+        minimum = np.empty(groups, leaf.packing.scales) if leaf.packing.minimum else None
+        return cls(np.empty(leaf.shape, np.uint8), np.empty(groups, leaf.packing.scales), minimum)
+
+    def quantize(self, values: NDArray[Any], index: Any) -> None:
+        """Quantise rows [out, in] into the place that `index` says."""
+        assert self.scale is not None, "what is quantised has scales"
+        if self.values.dtype == np.int8:
+            quantize_into(values, self.values[index], self.scale[index])
+            return
+        minimum = None if self.minimum is None else self.minimum[index]
+        quantize_int4.quantize_into(values, self.values[index], self.scale[index], minimum)
+
+    def fill(self, found: Integers, index: Any) -> None:
+        """Put rows that are stored in four bits into the place that `index` says."""
+        assert self.scale is not None, "integers have scales"
+        self.values[index], self.scale[index] = found.integers, found.scales
+        if self.minimum is not None:
+            self.minimum[index] = found.minimums
+
+    def leaves(self, leaf: LeafPlan) -> dict[str, NDArray[Any]]:
+        """The finished leaves by path."""
+        if leaf.packing is None:
+            found = {leaf.path: self.values if leaf.stored is None else self.values.view(leaf.stored)}
+            return found if leaf.scale is None or self.scale is None else found | {leaf.scale: self.scale}
+        assert leaf.scale is not None, "integers have scales"
+        assert self.scale is not None, "integers have scales"
+        found = {leaf.path: int4.pack(self.values), leaf.scale: int4.pack_scales(self.scale)}
+        if leaf.minimum is not None and self.minimum is not None:
+            found[leaf.minimum] = int4.pack_scales(self.minimum)
+        return {path: _adopted(array) for path, array in found.items()}
+
+
+def _adopted(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy in memory that the device uses as it is."""
+    memory = aligned(array.shape, array.dtype)
+    memory[...] = array
+    return memory

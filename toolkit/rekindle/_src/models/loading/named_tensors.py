@@ -1,0 +1,47 @@
+"""The tensors of a checkpoint under the names of its family's manifest, whatever format it is stored in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.gguf import source as gguf
+from rekindle._src.models.loading.manifest import Manifest
+from rekindle._src.models.loading.quantized.schemes import NOT_WEIGHTS, scheme, with_matrices
+from rekindle._src.models.loading.stored import Stored
+from rekindle._src.models.loading.tensor_files import TensorEntry
+from rekindle._src.models.registry import manifest
+
+
+def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[str, TensorEntry]]:
+    """The family's manifest as it is for this checkpoint, and the tensors by the manifest's names.
+
+    Tensors that the manifest does not name are there, too, under their own names.
+    """
+    declared = manifest(config)
+    if stored.is_gguf:
+        return gguf.tensors(stored.headers, config, declared)
+    entries = {entry.name: entry for header in stored.headers for entry in header.entries}
+    entries = _with_prefix(entries, declared)
+    found = scheme(stored.raw)
+    if found is None:
+        return declared, entries
+    names = dict.fromkeys(name for source in declared.sources.values() for name in source.names)
+    declared = dataclasses.replace(declared, ignored=(*declared.ignored, *NOT_WEIGHTS))
+    return declared, with_matrices(entries, names, found)
+
+
+def shown_name(stored: Stored, config: ModelConfig, name: str) -> str:
+    """What the checkpoint's own format calls a tensor of the manifest."""
+    return gguf.llama_cpp_name(name, config) if stored.is_gguf else name
+
+
+def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
+    """The entries with the prefix that checkpoints of the bare model, without its head, lack in all names."""
+    if not declared.prefix or any(name.startswith(declared.prefix) for name in entries):
+        return entries
+    prefixed = {name for source in declared.sources.values() for name in source.names}
+    return {
+        declared.prefix + name if declared.prefix + name in prefixed or name not in prefixed else name: entry
+        for name, entry in entries.items()
+    }

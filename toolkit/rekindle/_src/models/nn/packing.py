@@ -1,0 +1,70 @@
+"""How a matrix is stored in four bits: what the kinds of a plan and the shape of a matrix come to.
+
+Kinds are text, as a graph and its JSON hold them: `int4`, with `-32`, `-64` or `-128` for the inputs of a group, then
+`-min` where groups have minimums, then `-f32` where scales and minimums are float32: `int4-32` holds Q4_0,
+`int4-32-min` Q4_1, `int4-128-min-f32` AWQ and GPTQ with zero points, `int4-32-min-f32` Q4_K. Users name the first four.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from rekindle.errors import ConfigError
+from rekindle_kernels import int4
+
+PREFERRED = 64  # inputs of a group where a plan does not say it; 32 where 64 do not divide the inputs
+
+
+class Packing(NamedTuple):
+    """A matrix of four bits, as `rekindle_kernels.int4` stores it."""
+
+    group: int
+    minimum: bool = False  # groups have minimums
+    scales: str = "float16"  # the dtype of scales and minimums
+
+    @property
+    def kind(self) -> str:
+        """The kind that says all of it."""
+        return f"int4-{self.group}{'-min' * self.minimum}{'-f32' * (self.scales == 'float32')}"
+
+
+def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | None:
+    """The packing of a matrix [out, in] or a stack of them; None for kinds that are not of four bits.
+
+    Raises ConfigError for a matrix that can't be stored like this.
+    """
+    if kind is None or not kind.startswith("int4"):
+        return None
+    found = re.fullmatch(r"int4(?:-(\d+))?(-min)?(-f32)?", kind)
+    assert found is not None, f"kind {kind!r}"
+    asked, minimum, wide = found.groups()
+    outputs, inputs = shape[-2:]
+    group = int(asked) if asked else PREFERRED if inputs % PREFERRED == 0 else min(int4.GROUPS)
+    reason = int4.reason_against(outputs, inputs, group)
+    if reason is not None:
+        raise ConfigError(
+            "quantize",
+            kind,
+            f"{path} can't be kept in four bits: {reason}",
+            'Keep this part in eight, as quantize={"attention": "int8", "mlp": "int4"} does',
+        )
+    return Packing(group, minimum is not None, "float32" if wide else "float16")
+
+
+def matrix_shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of a stored matrix as a checkpoint has it: [out, in], or [experts, out, in]."""
+    shape: tuple[int, ...] = tuple(leaf.shape)
+    return int4.matrix_shape(leaf) if is_packed(leaf) else shape
+
+
+def is_packed(leaf: Any) -> bool:
+    """Whether a leaf is the `weight` of a matrix of four bits: nothing else has its dtype."""
+    return str(leaf.dtype) == "uint8"
+
+
+def packing_of(weight: Any, scale: Any = None, minimum: Any = None) -> Packing | None:
+    """The packing of a matrix by its leaves; None for one that is not of four bits."""
+    if not is_packed(weight):
+        return None
+    return Packing(int4.group_of(weight, scale), minimum is not None, str(scale.dtype))

@@ -1,0 +1,264 @@
+"""A model on a mesh of devices: where each leaf's parts lie, and the way there and back.
+
+Nothing outside depends on the mesh: leaves come as checkpoints have them, `held` gives them back like that, and pages
+leave the mesh as they leave one device alone. So kept weights, pages and snapshots of one mesh serve any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from rekindle._src.core.mesh_report import MeshReport
+from rekindle._src.core.mesh_shape import AXES, DeviceMesh, MeshShape
+from rekindle._src.models.base import Graph, LoadedModel, leaf_shapes
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.partition import Partition, roles_of
+from rekindle._src.models.roles import REPLICATED, Role, count_of, cut, join, local_shape
+from rekindle.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The devices that share one model. `mesh` has the axes "expert" and "model"."""
+
+    mesh: Mesh
+    partition: Partition
+    graph: Graph  # of the whole model
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config of the whole model."""
+        return self.graph.config
+
+    @functools.cached_property
+    def roles(self) -> Mapping[str, Role]:
+        """The role of every leaf by its path, scales included."""
+        return roles_of(self.graph)
+
+    @functools.cached_property
+    def local(self) -> Graph:
+        """The graph of one device's part, for use under `jax.shard_map` over the mesh."""
+        return self.partition.graph(self.graph)
+
+    def spec(self, path: str, ndim: int) -> PartitionSpec:
+        """How a leaf lies over the mesh."""
+        axes: list[Any] = [None] * ndim
+        for division in self.roles[path].divisions:
+            axes[division.axis] = division.over if len(division.over) > 1 else division.over[0]
+        return PartitionSpec(*axes)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    def specs(self, shapes: Sequence[Any]) -> tuple[PartitionSpec, ...]:
+        """How all leaves lie over the mesh, in the graph's order."""
+        return tuple(self.spec(path, len(leaf.shape)) for path, leaf in zip(self.graph.paths, shapes, strict=True))
+
+    def abstract(self, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        """A leaf as it lies on the mesh: repeated and padded parts make it larger than the checkpoint's."""
+        shape = list(local_shape(self.roles[path], leaf.shape, self.partition.sizes))
+        for division in self.roles[path].divisions:
+            shape[division.axis] *= count_of(division.over, self.partition.sizes)
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=self.sharding(self.spec(path, len(shape))))
+
+    def place(self, path: str, array: NDArray[Any]) -> jax.Array:
+        """Put a leaf on the mesh: every device gets its own part, and nothing else is copied to it."""
+        role, sizes = self.roles[path], self.partition.sizes
+        array = np.asarray(array)
+        described = self.abstract(path, array)
+        parts = []
+        for device, at in self._places():
+            part = array if role == REPLICATED else cut(role, array, sizes, at, aligned)
+            parts.append(jax.device_put(part, device, may_alias=True))
+        return jax.make_array_from_single_device_arrays(described.shape, described.sharding, parts)
+
+    def hold(self, path: str, leaf: jax.Array, shape: tuple[int, ...]) -> Held:
+        """A leaf as checkpoints have it, put together when it is read as an array; on CPU it outlives the leaf."""
+        by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+        on_host = all(device.platform == "cpu" for device in by_device)
+        parts = {
+            (at["expert"], at["model"]): np.asarray(by_device[device]) if on_host else by_device[device]
+            for device, at in self._places()
+        }
+        return Held(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition)
+
+    def held(self, leaves: Sequence[jax.Array], shapes: Sequence[Any]) -> list[Held]:
+        """`hold` for all leaves, in the graph's order; `shapes` are those of the whole model."""
+        named = zip(self.graph.paths, leaves, shapes, strict=True)
+        return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in named]
+
+    def whole_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The leaves of the whole model, as they are on one device."""
+        return leaf_shapes(self.graph)
+
+    def shapes(self, leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """`abstract` of all leaves, in the graph's order."""
+        return tuple(self.abstract(path, leaf) for path, leaf in zip(self.graph.paths, leaves, strict=True))
+
+    def bytes_per_device(self, leaves: Sequence[Any]) -> int:
+        """Bytes of weights that each device holds."""
+        sizes, total = self.partition.sizes, 0
+        for path, leaf in zip(self.graph.paths, leaves, strict=True):
+            total += int(np.prod(local_shape(self.roles[path], leaf.shape, sizes))) * np.dtype(leaf.dtype).itemsize
+        return total
+
+    def model(self, model: LoadedModel) -> LoadedModel:
+        """A model that was loaded for one device, on the mesh; the given one stays as it is."""
+        leaves = tuple(
+            self.place(path, np.asarray(leaf)) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)
+        )
+        return dataclasses.replace(model, leaves=leaves)
+
+    @property
+    def devices(self) -> list[Any]:
+        """The devices in the order of the mesh."""
+        return list(self.mesh.devices.flat)
+
+    @functools.cached_property
+    def processes(self) -> int:
+        """How many processes have devices of the mesh."""
+        return len({device.process_index for device in self.devices})
+
+    def positions(self, process: int) -> list[int]:
+        """The places, among all devices of the mesh, of those that a process has."""
+        return [index for index, device in enumerate(self.devices) if device.process_index == process]
+
+    def key(self) -> dict[str, Any]:
+        """What programs depend on: axes, devices and partition; with several processes, which of them this one is."""
+        found = {
+            "axes": list(self.mesh.axis_names),
+            "devices": [device.id for device in self.devices],
+            "partition": self.partition.sizes,
+        }
+        return found if self.processes == 1 else found | {"process": jax.process_index()}
+
+    def report(self, page_bytes: int) -> MeshReport:
+        """What a session tells about its devices."""
+        config, local = self.config, self.local.config
+        norms = config.num_layers if config.model_type == "olmo2" else 0  # means of squares, over all heads
+        width = jnp.dtype(self.graph.precision.stream).itemsize
+        return MeshReport(
+            axes={name: count for name, count in self.partition.sizes.items() if count > 1} or {"model": 1},
+            devices=tuple(str(device) for device in self.devices),
+            heads=local.num_heads,
+            kv_heads=local.num_kv_heads,
+            kv_copies=self.partition.kv_copies(config),
+            weight_bytes=self.bytes_per_device(self.whole_shapes()),
+            page_bytes=page_bytes,
+            processes=self.processes,
+            sums=1 + 2 * config.num_layers + norms,
+            bytes_per_token=(1 + 2 * config.num_layers) * config.hidden_size * width + 8 * norms,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Placement {self.partition.size} devices: {self.partition.sizes}>"
+
+    def _places(self) -> list[tuple[Any, dict[str, int]]]:
+        """This process's devices, and their places on the mesh."""
+        mine = jax.process_index()
+        found = np.ndenumerate(self.mesh.devices)
+        return [(device, dict(zip(AXES, at, strict=True))) for at, device in found if device.process_index == mine]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """A leaf in parts that reads as one array."""
+
+    parts: Mapping[tuple[int, int], Any]
+    role: Role
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    partition: Partition
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the parts are views into host memory, which they keep."""
+        return all(isinstance(part, np.ndarray) for part in self.parts.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        parts = {at: np.asarray(part) for at, part in self.parts.items()}
+        found: NDArray[Any] = join(self.role, parts, self.shape, self.partition.sizes)
+        return found if dtype is None else found.astype(dtype)
+
+
+def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int = 1) -> Placement | None:
+    """The placement that the option `mesh` asks for; None where the model stays on one device.
+
+    With several processes each gives as many devices. Raises ConfigError where there are too few of them, or for a
+    model that so many can't share.
+    """
+    if mesh is None or (isinstance(mesh, MeshShape) and mesh.size == 1):
+        return None
+    if isinstance(mesh, MeshShape):
+        sizes = {axis: mesh.get(axis, 1) for axis in AXES}
+        present = _devices() if processes == 1 else _devices_of_all(mesh, processes)
+        if mesh.size > len(present):
+            raise ConfigError(
+                "mesh",
+                mesh,
+                f"asks for {mesh.size} devices, and there {'is' if len(present) == 1 else 'are'} {len(present)}",
+                f"Use at most {len(present)}"
+                + (
+                    f', or simulate them: XLA_FLAGS="--xla_force_host_platform_device_count={mesh.size}"'
+                    if present[0].platform == "cpu"
+                    else ""
+                ),
+            )
+        partition = Partition(**sizes)
+        partition.check(graph.config)
+        partition.check_packed(graph)
+        shape = tuple(sizes[axis] for axis in AXES)
+        made = jax.make_mesh(shape, AXES, (AxisType.Auto,) * 2, devices=present[: mesh.size])
+        return Placement(made, partition, graph)
+    given = np.asarray(mesh.devices)
+    if any(device.process_index != jax.process_index() for device in given.flat):
+        raise ConfigError(
+            "mesh", mesh, "has devices of other processes", "Use jax.local_devices(): a session has one process"
+        )
+    sizes = dict(zip(mesh.axis_names, given.shape, strict=True))
+    partition = Partition(**sizes)
+    partition.check(graph.config)
+    partition.check_packed(graph)
+    ordered = np.moveaxis(given, [mesh.axis_names.index(axis) for axis in AXES if axis in sizes], range(given.ndim))
+    made = Mesh(ordered.reshape([sizes.get(axis, 1) for axis in AXES]), AXES, axis_types=(AxisType.Auto,) * 2)
+    return Placement(made, partition, graph)
+
+
+def _devices_of_all(mesh: MeshShape, processes: int) -> list[Any]:
+    """As many devices of each process as the mesh needs."""
+    share = mesh.size // processes
+    found: list[Any] = []
+    for process in range(processes):
+        own = [device for device in jax.devices() if device.process_index == process]
+        if len(own) < share:
+            raise ConfigError(
+                "mesh",
+                mesh,
+                f"needs {share} devices of each of {processes} processes, and process {process} has {len(own)}",
+                f"Use at most {len(own) * processes}, or give every process as many devices",
+            )
+        found += own[:share]
+    return found
+
+
+def _devices() -> list[Any]:
+    """The devices of the platform that sessions use."""
+    default: Any = getattr(jax.config, "jax_default_device", None)
+    if default is None:
+        return jax.local_devices()
+    return jax.local_devices(backend=default if isinstance(default, str) else default.platform)

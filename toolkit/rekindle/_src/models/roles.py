@@ -1,0 +1,192 @@
+"""The role of a parameter when a model is divided over devices: which part of it each device has.
+
+A manifest gives every parameter one of these. Axes are those of the parameter as it is stored, `[out, in]`:
+
+    REPLICATED              every device has all of it: norms, routers, biases that are added to a sum
+    column(spans…)          its rows (outputs) are divided; the product needs nothing from other devices
+    row(size)               its columns (inputs) are divided; products are partial and have to be summed
+    vocab(size)             its rows are divided; a lookup is summed and logits are put together again
+    experts(count, role)    a stack: experts are divided over the axis "expert", each of them over the axis "model"
+
+A fused parameter consists of several spans, of which each device gets its part: of `[q; k; v]` some heads of q and the
+heads of k and v that belong to them. A span that has fewer parts than there are devices is repeated, as heads of k and
+v are; one that can't be divided evenly is padded with zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALL = ("expert", "model")  # every device of the mesh has another part
+
+
+class Span(NamedTuple):
+    """Rows of a parameter that are divided together; beyond `most` parts, several devices have the same one."""
+
+    size: int
+    most: int | None = None
+
+    def local(self, count: int) -> int:
+        """The size of one of `count` parts."""
+        return -(-self.size // self.different(count))
+
+    def different(self, count: int) -> int:
+        """How many of `count` parts differ."""
+        return count if self.most is None else min(count, self.most)
+
+    def range(self, index: int, count: int) -> tuple[int, int]:
+        """Where part `index` of `count` begins and ends; shorter than `local` where it is padded."""
+        different, size = self.different(count), self.local(count)
+        start = index * different // count * size
+        return min(start, self.size), min(start + size, self.size)
+
+
+class Division(NamedTuple):
+    """One axis of a parameter, the mesh axes that it is divided over, and its spans."""
+
+    axis: int
+    over: tuple[str, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Role:
+    """How a parameter is divided; `scale` is the role of its scales, which have no input axis."""
+
+    divisions: tuple[Division, ...] = ()
+
+    @property
+    def scale(self) -> Role:
+        """The role of the scales of an int8 matrix or of its stack: one for each output."""
+        return Role(tuple(division for division in self.divisions if division.axis >= 0))
+
+    def packed(self, stack: bool, outputs: int, inputs: Fraction) -> Role:
+        """The role of an array of a 4-bit matrix, or of a stack of them, which has a row for so many outputs and so
+        many columns for each input."""
+
+        def scaled(division: Division) -> Division:
+            if division.axis == 0 and stack:  # of experts
+                return division
+            ratio = inputs if division.axis < 0 else Fraction(1, outputs)
+            return division._replace(spans=tuple(Span(int(span.size * ratio), span.most) for span in division.spans))
+
+        return Role(tuple(scaled(division) for division in self.divisions))
+
+    def reason_against_packing(self, stack: bool, outputs: int, group: int, sizes: Sizes) -> str | None:
+        """Why parts of a 4-bit matrix are not whole blocks of outputs and whole groups of inputs; None if they are."""
+        for axis, over, spans in self.divisions:
+            if axis == 0 and stack:
+                continue
+            unit, what = (group, "inputs") if axis < 0 else (outputs, "outputs")
+            for span in spans:
+                parts = span.different(count_of(over, sizes))
+                if span.size % (parts * unit):
+                    return f"{span.size} {what} in {parts} parts are not multiples of {unit}"
+        return None
+
+
+REPLICATED = Role()
+
+
+def column(*spans: Span) -> Role:
+    """The outputs are divided."""
+    return Role((Division(0, ALL, spans),))
+
+
+def row(size: int, most: int | None = None) -> Role:
+    """The inputs are divided."""
+    return Role((Division(-1, ALL, (Span(size, most),)),))
+
+
+def vocab(size: int) -> Role:
+    """The rows, one for each token of the vocabulary, are divided."""
+    return Role((Division(0, ALL, (Span(size),)),))
+
+
+def experts(count: int, role: Role) -> Role:
+    """A stack of `count` matrices with this role: its devices divide the experts first."""
+    inside = [Division(division.axis + (division.axis >= 0), ("model",), division.spans) for division in role.divisions]
+    return Role((Division(0, ("expert",), (Span(count),)), *inside))
+
+
+def heads(queries: int, kv: int, size: int) -> tuple[Span, Span, Span]:
+    """The spans of a fused `[q; k; v]` of heads of `size` rows each."""
+    keys = Span(kv * size, kv)
+    return Span(queries * size, queries), keys, keys
+
+
+Sizes = Mapping[str, int]  # devices by mesh axis
+
+
+def count_of(over: tuple[str, ...], sizes: Sizes) -> int:
+    """How many parts there are over these mesh axes."""
+    return math.prod(sizes[name] for name in over)
+
+
+def _index_of(over: tuple[str, ...], sizes: Sizes, place: Sizes) -> int:
+    index = 0
+    for name in over:
+        index = index * sizes[name] + place[name]
+    return index
+
+
+def local_shape(role: Role, shape: tuple[int, ...], sizes: Sizes) -> tuple[int, ...]:
+    """The shape of one device's part."""
+    found = list(shape)
+    for axis, over, spans in role.divisions:
+        found[axis] = sum(span.local(count_of(over, sizes)) for span in spans)
+    return tuple(found)
+
+
+def cut(role: Role, array: NDArray[Any], sizes: Sizes, place: Sizes, memory: Any = np.empty) -> NDArray[Any]:
+    """The part of the device at `place`, in memory of its own; `memory(shape, dtype)` gives it."""
+    part: NDArray[Any] = memory(local_shape(role, array.shape, sizes), array.dtype)
+    pairs = list(_ranges(role, array.ndim, sizes, place))
+    if sum(math.prod(_lengths(target, part.shape)) for _, target in pairs) < part.size:
+        part[...] = np.zeros((), part.dtype)  # what no range fills is padding
+    for source, target in pairs:
+        part[target] = array[source]
+    return part
+
+
+def join(role: Role, parts: Mapping[tuple[int, int], NDArray[Any]], shape: tuple[int, ...], sizes: Sizes) -> Any:
+    """The whole parameter from the parts by (expert, model); the inverse of `cut`."""
+    first = next(iter(parts.values()))
+    whole = np.empty(shape, first.dtype)
+    for (expert, model), part in parts.items():
+        for source, target in _ranges(role, len(shape), sizes, {"expert": expert, "model": model}):
+            whole[source] = part[target]
+    return whole
+
+
+Slices = tuple[slice, ...]
+
+
+def _ranges(role: Role, ndim: int, sizes: Sizes, place: Sizes) -> Iterator[tuple[Slices, Slices]]:
+    """Where each block of a part comes from, and where it lies in the part."""
+    choices = []
+    for axis, over, spans in role.divisions:
+        count, index = count_of(over, sizes), _index_of(over, sizes, place)
+        begin, at, found = 0, 0, []
+        for span in spans:
+            start, stop = span.range(index, count)
+            found.append((axis % ndim, slice(begin + start, begin + stop), slice(at, at + stop - start)))
+            begin, at = begin + span.size, at + span.local(count)
+        choices.append(found)
+    for chosen in itertools.product(*choices):
+        source, target = [slice(None)] * ndim, [slice(None)] * ndim
+        for axis, wanted, given in chosen:
+            source[axis], target[axis] = wanted, given
+        yield tuple(source), tuple(target)
+
+
+def _lengths(slices: Slices, shape: tuple[int, ...]) -> list[int]:
+    return [len(range(*one.indices(size))) for one, size in zip(slices, shape, strict=True)]

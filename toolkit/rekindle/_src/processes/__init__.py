@@ -1,0 +1,1 @@
+"""Several processes that share one model: a leader with a session, and followers that make the same calls."""

@@ -1,0 +1,146 @@
+"""Calls of programs as messages, and back. A program is named as in the store; its layout says how long arrays are."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rekindle._src.core.guides import Mask, mask_words
+from rekindle._src.processes.numbers import Reader, packed, zipped
+from rekindle._src.processes.results import sampling
+from rekindle._src.processes.step_codec import StepCodec
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.buckets import FORWARD, Bucket
+from rekindle._src.programs.partitioning import PAYLOAD_HEADS
+from rekindle._src.programs.programs import MOVED_PAGES, Key, Programs
+from rekindle._src.programs.request_state import NOWHERE, admission_sizes
+from rekindle.errors import ProcessLost
+
+_NAME, _COUNT = struct.Struct("<B"), struct.Struct("<I")
+
+
+class StepCall(NamedTuple):
+    """A step, or the first half of a guided one."""
+
+    key: Bucket
+    ints: np.ndarray
+    floats: np.ndarray
+
+
+class CallCodec:
+    """One side of a session's calls; it keeps what both sides know, so every message has to pass it, in order."""
+
+    def __init__(self, programs: Programs) -> None:
+        config = programs.config
+        self._programs, self._names = programs, {key.name.encode(): key for key in programs.known}
+        self._steps = StepCodec(config.max_requests, programs.width, programs.kv[0].page_size)
+        self._ints, self._floats = admission_sizes(programs.width * programs.kv[0].page_size)
+        self._words = mask_words(programs.model.vocab_size)
+
+    def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray) -> bytes:
+        return _named(key) + self._steps.encode(self._programs.layout(key), ints, floats)
+
+    def sampling(self, key: Bucket, ints: np.ndarray) -> np.ndarray:
+        """The rows of a step that choose a token of their own."""
+        return sampling(self._programs.layout(key), ints)
+
+    def read_step(self, content: bytes) -> StepCall:
+        key, rest = self._key(content)
+        if key.part not in ("", FORWARD):
+            raise ProcessLost(f"{key.name} begins no step")
+        return StepCall(key, *self._steps.decode(self._programs.layout(key), rest))
+
+    def choose(self, key: Bucket, masks: Mask) -> bytes:
+        """Rows that allow every token are left out."""
+        rows = np.flatnonzero((masks != -1).any(axis=1))
+        return _named(key) + packed(rows) + zipped(masks[rows].astype("<i4", copy=False))
+
+    def read_choose(self, content: bytes) -> tuple[Bucket, Mask]:
+        key, rest = self._key(content)
+        sequences = self._programs.layout(key).sequences
+        reader = Reader(rest)
+        rows = reader.ints(sequences, sequences)
+        masks = np.full((sequences, self._words), -1, np.int32)
+        masks[rows] = reader.zipped(np.dtype("<i4"), (len(rows), self._words))
+        reader.end()
+        return key, masks
+
+    def admit(self, ints: np.ndarray, floats: np.ndarray) -> bytes:
+        used = int(np.flatnonzero(ints != NOWHERE).max(initial=-1)) + 1
+        return (
+            _COUNT.pack(used) + zipped(ints[:used].astype("<i4", copy=False)) + zipped(floats.astype("<f4", copy=False))
+        )
+
+    def read_admit(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        reader = Reader(content)
+        (used,) = reader.unpack(_COUNT)
+        if used > self._ints:
+            raise ProcessLost(f"an admission has {used} integers, more than {self._ints}")
+        ints = np.full(self._ints, NOWHERE, np.int32)
+        ints[:used] = reader.zipped(np.dtype("<i4"), (used,))
+        floats = reader.zipped(np.dtype("<f4"), (self._floats,))
+        reader.end()
+        return ints, floats
+
+    def gather(self, ids: np.ndarray) -> bytes:
+        return packed(ids)
+
+    def read_gather(self, content: bytes) -> np.ndarray:
+        reader = Reader(content)
+        ids = self._ids(reader)
+        reader.end()
+        return ids
+
+    def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload], heads: np.ndarray) -> bytes:
+        """`heads` are those of a page that the receiver's devices have; no others travel."""
+        arrays = [np.ascontiguousarray(np.take(leaf, heads, axis=PAYLOAD_HEADS)) for page in pages for leaf in page]
+        return packed(ids) + _NAME.pack(len(pages)) + b"".join(array.tobytes() for array in arrays)
+
+    def read_scatter(self, content: bytes, heads: np.ndarray) -> tuple[np.ndarray, list[paged.Payload]]:
+        """Ids and whole pages, of which the `heads` are filled in."""
+        reader = Reader(content)
+        ids = self._ids(reader)
+        (count,) = reader.unpack(_NAME)
+        if not 0 < count <= MOVED_PAGES:
+            raise ProcessLost(f"{count} pages came, {MOVED_PAGES} are the most")
+        pages: list[Any] = []
+        for _ in range(count):
+            leaves = []
+            for shape, dtype in paged.payload_layout(self._programs.kv):
+                part = (*shape[:PAYLOAD_HEADS], len(heads), *shape[PAYLOAD_HEADS + 1 :])
+                found = np.frombuffer(reader.take(int(np.prod(part)) * np.dtype(dtype).itemsize), dtype)
+                whole = np.zeros(shape, dtype)
+                whole[:, :, :, heads] = found.reshape(part)
+                leaves.append(whole)
+            pages.append(tuple(leaves))
+        reader.end()
+        return ids, pages
+
+    def _ids(self, reader: Reader) -> np.ndarray:
+        ids = reader.ints(MOVED_PAGES, self._programs.kv[0].num_pages)
+        if len(ids) != MOVED_PAGES:
+            raise ProcessLost(f"{len(ids)} pages are named, {MOVED_PAGES} belong to a transfer")
+        return ids
+
+    def _key(self, content: bytes) -> tuple[Bucket, bytes]:
+        reader = Reader(content)
+        (length,) = reader.unpack(_NAME)
+        key = self.named(reader.take(length))
+        if not isinstance(key, Bucket):
+            raise ProcessLost(f"{key.name} is no step")
+        return key, content[1 + length :]
+
+    def named(self, name: bytes) -> Key:
+        """The program of this name."""
+        try:
+            return self._names[name]
+        except KeyError:
+            raise ProcessLost(f"there is no program {name!r} here") from None
+
+
+def _named(key: Bucket) -> bytes:
+    name = key.name.encode()
+    return _NAME.pack(len(name)) + name

@@ -1,0 +1,141 @@
+"""A connection between a leader and a follower: typed, numbered and signed messages over TCP.
+
+    header    kind, length and number of the message      16 bytes
+    its mark  HMAC of the header                           16 bytes
+    content   `length` bytes, at most `LIMITS[kind]`
+    mark      HMAC of header and content                   32 bytes
+
+Each direction has a key of its own, which the greeting derives from the shared secret and from random numbers of both
+sides, and counts its messages. So a message that was changed, repeated, left out, reordered, or sent back to its sender
+is refused, and what was recorded of another connection as well. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import struct
+import threading
+from typing import NamedTuple
+
+from rekindle._src.processes.kinds import LIMITS, Kind
+from rekindle.errors import ProcessLost
+
+_HEADER = struct.Struct("<BxxxIQ")
+_SHORT, _MARK = 16, 32
+_JOINED = 64 << 10  # shorter contents are sent together with what is around them
+
+
+class Keys(NamedTuple):
+    """The keys of one side of a connection."""
+
+    sending: bytes
+    receiving: bytes
+
+
+def mark(key: bytes, *parts: bytes | memoryview) -> bytes:
+    """The HMAC-SHA-256 of the parts together."""
+    if len(parts) == 1:
+        return hmac.digest(key, parts[0], "sha256")
+    made = hmac.new(key, digestmod="sha256")
+    for part in parts:
+        made.update(part)
+    return made.digest()
+
+
+class Channel:
+    """One side of a connection after the greeting. Any thread may send; one receives."""
+
+    def __init__(self, connection: socket.socket, keys: Keys, *, silence: float) -> None:
+        """`silence` is after how many seconds without a message the other side counts as gone."""
+        self._connection, self._keys = connection, keys
+        self._sent = self._received = 0
+        self._sending = threading.Lock()
+        self.bytes_sent = 0
+        connection.settimeout(silence)
+        with contextlib.suppress(OSError):  # not TCP
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, kind: Kind, content: bytes = b"") -> None:
+        """Send a message; waits while the other side does not read. Raises ProcessLost if the connection is gone."""
+        with self._sending:
+            self._send(kind, content)
+
+    def ping(self) -> None:
+        """Say that this side is there, unless a message that is being sent says so already."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._send(Kind.PING, b"")
+            finally:
+                self._sending.release()
+
+    def _send(self, kind: Kind, content: bytes) -> None:
+        if len(content) > LIMITS[kind]:
+            raise ProcessLost(f"a {kind.name} message of {len(content):,} bytes is longer than {LIMITS[kind]:,}")
+        header = _HEADER.pack(kind, len(content), self._sent)
+        before, after = header + mark(self._keys.sending, header)[:_SHORT], mark(self._keys.sending, header, content)
+        try:
+            if len(content) <= _JOINED:
+                self._connection.sendall(before + content + after)
+            else:
+                for part in (before, content, after):
+                    self._connection.sendall(part)
+        except OSError as error:
+            raise ProcessLost(f"the connection broke: {error}") from error
+        self._sent += 1
+        self.bytes_sent += len(before) + len(content) + len(after)
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """The next message but for pings. Raises ProcessLost if it is none of the other side's, or none comes."""
+        while (message := self._receive())[0] is Kind.PING:
+            pass
+        return message
+
+    def _receive(self) -> tuple[Kind, bytes]:
+        first = self._exactly(_HEADER.size + _SHORT)
+        header = bytes(first[: _HEADER.size])
+        if not hmac.compare_digest(mark(self._keys.receiving, header)[:_SHORT], first[_HEADER.size :]):
+            raise ProcessLost("a message came that the other process did not sign")
+        number, length, count = _HEADER.unpack(header)
+        if count != self._received:
+            raise ProcessLost(f"message {count} came in place of message {self._received}")
+        try:
+            kind = Kind(number)
+        except ValueError:
+            raise ProcessLost(f"a message of the unknown kind {number} came") from None
+        if length > LIMITS[kind]:
+            raise ProcessLost(f"a {kind.name} message of {length:,} bytes came, {LIMITS[kind]:,} are allowed")
+        rest = self._exactly(length + _MARK)
+        content = bytes(rest[:length])
+        if not hmac.compare_digest(mark(self._keys.receiving, header, content), rest[length:]):
+            raise ProcessLost(f"a {kind.name} message came that the other process did not sign")
+        self._received += 1
+        return kind, content
+
+    def close(self) -> None:
+        """Close the connection; a thread that sends or receives gets ProcessLost."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _exactly(self, count: int) -> memoryview:
+        return exactly(self._connection, count)
+
+
+def exactly(connection: socket.socket, count: int) -> memoryview:
+    """The next `count` bytes. Raises ProcessLost if they don't come."""
+    found = memoryview(bytearray(count))
+    at = 0
+    while at < count:
+        try:
+            more = connection.recv_into(found[at:])
+        except TimeoutError:
+            raise ProcessLost(f"nothing came for {connection.gettimeout():g} s") from None
+        except OSError as error:
+            raise ProcessLost(f"the connection broke: {error}") from error
+        if not more:
+            told = f" after {at} of {count} bytes of a message" if at else ""
+            raise ProcessLost(f"the connection was closed{told}")
+        at += more
+    return found

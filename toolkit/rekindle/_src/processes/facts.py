@@ -1,0 +1,87 @@
+"""What has to be the same in every process of a session: its followers say it, and the leader compares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.version import VERSION
+from rekindle._src.programs import program_key
+from rekindle.errors import ProcessLost, ProcessRefused
+
+_OWN = ("device_id",)  # each process has another one
+_OF_CPUS = ("cpu", "threads", "machine")  # what programs of a CPU depend on
+_LONGEST = 60  # characters of a value in a message
+
+
+class Facts(NamedTuple):
+    """What one process says of itself."""
+
+    same: Mapping[str, Any]  # has to be what the leader has
+    pages: int  # that its devices have room for
+
+
+def facts(config: EngineConfig, *, model: str, fingerprint: str) -> Facts:
+    """The facts of this process; `config` is resolved, `model` a digest of the model's own config."""
+    environment = dict(program_key.environment())
+    for name in (*_OWN, *(_OF_CPUS if environment["platform"] != "cpu" else ())):
+        environment.pop(name)
+    assert config.device_pages is not None, "resolved"
+    options = {name: value for name, value in program_key.config_fields(config).items() if name != "device_pages"}
+    same = {
+        "rekindle": VERSION,
+        **{f"environment.{name}": value for name, value in environment.items()},
+        **{f"option {name}": value for name, value in options.items()},
+        "the model's config": model,
+        "the weights": fingerprint,
+    }
+    return Facts(json.loads(json.dumps(same, default=str)), config.device_pages)
+
+
+def compare(mine: Facts, theirs: Facts, process: int) -> None:
+    """Raise ProcessRefused with what differs in a follower."""
+    names = dict.fromkeys((*mine.same, *theirs.same))
+    told = [
+        f"{name} is {_shown(theirs.same.get(name))} there and {_shown(mine.same.get(name))} here"
+        for name in names
+        if mine.same.get(name) != theirs.same.get(name)
+    ]
+    if told:
+        raise ProcessRefused(
+            f"process {process} can't share the model, because it would compute other numbers: {'; '.join(told)}. "
+            "Give all processes the same installation, flags and checkpoint"
+        )
+
+
+def encoded(told: Facts) -> bytes:
+    return as_json(told._asdict())
+
+
+def decoded(content: bytes) -> Facts:
+    found = from_json(content)
+    same, pages = found.get("same"), found.get("pages")
+    if not isinstance(same, dict) or not isinstance(pages, int):
+        raise ProcessLost("a process told its facts in another form")
+    return Facts(same, pages)
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, default=str).encode()
+
+
+def from_json(content: bytes) -> dict[str, Any]:
+    """The object that a message holds. Raises ProcessLost if it is none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ProcessLost("a message holds no JSON object")
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

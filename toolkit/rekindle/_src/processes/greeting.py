@@ -1,0 +1,133 @@
+"""The greeting of a connection: both sides prove that they know the secret, and derive the connection's keys.
+
+    leader    MAGIC  its random number
+    follower  MAGIC  its random number  its process  how many there are  HMAC(secret, "follower" and all of these)
+    leader    an `Answer`               HMAC(secret, "leader" and all of these), if the answer is WELCOME
+
+What comes has a fixed length until both have proved themselves. The secret itself is never sent.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import os
+import secrets
+import socket
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from rekindle._src.processes.channel import Channel, Keys, exactly, mark
+from rekindle.errors import ConfigError, ProcessLost, ProcessRefused
+
+MAGIC = b"rekindle processes 1\n"
+SECRET, SECRET_FILE = "REKINDLE_PROCESS_SECRET", "REKINDLE_PROCESS_SECRET_FILE"
+SHORTEST_SECRET = 16
+GREETING_SECONDS = 10.0
+_RANDOM, _PROOF = 32, 32
+_PLACE = struct.Struct("<HH")
+
+
+class Place(NamedTuple):
+    """Which of how many processes it is; 0 is the leader."""
+
+    process: int
+    processes: int
+
+
+class Answer(enum.IntEnum):
+    """What a leader says to a follower."""
+
+    WELCOME = 0
+    SECRET = 1
+    COUNT = 2
+    TAKEN = 3
+
+
+_WORDS = {
+    Answer.SECRET: f"it has another secret. Give both the same {SECRET}",
+    Answer.COUNT: "it shares its model among another number of processes. Pass the same --processes",
+    Answer.TAKEN: "it has another process of this number already. Number the followers from 1",
+}
+
+
+def secret() -> bytes:
+    """The secret that leader and followers share. Raises ConfigError if there is none."""
+    told, path = os.environ.get(SECRET, ""), os.environ.get(SECRET_FILE, "")
+    if path and not told:
+        try:
+            told = Path(path).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(SECRET_FILE, path, f"can't be read: {error}", "Check the path") from None
+    if len(told) < SHORTEST_SECRET:
+        raise ConfigError(
+            SECRET if told or not path else SECRET_FILE,
+            "a secret" if told else "",
+            f"has {len(told)} characters, and {SHORTEST_SECRET} are the least: processes prove with it who they are",
+            'Make one with python -c "import secrets; print(secrets.token_hex(32))", and give all processes the same',
+        )
+    return told.encode()
+
+
+def lead(
+    connection: socket.socket, key: bytes, place: Place, taken: frozenset[int], *, silence: float
+) -> tuple[int, Channel]:
+    """Greet a follower; returns its number and the channel to it. Raises ProcessRefused for one that may not join."""
+    connection.settimeout(GREETING_SECONDS)
+    mine = secrets.token_bytes(_RANDOM)
+    _give(connection, MAGIC + mine)
+    told = bytes(exactly(connection, len(MAGIC) + _RANDOM + _PLACE.size + _PROOF))
+    said, proof = told[:-_PROOF], told[-_PROOF:]
+    theirs, seen = said[len(MAGIC) : len(MAGIC) + _RANDOM], Place(*_PLACE.unpack(said[-_PLACE.size :]))
+    answer = Answer.WELCOME
+    if not (said.startswith(MAGIC) and hmac.compare_digest(proof, mark(key, b"follower", mine, said))):
+        answer = Answer.SECRET
+    elif seen.processes != place.processes or not 0 < seen.process < place.processes:
+        answer = Answer.COUNT
+    elif seen.process in taken:
+        answer = Answer.TAKEN
+    if answer is not Answer.WELCOME:
+        _give(connection, bytes([answer]))
+        raise ProcessRefused(f"a process was refused: {_REFUSALS[answer]}")
+    _give(connection, bytes([answer]) + mark(key, b"leader", mine, said))
+    return seen.process, Channel(connection, _keys(key, mine, theirs, leads=True), silence=silence)
+
+
+_REFUSALS = {
+    Answer.SECRET: f"it does not know the secret. Give all processes the same {SECRET}",
+    Answer.COUNT: "its --process or --processes does not fit this session",
+    Answer.TAKEN: "its number has joined already",
+}
+
+
+def follow(connection: socket.socket, key: bytes, place: Place, *, silence: float) -> Channel:
+    """Greet the leader. Raises ProcessRefused, with what it said, if this process may not join."""
+    connection.settimeout(GREETING_SECONDS)
+    told = bytes(exactly(connection, len(MAGIC) + _RANDOM))
+    if not told.startswith(MAGIC):
+        raise ProcessRefused(
+            "what answers there is no leader of this version of rekindle. Check --coordinator, and install one version"
+        )
+    theirs, mine = told[len(MAGIC) :], secrets.token_bytes(_RANDOM)
+    said = MAGIC + mine + _PLACE.pack(*place)
+    _give(connection, said + mark(key, b"follower", theirs, said))
+    answer = exactly(connection, 1)[0]
+    if answer != Answer.WELCOME:
+        known = answer in list(Answer)
+        raise ProcessRefused(f"the leader refused: {_WORDS[Answer(answer)] if known else f'answer {answer}'}")
+    if not hmac.compare_digest(exactly(connection, _PROOF), mark(key, b"leader", theirs, said)):
+        raise ProcessRefused(f"the leader does not know the secret. Give all processes the same {SECRET}")
+    return Channel(connection, _keys(key, theirs, mine, leads=False), silence=silence)
+
+
+def _give(connection: socket.socket, content: bytes) -> None:
+    try:
+        connection.sendall(content)
+    except OSError as error:
+        raise ProcessLost(f"the connection broke: {error}") from error
+
+
+def _keys(key: bytes, leader: bytes, follower: bytes, *, leads: bool) -> Keys:
+    out, back = mark(key, b"to the follower", leader, follower), mark(key, b"to the leader", leader, follower)
+    return Keys(out, back) if leads else Keys(back, out)

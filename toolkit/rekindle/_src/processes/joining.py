@@ -1,0 +1,235 @@
+"""How processes find each other: the leader listens at the coordinator's address until all followers have come.
+
+Then all of them join JAX's own service, which the leader runs at a port of its own on the same host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from rekindle._src.core.process_options import address
+from rekindle._src.processes import greeting
+from rekindle._src.processes.channel import Channel
+from rekindle._src.processes.facts import as_json, from_json
+from rekindle._src.processes.greeting import Place
+from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.team import PING_SECONDS, Team
+from rekindle.errors import ConfigError, ProcessLost, ProcessRefused, RekindleError
+
+log = logging.getLogger("rekindle.processes")
+JOIN_SECONDS = 300.0  # how long a leader waits for its followers
+# Seconds without a message, of which there is one each second, after which the other side counts as gone. A leader gets
+# longer: whoever works in its process may hold Python's lock for a while.
+FOLLOWER_SILENCE, LEADER_SILENCE = 15.0, 60.0
+GREETINGS = 8  # at once
+_LOOK_SECONDS = 0.2
+
+
+def lead(
+    coordinator: str,
+    processes: int,
+    session: Mapping[str, Any],
+    *,
+    waiting: Callable[[int], object] = lambda there: None,
+    given_up: Callable[[], bool] = lambda: False,
+) -> Team:
+    """Wait for the followers of a session and join JAX's service with them.
+
+    `session` is told to each follower. `waiting` is called with how many are there. Raises ProcessLost if some don't
+    come, or if `given_up` says that nobody waits for the session any more.
+    """
+    key = greeting.secret()
+    if jax.distributed.is_initialized():
+        raise ConfigError(
+            "processes",
+            processes,
+            "JAX's processes have been joined in this one already, by an earlier session or by the program",
+            "Open the session in a new process, or restart the kernel",
+        )
+    _check_unused(processes)
+    host, port = address(coordinator)
+    try:
+        server = socket.create_server((host, port), family=_family(host, port), backlog=GREETINGS)
+    except OSError as error:
+        raise ConfigError(
+            "coordinator",
+            coordinator,
+            f"can't be listened at: {error}",
+            "Pass an address of this machine, and a free port",
+        ) from None
+    with server:
+        channels = _Gathering(key, processes, waiting, given_up).run(server)
+    team = Team(channels)
+    try:
+        service = f"{f'[{host}]' if ':' in host else host}:{_free_port(host)}"
+        team.welcome(as_json({**session, "service": service}))
+        initialize(service, Place(0, processes))
+    except BaseException:
+        team.close()
+        raise
+    return team
+
+
+class _Gathering:
+    """Accepts connections and greets each in a thread of its own, so that one that says nothing holds nobody up."""
+
+    def __init__(
+        self, key: bytes, processes: int, waiting: Callable[[int], object], given_up: Callable[[], bool]
+    ) -> None:
+        self._key, self._place, self._waiting, self._given_up = key, Place(0, processes), waiting, given_up
+        self._channels: dict[int, Channel] = {}
+        self._pinged = 0.0
+        self._lock = threading.Lock()
+        self._greeting = threading.BoundedSemaphore(GREETINGS)
+
+    def run(self, server: socket.socket) -> dict[int, Channel]:
+        deadline = time.monotonic() + JOIN_SECONDS
+        server.settimeout(_LOOK_SECONDS)
+        everyone, there = set(range(1, self._place.processes)), set[int]()
+        self._waiting(0)
+        while missing := everyone - there:
+            if self._given_up() or time.monotonic() > deadline:
+                for channel in self._channels.values():
+                    channel.close()
+                names = ", ".join(map(str, sorted(missing)))
+                raise ProcessLost(
+                    f"of {self._place.processes} processes these have not come within {JOIN_SECONDS:.0f} s: {names}. "
+                    "Start `rekindle follow` for each of them"
+                )
+            if self._greeting.acquire(timeout=_LOOK_SECONDS):
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    self._greeting.release()
+                else:
+                    threading.Thread(
+                        target=self._greet, args=(connection,), name="rekindle greeting", daemon=True
+                    ).start()
+            seen = self._still_there()
+            if seen != there:
+                there = seen
+                self._waiting(len(there))
+        return self._channels
+
+    def _still_there(self) -> set[int]:
+        """Who has come; tells them now and then that this process is there, and forgets those that have left."""
+        with self._lock:
+            if time.monotonic() - self._pinged > PING_SECONDS:
+                self._pinged = time.monotonic()
+                for process, channel in tuple(self._channels.items()):
+                    try:
+                        channel.ping()
+                    except ProcessLost:
+                        self._channels.pop(process).close()
+            return set(self._channels)
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            with self._lock:
+                taken = frozenset(self._channels)
+            process, channel = greeting.lead(connection, self._key, self._place, taken, silence=FOLLOWER_SILENCE)
+            with self._lock:
+                late = process in self._channels
+                if not late:
+                    self._channels[process] = channel
+            if late:
+                channel.close()
+        except RekindleError as error:
+            log.warning("a connection of %s was closed: %s", _peer(connection), error)
+            connection.close()
+        finally:
+            self._greeting.release()
+
+
+def enter(channel: Channel, place: Place) -> dict[str, Any]:
+    """Join JAX's service with the others, once all have come; returns what the leader says of the session."""
+    kind, content = channel.receive()
+    if kind is not Kind.WELCOME:
+        raise ProcessLost(f"the leader began with a {kind.name} message")
+    session = from_json(content)
+    initialize(str(session.get("service")), place)
+    return session
+
+
+def connect(coordinator: str, place: Place, *, wait: float) -> Channel:
+    """Connect to the leader, which may come later.
+
+    Raises ProcessLost if there is none within `wait` seconds, and ProcessRefused if it does not want this process.
+    """
+    key = greeting.secret()
+    host, port = address(coordinator)
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=greeting.GREETING_SECONDS)
+            try:
+                return greeting.follow(connection, key, place, silence=LEADER_SILENCE)
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, ProcessLost) as error:
+            if time.monotonic() > deadline:
+                raise ProcessLost(
+                    f"there is no leader at {coordinator} after {wait:.0f} s: {error}. Open the session with this "
+                    "coordinator"
+                ) from None
+            time.sleep(_LOOK_SECONDS)
+
+
+def initialize(service: str, place: Place) -> None:
+    """Join JAX's service. A process that is lost does not end the others: the session says what happened."""
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    try:
+        jax.distributed.initialize(
+            service,
+            place.processes,
+            place.process,
+            initialization_timeout=int(JOIN_SECONDS),
+            coordinator_bind_address=service,
+            cluster_detection_method="deactivate",
+        )
+    except Exception as error:
+        raise ProcessLost(f"the processes could not be joined at {service}: {error}") from error
+    if jax.process_count() != place.processes:
+        raise ProcessRefused(
+            f"JAX sees {jax.process_count()} of {place.processes} processes: this platform's devices can't be shared"
+        )
+
+
+def _check_unused(processes: int) -> None:
+    """Raise if JAX has devices already, which can't be joined with others any more."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import xla_bridge
+
+        if xla_bridge.backends_are_initialized():
+            raise ConfigError(
+                "processes",
+                processes,
+                "JAX's devices are in use in this process already, so they can't be joined with those of others",
+                "Open this session before anything else uses JAX, or restart the kernel",
+            )
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0), family=_family(host, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _peer(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return "someone"

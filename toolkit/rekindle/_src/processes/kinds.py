@@ -1,0 +1,68 @@
+"""The kinds of messages between a leader and its followers, and how long each may be.
+
+leader → follower                                   follower → leader
+WELCOME       the session's options and model       FACTS     what has to be the same everywhere
+AGREED        what all processes agreed upon        LOADED    programs and weights are there
+PREPARE       make a program ready                  READY     it is ready
+STEP … RENEW  calls of programs, in their order     DONE      what a step gave, as a checksum
+LOAD_WEIGHTS  read other weights                    WEIGHTS   what was read
+TAKE_WEIGHTS  and use them; DROP_WEIGHTS: don't
+PING          still there                           PING      still there
+CLOSE         the session ends                      FAILED    why it can't go on
+"""
+
+from __future__ import annotations
+
+import enum
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+class Kind(enum.IntEnum):
+    """What a message is; its number is part of the protocol."""
+
+    PING = 1
+    CLOSE = 2
+    FAILED = 3
+    WELCOME = 4
+    FACTS = 5
+    AGREED = 6
+    LOADED = 7
+    PREPARE = 8
+    READY = 9
+    STEP = 10
+    CHOOSE = 11
+    ADMIT = 12
+    GATHER = 13
+    SCATTER = 14
+    RENEW = 15
+    DONE = 16
+    LOAD_WEIGHTS = 17
+    WEIGHTS = 18
+    TAKE_WEIGHTS = 19
+    DROP_WEIGHTS = 20
+
+
+# Bytes of a message's content. Nothing is allocated for a longer one.
+LIMITS = {
+    Kind.PING: 0,
+    Kind.CLOSE: 0,
+    Kind.FAILED: 64 * _KIB,
+    Kind.WELCOME: _MIB,
+    Kind.FACTS: _MIB,
+    Kind.AGREED: _MIB,
+    Kind.LOADED: 0,
+    Kind.PREPARE: 64,
+    Kind.READY: 64 * _KIB,
+    Kind.STEP: 64 * _MIB,
+    Kind.CHOOSE: 64 * _MIB,
+    Kind.ADMIT: 16 * _MIB,
+    Kind.GATHER: _KIB,
+    Kind.SCATTER: 1 << 30,
+    Kind.RENEW: 0,
+    Kind.DONE: 16,
+    Kind.LOAD_WEIGHTS: 64 * _KIB,
+    Kind.WEIGHTS: 64 * _KIB,
+    Kind.TAKE_WEIGHTS: 0,
+    Kind.DROP_WEIGHTS: 0,
+}

@@ -1,0 +1,186 @@
+"""A follower makes the calls that its leader makes, in their order, over weights, pages and state of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rekindle._src.execution.device_calls import DeviceCalls
+from rekindle._src.processes.call_codec import CallCodec, StepCall
+from rekindle._src.processes.channel import Channel
+from rekindle._src.processes.facts import as_json, from_json
+from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.results import DONE, checksum
+from rekindle._src.programs.programs import ADMIT, Programs
+from rekindle.errors import CompileError, ProcessLost
+
+WAITING_CALLS = 64  # messages read ahead; beyond, the leader waits in its next call
+LONGEST_ERROR = 4096  # characters
+WAITING_RESULTS = 4  # steps that the device may have before it; beyond, this process waits
+
+
+class Loaded(NamedTuple):
+    """Weights on this process's devices."""
+
+    leaves: Sequence[Any]
+    fingerprint: str
+    delete: Callable[[], None]
+
+
+class _Buffers(NamedTuple):
+    """What `DeviceCalls` needs of an `Upload`."""
+
+    ints: np.ndarray
+    floats: np.ndarray
+
+
+class Replay:
+    """The calls of one session in a follower."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        programs: Programs,
+        weights: Loaded,
+        load: Callable[[str], Loaded],
+        process: int,
+        *,
+        lost: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
+        """`load` reads other weights by their name. `lost` is called in another thread when the leader is gone."""
+        self._channel, self._programs, self._load, self._lost = channel, programs, load, lost
+        self._codec = CallCodec(programs)
+        self._heads = programs.parts.heads_of(process, programs.kv)
+        self._weights = weights
+        self._loaded: Loaded | None = None  # other ones that may take their place
+        self._calls: DeviceCalls | None = None
+        self._guided: tuple[Any, _Buffers, np.ndarray] | None = None  # a step whose tokens have not been chosen
+        self._steps = 0
+        self._results: queue.Queue[tuple[int, Any, np.ndarray] | None] = queue.Queue(WAITING_RESULTS)
+        self._problem: BaseException | None = None
+
+    def run(self) -> None:
+        """Make calls until the leader closes the session. Raises what ends it otherwise."""
+        messages: queue.Queue[tuple[Kind, bytes] | BaseException] = queue.Queue(WAITING_CALLS)
+        threading.Thread(target=self._receive, args=(messages,), name="rekindle leader", daemon=True).start()
+        reading = threading.Thread(target=self._read, name="rekindle results", daemon=True)
+        reading.start()
+        while True:
+            message = messages.get()
+            if isinstance(message, BaseException):
+                raise message
+            kind, content = message
+            if kind is Kind.CLOSE:
+                break
+            self._make(kind, content)
+        self._results.put(None)
+        reading.join()
+        if self._calls is not None:
+            self._calls.free()
+        self._weights.delete()
+
+    def _receive(self, messages: queue.Queue[tuple[Kind, bytes] | BaseException]) -> None:
+        try:
+            while True:
+                kind, content = self._channel.receive()
+                messages.put((kind, content))
+                if kind is Kind.CLOSE:
+                    return
+        except BaseException as error:
+            self._lost(error)
+            messages.put(error)
+
+    def _read(self) -> None:
+        """Tell the leader what each step gave."""
+        try:
+            while (entry := self._results.get()) is not None:
+                step, rows, chosen = entry
+                self._channel.send(Kind.DONE, DONE.pack(step, checksum(np.asarray(rows), chosen)))
+        except BaseException as error:
+            self._problem = error
+            while self._results.get() is not None:
+                pass
+
+    def _make(self, kind: Kind, content: bytes) -> None:
+        if self._problem is not None:
+            raise self._problem
+        codec = self._codec
+        match kind:
+            case Kind.PREPARE:
+                self._prepare(content)
+            case Kind.RENEW:
+                if self._calls is None:
+                    self._calls = DeviceCalls(self._programs, self._weights.leaves)
+                else:
+                    self._calls.renew()
+            case Kind.STEP:
+                self._step(codec.read_step(content))
+            case Kind.CHOOSE:
+                key, masks = codec.read_choose(content)
+                if self._guided is None:
+                    raise ProcessLost("tokens are to be chosen of no step")
+                (scores, upload, chosen), self._guided = self._guided, None
+                calls = self._made
+                self._told(calls.choose(key, calls.program(key), scores, upload, masks), chosen)
+            case Kind.ADMIT:
+                self._made.admit(self._made.program(ADMIT), *codec.read_admit(content))
+            case Kind.GATHER:
+                self._made.gather(codec.read_gather(content))
+            case Kind.SCATTER:
+                self._made.scatter(*codec.read_scatter(content, self._heads))
+            case Kind.LOAD_WEIGHTS:
+                self._load_weights(content)
+            case Kind.TAKE_WEIGHTS:
+                if self._loaded is None:
+                    raise ProcessLost("weights are to be used that were not loaded")
+                self._made.replace_weights(self._loaded.leaves)
+                self._weights.delete()
+                self._weights, self._loaded = self._loaded, None
+            case Kind.DROP_WEIGHTS:
+                if self._loaded is not None:
+                    self._loaded.delete()
+                self._loaded = None
+            case Kind.FAILED:
+                raise ProcessLost(f"the leader ends the session: {from_json(content).get('error')}")
+            case _:
+                raise ProcessLost(f"the leader sent a {kind.name} message, which followers don't take")
+
+    @property
+    def _made(self) -> DeviceCalls:
+        if self._calls is None:
+            raise ProcessLost("a call came before there were pages")
+        return self._calls
+
+    def _step(self, call: StepCall) -> None:
+        calls, upload = self._made, _Buffers(call.ints, call.floats)
+        chosen = self._codec.sampling(call.key, call.ints)
+        if call.key.part:
+            forwarded = calls.forward(call.key, calls.program(call.key), upload)
+            self._guided = forwarded.scores, upload, chosen
+        else:
+            self._told(calls.step(call.key, calls.program(call.key), upload).rows, chosen)
+
+    def _told(self, rows: Any, chosen: np.ndarray) -> None:
+        self._results.put((self._steps, rows, chosen))
+        self._steps += 1
+
+    def _prepare(self, content: bytes) -> None:
+        key = self._codec.named(content)
+        told = {"program": key.name}
+        try:
+            self._programs.get(key)
+        except CompileError as error:
+            told["error"] = str(error)[:LONGEST_ERROR]
+        self._channel.send(Kind.READY, as_json(told))
+
+    def _load_weights(self, content: bytes) -> None:
+        try:
+            self._loaded = self._load(str(from_json(content).get("weights")))
+            told = {"fingerprint": self._loaded.fingerprint}
+        except Exception as error:
+            told = {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
+        self._channel.send(Kind.WEIGHTS, as_json(told))

@@ -1,0 +1,25 @@
+"""What followers say of a step: a checksum of the tokens that it chose, which have to be the same everywhere."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+
+from rekindle._src.programs.flags import Flag
+from rekindle._src.programs.packing import Layout, sections
+
+DONE = struct.Struct("<QI")  # the number of the step, and the checksum
+_SAMPLES = int(Flag.SAMPLES)
+
+
+def sampling(layout: Layout, ints: np.ndarray) -> np.ndarray:
+    """The rows of a step that choose a token of their own."""
+    varying = sections(layout, ints).varying
+    return np.flatnonzero((varying[:, 1] > 0) & (varying[:, 3] & _SAMPLES != 0))
+
+
+def checksum(rows: np.ndarray, chosen: np.ndarray) -> int:
+    """Of the tokens in these rows."""
+    return zlib.crc32(np.ascontiguousarray(rows[chosen, 0], "<i4").tobytes())

@@ -1,0 +1,164 @@
+"""The buffers of a step as a short message: what both sides know already is left out.
+
+Both sides keep for every slot the page table, the length, the flags and the options of its request. A step of rows that
+decode says which slots they are; lengths grow by one, and tokens are on the device. So what travels of the page tables
+is the pages that were added, and nothing depends on how long contexts are. A buffer of 256 rows of 8,192 tokens has
+280 KB, its message 0.9.
+
+Axes: N rows of the program, U of them in use, W pages of a sequence.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.processes.numbers import Ints, Reader, packed, zipped
+from rekindle._src.programs.packing import NEUTRAL, Layout, sections
+from rekindle.errors import ProcessLost
+
+_HEAD = struct.Struct("<HHB")  # decode rows, prefills, whether targets follow
+_ON_DEVICE = -1  # in place of a decode row's token
+
+
+class _Change(NamedTuple):
+    """What a step changes of what is known of the slots."""
+
+    slots: Ints  # [U]
+    lengths: Ints  # [U]
+    flags: Ints  # [U]
+    renewed: Ints  # slots whose options are other ones
+    constants: Ints  # theirs
+    floats: NDArray[np.float32]
+    rows: Ints  # of each page that is new in a table: the row of U, where in the table, and the page
+    columns: Ints
+    pages: Ints
+
+
+class StepCodec:
+    """One side of a session's steps. Messages are decoded in the order in which the other side has encoded them."""
+
+    def __init__(self, slots: int, width: int, page_size: int) -> None:
+        """`slots` without the scratch slot; `width` is how many pages a sequence may have."""
+        self._page_size = page_size
+        self._tables = np.zeros((slots + 1, width), np.int32)
+        self._constants = np.zeros((slots + 1, 4), np.int32)
+        self._floats = np.tile(NEUTRAL, (slots + 1, 1))
+        self._lengths, self._flags = np.zeros(slots + 1, np.int32), np.zeros(slots + 1, np.int32)
+
+    def encode(self, layout: Layout, ints: Ints, floats: NDArray[np.float32]) -> bytes:
+        """The message of a packed upload."""
+        parts = sections(layout, ints)
+        lengths = parts.varying[:, 1]
+        decode, prefills = (int(np.count_nonzero(some)) for some in (lengths[: layout.rows], lengths[layout.rows :]))
+        used = np.r_[:decode, layout.rows : layout.rows + prefills]
+        slots, lengths, tokens, flags = np.ascontiguousarray(parts.varying[used].T)
+        chunks = np.diff(parts.offsets[: prefills + 1])
+        given = parts.tokens[: int(parts.offsets[prefills])]
+        constants, options = parts.constant[used], floats.reshape(layout.sequences, -1)[used]
+        other = (constants != self._constants[slots]).any(axis=1) | (options != self._floats[slots]).any(axis=1)
+        renewed, first = np.unique(slots[other], return_index=True)
+        counts = -(-lengths // self._page_size)
+        most = int(counts.max(initial=0))
+        table = parts.table[used, :most]
+        new = (table != self._tables[slots, :most]) & (np.arange(most) < counts[:, None])
+        rows, columns = (at.astype(np.int32) for at in np.nonzero(new))
+        change = _Change(
+            slots, lengths, flags, renewed, constants[other][first], options[other][first], rows, columns,
+            table[rows, columns],
+        )  # fmt: skip
+        aims = bool(layout.tokens) and bool((parts.targets != -1).any())
+        message = [
+            _HEAD.pack(decode, prefills, aims),
+            packed(slots),
+            *_exceptions(lengths, self._expected(slots)),
+            *_exceptions(flags, self._flags[slots]),
+            *_exceptions(tokens[:decode], np.full(decode, _ON_DEVICE, np.int32)),
+            packed(renewed),
+            np.ascontiguousarray(change.constants, "<i4").tobytes(),
+            np.ascontiguousarray(change.floats, "<f4").tobytes(),
+            packed(rows),
+            packed(columns),
+            packed(change.pages),
+            packed(chunks),
+            packed(given),
+            zipped(parts.targets.astype("<i4")) if aims else b"",
+        ]
+        self._apply(change)
+        return b"".join(message)
+
+    def decode(self, layout: Layout, message: bytes) -> tuple[Ints, NDArray[np.float32]]:
+        """New buffers with what the message says. Raises ProcessLost if it doesn't fit the layout."""
+        reader = Reader(message)
+        decode, prefills, aims = reader.unpack(_HEAD)
+        if decode > layout.rows or prefills > layout.prefills:
+            raise ProcessLost(f"a step has {decode} rows and {prefills} prefills, more than its program")
+        count, scratch, width = decode + prefills, len(self._tables) - 1, self._tables.shape[1]
+        slots = reader.ints(count, scratch)
+        _same(len(slots), count)
+        lengths = _with_exceptions(reader, self._expected(slots))
+        if count and not (lengths.min() > 0 and lengths.max() <= width * self._page_size):
+            raise ProcessLost(f"a step has lengths from {lengths.min()} to {lengths.max()}")
+        flags = _with_exceptions(reader, self._flags[slots])
+        tokens = _with_exceptions(reader, np.full(decode, _ON_DEVICE, np.int32))
+        renewed = reader.ints(count, scratch)
+        constants = np.frombuffer(reader.take(16 * len(renewed)), "<i4").reshape(-1, 4)
+        options = np.frombuffer(reader.take(24 * len(renewed)), "<f4").reshape(-1, 6)
+        rows = reader.ints(count * width, count)
+        columns, pages = reader.ints(count * width, width), reader.ints(count * width, 2**31 - 1)
+        _same(len(rows), len(columns))
+        _same(len(rows), len(pages))
+        chunks = reader.ints(prefills)
+        _same(len(chunks), prefills)
+        given = reader.ints(layout.tokens)
+        _same(len(given), int(chunks.sum()))
+        targets = reader.zipped(np.dtype("<i4"), (layout.tokens,)) if aims else None
+        reader.end()
+        self._apply(_Change(slots, lengths, flags, renewed, constants, options, rows, columns, pages))
+        ints = np.zeros(layout.ints, np.int32)
+        parts = sections(layout, ints)
+        used = np.r_[:decode, layout.rows : layout.rows + prefills]
+        parts.wanted[0] = np.bitwise_or.reduce(flags, initial=0)
+        parts.varying[:, 0] = layout.slots
+        firsts = given[np.cumsum(chunks) - chunks] if prefills else given[:0]
+        parts.varying[used] = np.stack([slots, lengths, np.concatenate([tokens, firsts]), flags], axis=1)
+        every = parts.varying[:, 0]
+        parts.constant[:] = self._constants[every]
+        parts.table[used] = self._tables[slots]
+        parts.offsets[1 : prefills + 1] = np.cumsum(chunks)
+        parts.offsets[prefills + 1 :] = len(given)
+        parts.tokens[: len(given)] = given
+        parts.targets[:] = -1 if targets is None else targets
+        return ints, self._floats[every].reshape(-1)
+
+    def _expected(self, slots: Ints) -> Ints:
+        expected: Ints = self._lengths[slots] + 1
+        return expected
+
+    def _apply(self, change: _Change) -> None:
+        self._constants[change.renewed], self._floats[change.renewed] = change.constants, change.floats
+        self._tables[change.slots[change.rows], change.columns] = change.pages
+        self._lengths[change.slots], self._flags[change.slots] = change.lengths, change.flags
+
+
+def _exceptions(values: Ints, expected: Ints) -> tuple[bytes, bytes]:
+    """Where the values are others than expected, and which."""
+    at = np.flatnonzero(values != expected)
+    return packed(at), packed(values[at])
+
+
+def _with_exceptions(reader: Reader, expected: Ints) -> Ints:
+    at = reader.ints(len(expected), max(1, len(expected)))
+    values = reader.ints(len(expected))
+    _same(len(at), len(values))
+    found = expected.copy()
+    found[at] = values
+    return found
+
+
+def _same(found: int, wanted: int) -> None:
+    if found != wanted:
+        raise ProcessLost(f"a message has {found} values where {wanted} belong")

@@ -1,0 +1,307 @@
+"""The followers of a session as its leader sees them: calls go out to all of them, and answers come back."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rekindle._src.core.guides import Mask
+from rekindle._src.processes.call_codec import CallCodec
+from rekindle._src.processes.channel import Channel
+from rekindle._src.processes.facts import Facts, as_json, compare, decoded, from_json
+from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.results import DONE, checksum
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.programs import Key, Programs
+from rekindle.errors import CheckpointError, CompileError, ProcessLost, RekindleError
+
+PING_SECONDS = 1.0
+CLOSE_SECONDS = 1.0  # for followers to hear that the session ends
+FAILURE_SECONDS = 3.0  # after a failed call, for the news that a follower is gone
+
+
+class Follower:
+    """One follower: its channel, and what it has answered."""
+
+    def __init__(self, process: int, channel: Channel) -> None:
+        self.process, self.channel = process, channel
+        self.answers: dict[Kind, collections.deque[bytes]] = collections.defaultdict(collections.deque)
+        self.heads: np.ndarray = np.zeros(0, np.int64)  # of a page, those that its devices have
+
+
+class Team:
+    """All followers. Implements `execution.device_calls.Recorder`.
+
+    The first thing that goes wrong is kept in `lost`. From then on every method raises it, the connections are closed,
+    so that the followers end, and those that `watch` are told.
+    """
+
+    def __init__(self, channels: Mapping[int, Channel]) -> None:
+        self.lost: RekindleError | None = None
+        self.followers = [Follower(process, channels[process]) for process in sorted(channels)]
+        self._codec: CallCodec | None = None
+        self._changed = threading.Condition()
+        self._watchers: list[Callable[[BaseException], object]] = []
+        self._closing = False
+        self._chosen = np.zeros(0, np.int64)  # the rows of the latest step that choose a token
+        self._expected: collections.deque[np.ndarray] = collections.deque()  # theirs, of every step that is not read
+        self._steps = 0  # whose rows were read here
+        # Of each step, the checksum here (process 0) and in every follower, until all are known.
+        self._sums: dict[int, dict[int, int]] = collections.defaultdict(dict)
+        self._listening = [
+            threading.Thread(
+                target=self._listen, args=(follower,), name=f"rekindle follower {follower.process}", daemon=True
+            )
+            for follower in self.followers
+        ]
+        for thread in self._listening:
+            thread.start()
+        threading.Thread(target=self._ping, name="rekindle ping", daemon=True).start()
+
+    # -- opening
+
+    def welcome(self, session: bytes) -> None:
+        """Say what the session is."""
+        self._tell(Kind.WELCOME, session)
+
+    def agree(self, mine: Facts) -> int:
+        """Compare what followers say of themselves with this process; returns the pages that all have room for."""
+        pages = mine.pages
+        for follower, content in self._answers(Kind.FACTS):
+            theirs = decoded(content)
+            try:
+                compare(mine, theirs, follower.process)
+            except RekindleError as error:
+                self._lose(error, farewell=as_json({"error": str(error)}))
+                raise
+            pages = min(pages, theirs.pages)
+        self._tell(Kind.AGREED, as_json({"device_pages": pages}))
+        return pages
+
+    def begin(self, programs: Programs) -> None:
+        """Wait until all followers have their weights; calls may be made from then on."""
+        for _ in self._answers(Kind.LOADED):
+            pass
+        self._codec = CallCodec(programs)
+        for follower in self.followers:
+            follower.heads = programs.parts.heads_of(follower.process, programs.kv)
+
+    def watch(self, watcher: Callable[[BaseException], object]) -> None:
+        """Call `watcher`, from any thread, when something goes wrong; at once if it has already."""
+        with self._changed:
+            self._watchers.append(watcher)
+            lost = self.lost
+        if lost is not None:
+            watcher(lost)
+
+    # -- calls
+
+    def prepare(self, key: Key) -> None:
+        self._tell(Kind.PREPARE, key.name.encode())
+
+    def prepared(self, key: Key) -> None:
+        for follower in self.followers:
+            while True:
+                told = from_json(self._answer(follower, Kind.READY))
+                if told.get("program") == key.name:
+                    break
+            if told.get("error"):
+                raise CompileError(f"process {follower.process} could not compile {key.name}: {told['error']}")
+
+    def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray) -> None:
+        codec = self._encoder()
+        content, self._chosen = codec.step(key, ints, floats), codec.sampling(key, ints)
+        if not key.part:
+            self._expected.append(self._chosen)
+        self._tell(Kind.STEP, content)
+
+    def choose(self, key: Bucket, masks: Mask) -> None:
+        content = self._encoder().choose(key, masks)
+        self._expected.append(self._chosen)
+        self._tell(Kind.CHOOSE, content)
+
+    def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
+        self._tell(Kind.ADMIT, self._encoder().admit(ints, floats))
+
+    def gather(self, ids: np.ndarray) -> None:
+        self._tell(Kind.GATHER, self._encoder().gather(ids))
+
+    def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload]) -> None:
+        codec = self._encoder()
+        for follower in self.followers:
+            self._send(follower, Kind.SCATTER, codec.scatter(ids, pages, follower.heads))
+
+    def renew(self) -> None:
+        self._tell(Kind.RENEW)
+
+    def replace_weights(self) -> None:
+        self._tell(Kind.TAKE_WEIGHTS)
+
+    def load_weights(self, weights: str, load: Callable[[], str]) -> None:
+        """Have all followers read other weights while `load` does so here, which returns their fingerprint.
+
+        They are used after `replace_weights`. Raises what `load` raises, or CheckpointError with what a follower says.
+        """
+        self._tell(Kind.LOAD_WEIGHTS, as_json({"weights": weights}))
+        try:
+            mine, problem = load(), None
+        except Exception as error:
+            mine, problem = "", error
+        told = []
+        for follower, content in self._answers(Kind.WEIGHTS):
+            theirs = from_json(content)
+            if theirs.get("error"):
+                told.append(f"process {follower.process} can't load them: {theirs['error']}")
+            elif mine and theirs.get("fingerprint") != mine:
+                told.append(f"process {follower.process} has other weights there")
+        if problem is None and told:
+            problem = CheckpointError(f"{weights} can't be used: {'; '.join(told)}. Give all processes the same files")
+        if problem is not None:
+            self._tell(Kind.DROP_WEIGHTS)
+            raise problem
+
+    def result(self, rows: np.ndarray) -> None:
+        self.check()
+        self._compare(0, self._steps, checksum(rows, self._expected.popleft()))
+        self._steps += 1
+        self.check()
+
+    def failed(self, error: BaseException) -> None:
+        """A call failed here. Followers have made it or will, so nothing fits together any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost is not None, FAILURE_SECONDS)  # a follower's end says why
+        if self.lost is None:
+            lost = ProcessLost(f"a step failed in the leader, and the session can't go on: {error}. Open another one")
+            lost.__cause__ = error if isinstance(error, Exception) else None
+            self._lose(lost)
+
+    def check(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all messages, to all followers together."""
+        return sum(follower.channel.bytes_sent for follower in self.followers)
+
+    def close(self) -> None:
+        """Tell the followers that the session ends, and close the connections."""
+        if self._closing:
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self.lost is None:
+            self._part(Kind.CLOSE)
+        for follower in self.followers:
+            follower.channel.close()
+
+    # -- its threads
+
+    def _listen(self, follower: Follower) -> None:
+        try:
+            while True:
+                kind, content = follower.channel.receive()
+                if kind is Kind.FAILED:
+                    raise ProcessLost(str(from_json(content).get("error")))
+                if kind is Kind.DONE:
+                    self._compare(follower.process, *DONE.unpack(content))
+                else:
+                    with self._changed:
+                        follower.answers[kind].append(content)
+                        self._changed.notify_all()
+        except Exception as error:
+            if not self._closing:
+                told = ProcessLost(
+                    f"process {follower.process} is gone: {error}. Start the followers again, and open the session "
+                    "in a new process"
+                )
+                told.__cause__ = error
+                self._lose(told)
+
+    def _compare(self, process: int, step: int, found: int) -> None:
+        """Note what a process has chosen in a step, and compare when all have said it. No process waits for another."""
+        with self._changed:
+            sums = self._sums[step]
+            sums[process] = found
+            if len(sums) <= len(self.followers):
+                return
+            del self._sums[step]
+        others = [name for name, one in sums.items() if one != sums[0]]
+        if others:
+            self._lose(
+                ProcessLost(
+                    f"process {others[0]} chose other tokens than the leader in step {step}, so their numbers differ. "
+                    "Check that all processes have devices of one kind, and open another session"
+                )
+            )
+
+    def _ping(self) -> None:
+        while self.lost is None and not self._closing:
+            for follower in self.followers:
+                try:
+                    follower.channel.ping()
+                except RekindleError:
+                    break  # whoever listens to it says so
+            time.sleep(PING_SECONDS)
+
+    # -- helpers
+
+    def _encoder(self) -> CallCodec:
+        assert self._codec is not None, "followers are not ready"
+        return self._codec
+
+    def _tell(self, kind: Kind, content: bytes = b"") -> None:
+        for follower in self.followers:
+            self._send(follower, kind, content)
+
+    def _send(self, follower: Follower, kind: Kind, content: bytes) -> None:
+        self.check()
+        try:
+            follower.channel.send(kind, content)
+        except ProcessLost as error:
+            with self._changed:
+                self._changed.wait_for(lambda: self.lost is not None, 1.0)  # a message of its own may say why
+            if self.lost is None:
+                self._lose(ProcessLost(f"process {follower.process} can't be reached: {error}. Open another session"))
+            assert self.lost is not None
+            raise self.lost from error
+
+    def _answers(self, kind: Kind) -> list[tuple[Follower, bytes]]:
+        return [(follower, self._answer(follower, kind)) for follower in self.followers]
+
+    def _answer(self, follower: Follower, kind: Kind) -> bytes:
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost is not None or follower.answers[kind])
+            if not follower.answers[kind]:
+                self.check()
+            return follower.answers[kind].popleft()
+
+    def _lose(self, error: RekindleError, farewell: bytes = b"") -> None:
+        """Keep the first error, and let all followers go; with `farewell` they are told why, and hang up themselves."""
+        with self._changed:
+            if self.lost is not None:
+                return
+            self.lost = error
+            watchers = tuple(self._watchers)
+            self._changed.notify_all()
+        if farewell:
+            self._part(Kind.FAILED, farewell)
+        for follower in self.followers:
+            follower.channel.close()
+        for watcher in watchers:
+            watcher(error)
+
+    def _part(self, kind: Kind, content: bytes = b"") -> None:
+        for follower in self.followers:
+            with contextlib.suppress(RekindleError):
+                follower.channel.send(kind, content)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in self._listening:
+            thread.join(max(0.0, deadline - time.monotonic()))

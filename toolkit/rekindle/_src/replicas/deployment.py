@@ -1,0 +1,83 @@
+"""`rekindle.ray.deployment`: an application of Ray Serve that answers as OpenAI's API and routes to a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.replicas.opening_fleet import shared_fleet
+from rekindle._src.replicas.routing import RouterName
+from rekindle._src.replicas.routing import router as router_named
+from rekindle._src.session.signatures import takes_options
+from rekindle.errors import ConfigError, MissingExtra
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.options import OpenOptions
+
+_AT_ONCE = 4096  # requests that Ray Serve gives one ingress; the fleet itself refuses with 429 what it has no place for
+
+
+@takes_options(EngineConfig)
+def deployment(
+    model: str | Path = "tiny",
+    *,
+    replicas: int = 2,
+    router: RouterName = "affinity",
+    resources: Mapping[str, Any] | None = None,
+    ingresses: int = 1,
+    name: str | None = None,
+    api_key: str | Sequence[str] | None = None,
+    **options: Unpack[OpenOptions],
+) -> Any:
+    """An application for `ray.serve.run`: a model in several processes, behind OpenAI's API.
+
+    The ingresses take the requests in; all of them route to the same replicas, which go on when an ingress dies and
+    end a minute after the last one has. `name` is what the model is called, `api_key` what requests have to bring. The
+    other options are those of `rekindle.fleet`.
+    """
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise MissingExtra("ray", "ray") from error
+    for option, value in (("replicas", replicas), ("ingresses", ingresses)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(option, value, "is not a whole number above 0", "Leave it out for the default")
+    router_named(router)
+    EngineConfig.of(options)
+    called = name or Path(str(model)).name
+
+    def built() -> Any:  # Ray Serve takes nothing but a plain function for one
+        return _app(str(model), called, replicas, router, resources, api_key, options)
+
+    @serve.deployment(
+        name=f"rekindle-{called.replace('/', '-')}",
+        num_replicas=ingresses,
+        max_ongoing_requests=_AT_ONCE,
+        ray_actor_options={"num_cpus": 0},
+    )
+    @serve.ingress(built)
+    class Ingress:
+        """Takes requests in and gives their text."""
+
+    application: Any = Ingress
+    return application.bind()
+
+
+def _app(
+    model: str,
+    called: str,
+    replicas: int,
+    router: RouterName,
+    resources: Mapping[str, Any] | None,
+    api_key: str | Sequence[str] | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """The ASGI app of one ingress. It opens its fleet when it starts, and answers 503 until that is open."""
+    from rekindle._src.serve.app import app
+
+    opening = shared_fleet(model, called, replicas=replicas, router=router, resources=resources, options=options)
+    return app({called: opening}, api_key=api_key)

@@ -1,0 +1,194 @@
+"""A snapshot of a fleet: the figures of its replicas, their sums, and how evenly requests are spread."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rekindle._src.core import html
+from rekindle._src.replicas.link import Link
+from rekindle._src.replicas.routes import Routes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ReplicaStats(html.Record):
+    """One replica of a fleet."""
+
+    name: str
+    state: str  # opening, ready, draining, failed or closed
+    host: str  # that it runs on; empty while it is opening
+    pid: int
+    inside: int  # sequences that it was sent and has not ended
+    routed: int  # sequences that were ever sent to it
+    replaced: int  # times that a new process took over
+    reopened_after: tuple[float, ...]  # seconds from each loss of a process until the next one was ready
+    why: str  # the latest process was lost, or could not be opened
+    figures: Mapping[str, Any]  # of its session, at most a few seconds old; counts go on when it is replaced
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were found in its prefix cache."""
+        return _share(self.figures.get("cached_tokens", 0), self.figures.get("prompt_tokens", 0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class FleetStats(html.Record):
+    """A snapshot of a fleet. Figures of the replicas come with their mail and are at most a few seconds old."""
+
+    model: str
+    router: str
+    replicas: tuple[ReplicaStats, ...]
+    live: int  # requests between submit and their end
+    places: int  # how many may live at once
+    waiting_for_a_place: int
+    waiting: int  # sequences that no replica has taken, and those in the replicas' queues
+    moved: int  # sequences that went on in another replica
+    lost: int  # processes of replicas that were lost
+
+    @property
+    def ready(self) -> int:
+        """Replicas that take requests."""
+        return sum(one.state == "ready" for one in self.replicas)
+
+    @property
+    def imbalance(self) -> float:
+        """Sequences sent to the replica that got most, in proportion to the mean; 1 is even."""
+        routed = [one.routed for one in self.replicas]
+        return max(routed) * len(routed) / sum(routed) if sum(routed) else 1.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were found in a prefix cache."""
+        return _share(self.cached_tokens, self.prompt_tokens)
+
+    def total(self, name: str) -> int:
+        """A figure of `session.stats()`, summed over the replicas."""
+        return sum(one.figures.get(name, 0) for one in self.replicas)
+
+    @property
+    def running(self) -> int:
+        """Sequences that steps compute now."""
+        return self.total("running")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of admitted requests."""
+        return self.total("prompt_tokens")
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of them, those found in a prefix cache."""
+        return self.total("cached_tokens")
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that were sampled."""
+        return self.total("generated_tokens")
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that prompt_lookup proposed."""
+        return self.total("drafted_tokens")
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Of them, those that sampling confirmed."""
+        return self.total("accepted_tokens")
+
+    @property
+    def preemptions(self) -> int:
+        """Times that a request lost its pages to an older one."""
+        return self.total("preemptions")
+
+    @property
+    def steps(self) -> int:
+        """Steps of all engines."""
+        return self.total("steps")
+
+    @property
+    def slow_steps(self) -> int:
+        """Of them, those that took longer than step_timeout."""
+        return self.total("slow_steps")
+
+    @property
+    def aborted(self) -> int:
+        """Sequences that replicas were told to end early."""
+        return self.total("aborted")
+
+    @property
+    def failed(self) -> int:
+        """Sequences that ended by an error."""
+        return self.total("failed")
+
+    @property
+    def pages_total(self) -> int:
+        """KV pages of all devices."""
+        return self.total("pages_total")
+
+    @property
+    def pages_held(self) -> int:
+        """Of them, those that requests hold."""
+        return self.total("pages_held")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its own figures and the sums by their names."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**own, **{name: getattr(self, name) for name in _SUMS}}
+
+    def __repr__(self) -> str:
+        return (
+            f"<FleetStats {self.model}: {self.ready} of {html.count(len(self.replicas), 'replica')} ready, "
+            f"{self.running} running, {self.waiting} waiting>"
+        )
+
+    def _repr_html_(self) -> str:
+        head = html.line(
+            f"{self.ready} of {html.count(len(self.replicas), 'replica')} ready",
+            f"router {self.router}",
+            f"{self.running} running",
+            f"{self.waiting} waiting",
+            f"{self.hit_rate:.0%} of prompt tokens cached" if self.prompt_tokens else "",
+            f"imbalance {self.imbalance:.2f}",
+            f"{html.count(self.lost, 'process')} lost, {html.count(self.moved, 'request')} moved" if self.lost else "",
+        )
+        rows = [
+            (
+                one.name,
+                one.state,
+                one.host,
+                one.inside,
+                one.figures.get("running", 0),
+                one.figures.get("generated_tokens", 0),
+                f"{one.hit_rate:.0%}",
+                one.replaced,
+                html.shortened(one.why, 60),
+            )
+            for one in self.replicas
+        ]
+        names = ["replica", "state", "host", "requests", "running", "tokens", "cached", "replaced", "lost because it"]
+        return str(html.block(head, html.table(names, rows), title=f"Fleet over {self.model}"))
+
+
+_SUMS = tuple(name for name, entry in vars(FleetStats).items() if isinstance(entry, property))
+
+
+def replica_stats(link: Link, routes: Routes) -> ReplicaStats:
+    """One replica as it is now. Call it on the fleet's loop."""
+    described = link.described
+    return ReplicaStats(
+        name=link.name,
+        state=str(link.state),
+        host="" if described is None else described.host,
+        pid=0 if described is None else described.pid,
+        inside=routes.inside(link.name),
+        routed=routes.counts.routed.get(link.name, 0),
+        replaced=link.replaced,
+        reopened_after=tuple(link.reopened_after),
+        why=link.why,
+        figures=link.figures(),
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

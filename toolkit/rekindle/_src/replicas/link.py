@@ -1,0 +1,217 @@
+"""A fleet's link to one replica: opens it, sends it requests, reads its mail, and notices when it is gone or hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import anyio
+
+from rekindle._src.core.records import Request
+from rekindle._src.dispatch.dispatch import root_cause
+from rekindle._src.dispatch.step_watchdog import ON_DEVICE
+from rekindle._src.replicas.routes import Routes
+from rekindle._src.replicas.wire import Connection, Described, ReplicaGone
+from rekindle.errors import ReplicaLost
+
+log = logging.getLogger("rekindle.fleet")
+PATIENCE = 1.0  # seconds that a call for mail waits
+HANG = 15.0  # seconds of silence after which a replica is replaced
+SOONEST, LATEST = 0.1, 0.5  # seconds between two attempts to open a replica
+FAILURES = 3  # of opening a session, one after another, after which a replica is given up
+FULL = 1000  # events that may wait to be told before no more mail is read
+
+# Counts that go on when a replica is replaced by a new one, which begins at 0.
+GROWING = (
+    "submitted", "finished", "aborted", "failed", "prompt_tokens", "cached_tokens", "prefill_tokens",
+    "generated_tokens", "accepted_tokens", "drafted_tokens", "preemptions", "steps", "slow_steps", "compilations",
+)  # fmt: skip
+
+
+class ReplicaState(enum.StrEnum):
+    """Where a replica is in its life."""
+
+    OPENING = "opening"  # its process starts, or its session is being opened
+    READY = "ready"
+    DRAINING = "draining"  # takes no more requests; it ends when those it has are over
+    FAILED = "failed"  # its session could not be opened
+    CLOSED = "closed"
+
+
+class Link:
+    """Owned by the fleet's loop."""
+
+    def __init__(self, connection: Connection, routes: Routes, *, hang: float = HANG) -> None:
+        self._connection, self._routes, self._hang = connection, routes, hang
+        self.state: ReplicaState = ReplicaState.OPENING
+        self.described: Described | None = None
+        self.replaced = 0  # times that a new process took over
+        self.reopened_after: list[float] = []  # seconds from the loss of a process until the next one was ready
+        self.why = ""  # it was lost, or failed
+        self._figures: Mapping[str, Any] = {}
+        self._before: Counter[str] = Counter()  # of processes that are gone
+        self._lives = 0
+        self._lost_at: float | None = None
+        self._posted: list[Request] = []
+        self._dropped: list[str] = []
+        self._wake: anyio.Event | None = None  # set when there is something to send
+        self._scope: anyio.CancelScope | None = None  # of `run`
+
+    @property
+    def name(self) -> str:
+        return self._connection.name
+
+    @property
+    def takes(self) -> bool:
+        return self.state is ReplicaState.READY
+
+    @property
+    def places(self) -> int:
+        return 0 if self.described is None else self.described.places
+
+    def post(self, request: Request) -> None:
+        self._posted.append(request)
+        self._rouse()
+
+    def drop(self, request_id: str) -> None:
+        before = len(self._posted)
+        self._posted = [request for request in self._posted if request.id != request_id]
+        if len(self._posted) == before:
+            self._dropped.append(request_id)
+            self._rouse()
+
+    def _rouse(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+
+    def figures(self) -> dict[str, Any]:
+        """Of its session; what counts up goes on over replacements."""
+        found = dict(self._figures)
+        for name in GROWING:
+            if name in found or name in self._before:
+                found[name] = found.get(name, 0) + self._before[name]
+        return found
+
+    async def run(self) -> None:
+        """Keep the replica open until it is closed or has failed."""
+        failures, pause = 0, SOONEST
+        with anyio.CancelScope() as self._scope:
+            while self.state is not ReplicaState.CLOSED:
+                try:
+                    await self._live()
+                except ReplicaGone as gone:
+                    if self._lost(str(gone)):
+                        pause = SOONEST
+                except Exception as error:
+                    failures += 1
+                    self._lost(f"could not be opened: {error}")
+                    if failures >= FAILURES:
+                        self._fail(error)
+                        return
+                await anyio.sleep(pause)
+                pause = min(LATEST, 2 * pause)
+
+    async def _live(self) -> None:
+        """One process, from its beginning to its end, which raises."""
+        self.described = await self._connection.open()
+        self._lives += 1
+        self._posted, self._dropped = [], []
+        if self._lost_at is not None:
+            self.reopened_after.append(time.monotonic() - self._lost_at)
+            self._lost_at = None
+        if self.state is ReplicaState.OPENING:
+            self.state = ReplicaState.READY
+        self._routes.place()
+        sender = f"{self._routes.sender}.{self._lives}"
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._send, sender)
+                group.start_soon(self._read, sender)
+        except ExceptionGroup as several:
+            cause = root_cause(several)
+            raise ReplicaGone(str(cause) or type(cause).__name__) from cause
+
+    async def _send(self, sender: str) -> None:
+        while True:
+            if not self._posted and not self._dropped:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+            requests, self._posted = tuple(self._posted), []
+            dropped, self._dropped = tuple(self._dropped), []
+            with answering(PATIENCE + self._hang):
+                await self._connection.send(sender, requests, dropped)
+
+    async def _read(self, sender: str) -> None:
+        while True:
+            with answering(PATIENCE + self._hang):
+                mail = await self._connection.mail(sender, PATIENCE)
+            self._figures = mail.figures
+            if mail.silent > self._hang:
+                raise ReplicaGone(f"has not made a turn for {mail.silent:.0f} s")
+            if ON_DEVICE in str(mail.figures.get("stalled", "")):
+                raise ReplicaGone(f"hangs: {mail.figures['stalled']}")
+            self._routes.arrived(self, mail.news)
+            while len(self._routes.events) > FULL:
+                await self._routes.told.wait()
+
+    def _lost(self, why: str) -> bool:
+        """Its process is gone or useless; true if it was open before."""
+        if self.state is ReplicaState.CLOSED:
+            return False
+        opened = self.described is not None
+        self.why = why
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+        if opened:
+            log.warning("replica %s %s; another one takes its place", self.name, why)
+            self.replaced += 1
+            for name in GROWING:
+                self._before[name] += self._figures.get(name, 0)
+            self._figures = {}
+            self._connection.kill()  # what can't be reached must not go on
+        self.described = None
+        if self.state is ReplicaState.READY:
+            self.state = ReplicaState.OPENING
+        if opened:
+            self._routes.lost(self, why)
+        return opened
+
+    def _fail(self, error: Exception) -> None:
+        self.state = ReplicaState.FAILED
+        log.error("replica %s is given up after %d attempts: %s", self.name, FAILURES, error)
+        self._connection.close()
+        ended = (ReplicaState.FAILED, ReplicaState.CLOSED)
+        if all(getattr(link, "state", None) in ended for link in self._routes.links.values()):
+            lost = ReplicaLost(f"no replica is left: {error}. Close the fleet and open another one")
+            lost.__cause__ = error
+            self._routes.fail_waiting(lost)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, let those that run end for `seconds`, move the others, and end the process."""
+        self.state = ReplicaState.DRAINING
+        with anyio.move_on_after(seconds):
+            while self._routes.inside(self.name):
+                await self._routes.told.wait()
+        self._routes.evict(self, f"{self.name} was closed", tell=True)
+        self.close()
+
+    def close(self) -> None:
+        """End the process for good."""
+        self.state = ReplicaState.CLOSED
+        if self._scope is not None:
+            self._scope.cancel()
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def answering(seconds: float) -> Iterator[None]:
+    """A block that has to end within `seconds`, or the replica hangs."""
+    with anyio.move_on_after(seconds) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise ReplicaGone(f"has not answered for {seconds:.0f} s")

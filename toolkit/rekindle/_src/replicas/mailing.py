@@ -1,0 +1,76 @@
+"""News of sequences on their way to a fleet: joined while they wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+import time
+
+import anyio
+
+from rekindle._src.core.records import FinishReason, TokenEvent
+from rekindle._src.dispatch.mailbox import Mailbox, until, wake
+from rekindle._src.dispatch.wakeups import Wakeup
+from rekindle._src.replicas.wire import News
+from rekindle.errors import RequestFailed
+
+TOGETHER = 0.01  # seconds between two mails at least: tokens of that time travel together
+
+
+class Box:
+    """The news for one fleet, and the requests that it waits for. `put` may be called in any thread."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Mailbox] = {}
+        self.called = time.monotonic()  # when the fleet last asked
+        self._pending: dict[str, News] = {}
+        self._lock = threading.Lock()
+        self._wakeups: list[Wakeup] = []
+        self._urgent = False  # a first token or an end does not wait for company
+        self._sent_at = 0.0
+
+    def put(self, news: News) -> None:
+        """Add what happened to a sequence."""
+        request_id = news.event.request_id
+        with self._lock:
+            before = self._pending.get(request_id)
+            if before is not None:
+                waited = news.waited if before.waited is None else before.waited
+                news = News(before.event.then(news.event), waited)
+            self._pending[request_id] = news
+            self._urgent = self._urgent or news.waited is not None or news.event.finish_reason is not None
+        wake(self._wakeups)
+
+    async def collect(self, patience: float) -> tuple[News, ...]:
+        """What is new, as soon as there is something; nothing after `patience` seconds."""
+        self.called = time.monotonic()
+        with anyio.move_on_after(patience):
+            await until(lambda: bool(self._pending), self._wakeups)
+            with anyio.move_on_after(max(0.0, self._sent_at + TOGETHER - time.monotonic())):
+                await until(lambda: self._urgent, self._wakeups)
+        with self._lock:
+            found, self._pending, self._urgent = tuple(self._pending.values()), {}, False
+        self.called = self._sent_at = time.monotonic()
+        return found
+
+
+def sendable(event: TokenEvent) -> TokenEvent:
+    """The event, with an error that can be read in another process; its cause stays here, but for its message."""
+    error = event.error
+    if error is None:
+        return event
+    cause = error.__cause__
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RequestFailed(str(error))
+    if cause is not None:
+        plain = type(error).__init__ is Exception.__init__
+        error = type(error)(f"{error} The cause: {cause!r}"[:2000]) if plain else error
+    return dataclasses.replace(event, error=error)
+
+
+def failed(request_id: str, error: BaseException) -> TokenEvent:
+    """The end of a sequence by an error."""
+    return sendable(TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=error))

@@ -1,0 +1,324 @@
+"""Replicas as actors of Ray, which places them, starts their processes, and starts others when these die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rekindle._src.core.records import Request
+from rekindle._src.replicas.fleet import Parts
+from rekindle._src.replicas.replica import Replica
+from rekindle._src.replicas.wire import Described, Mail, ReplicaGone
+from rekindle._src.session.opening import open_sync
+from rekindle.errors import MissingExtra, RekindleError
+
+try:
+    import ray
+    import ray._private.ray_constants
+    import ray._private.worker
+    import ray.exceptions
+except ImportError as error:
+    raise MissingExtra("ray", "ray") from error
+
+# Of Ray, if it is started here: no report of its use, devices as they are for actors without any, and the addresses
+# that it takes on Windows and macOS, where it is for one machine alone: those of the loopback.
+_LOCAL = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+_AT_ONCE = 1000  # calls of an actor
+ATTEMPTS = 3  # to start Ray
+LEASE = 60.0  # seconds that a shared replica waits for another fleet
+
+_PRINT: Any = getattr(ray._private.worker, "print_to_stdstream", None)
+
+_lock = threading.Lock()
+_users = 0  # fleets on a Ray that was started here
+_started = False
+
+
+class Actor:
+    """A replica in a process of Ray."""
+
+    def __init__(
+        self, model: str, options: Mapping[str, Any], cores: Sequence[int], lease: float | None = None
+    ) -> None:
+        pin(cores)
+        self._lease = lease  # seconds without a fleet after which it ends
+        self._replica = Replica(lambda: open_sync(model, **options))
+        self._looking: asyncio.Task[None] | None = None
+
+    async def open(self) -> Described:
+        """Open the session, unless it is open already."""
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+        return await self._replica.open()
+
+    async def _look(self) -> None:
+        await self._replica.run(self._lease)
+        await self._replica.close()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def send(self, sender: str, requests: tuple[Request, ...], ended: tuple[str, ...]) -> None:
+        """Run requests, and abort others."""
+        await self._replica.send(sender, requests, ended)
+
+    async def mail(self, sender: str, patience: float) -> Mail:
+        """News for `sender`."""
+        return await self._replica.mail(sender, patience)
+
+
+class RayConnection:
+    """A fleet's way to one actor."""
+
+    def __init__(self, name: str, actor: Any, *, shared: bool = False) -> None:
+        self._name, self._actor, self._shared = name, actor, shared
+        self._described: Described | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def open(self) -> Described:
+        self._described = found = await self._call("open")
+        return found
+
+    def opening(self) -> Any:
+        """A reference to what `open` gives."""
+        return self._actor.open.remote()
+
+    async def send(self, sender: str, requests: tuple[Request, ...], ended: tuple[str, ...]) -> None:
+        await self._call("send", sender, requests, ended)
+
+    async def mail(self, sender: str, patience: float) -> Mail:
+        found: Mail = await self._call("mail", sender, patience)
+        return found
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except ray.exceptions.RayTaskError as error:
+            raise cause_of(error) from None
+        except ray.exceptions.RayError as error:
+            raise ReplicaGone(f"is gone ({type(error).__name__})") from error
+
+    def kill(self) -> None:
+        """End its process: by a signal where that is possible, since a process that hangs takes no calls of Ray."""
+        described, self._described = self._described, None
+        with contextlib.suppress(Exception):
+            if described is not None and described.host == socket.gethostname() and _is_ours(described.pid):
+                os.kill(described.pid, signal.SIGKILL)
+            else:
+                ray.kill(self._actor, no_restart=False)
+
+    def close(self) -> None:
+        if self._shared:
+            return  # others may use it; its lease ends by itself
+        with contextlib.suppress(Exception):  # Ray may have been shut down
+            ray.kill(self._actor, no_restart=True)
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether a process is still the actor's, and not another one that got its number."""
+    with contextlib.suppress(OSError):
+        return "ray::" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return False
+
+
+def cause_of(error: Any) -> BaseException:
+    """What a method of an actor raised."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, BaseException) else error
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Keep all threads of this process, and those that they start, on these cores; so replicas divide a machine."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
+        with contextlib.suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
+
+
+def cores_of(index: int, replicas: int) -> tuple[int, ...]:
+    """The share of this machine's cores that one of several replicas gets; none where it is not known."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    cores = sorted(os.sched_getaffinity(0))
+    if replicas >= len(cores):
+        return (cores[index % len(cores)],)
+    return tuple(cores[index * len(cores) // replicas : (index + 1) * len(cores) // replicas])
+
+
+def start() -> Callable[[], None]:
+    """Join a cluster of Ray, or start Ray on this machine alone. Returns what undoes that."""
+    global _users, _started
+    with _lock:
+        if ray.is_initialized() and not _started:
+            return lambda: None
+        if not ray.is_initialized():
+            with _quietly():
+                try:
+                    ray.init(address="auto", log_to_driver=False, configure_logging=False)
+                except ConnectionError:
+                    _start_patiently()
+            _started = True
+        _users += 1
+    return _leave
+
+
+def _start_patiently() -> None:
+    """Try again where Ray could not be started: on a busy machine its own processes wait too shortly for each other."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _start_here()
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == ATTEMPTS:
+                told = str(error).strip()[:300]
+                raise RekindleError(
+                    f"Ray could not be started here, in {ATTEMPTS} attempts: {told} Its logs are in "
+                    "/tmp/ray/session_latest/logs. Or start it yourself (ray start --head) and open the fleet again"
+                ) from error
+
+
+def _start_here() -> None:
+    """Start Ray on this machine, without a dashboard, listening to this machine alone."""
+    constants = ray._private.ray_constants
+    before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
+    constants.ENABLE_RAY_CLUSTER = False  # it was read from the environment when Ray was imported
+    try:
+        # JAX warns of every process that is started by a fork; Ray's begin with another program at once.
+        with _environment(_LOCAL), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+            )
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+    # Ray prints a page about each process that dies, which no option turns off; the fleet tells of it in a line.
+    ray._private.worker.print_to_stdstream = _say_nothing
+
+
+def _say_nothing(*ignored: object, **options: object) -> None: ...
+
+
+def _leave() -> None:
+    global _users, _started
+    with _lock:
+        _users -= 1
+        if _users == 0 and _started:
+            _started = False
+            with _quietly():
+                ray.shutdown()
+            ray._private.worker.print_to_stdstream = _PRINT
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Ray says nothing but errors."""
+    log = logging.getLogger("ray")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment where they are not set, and remove them again."""
+    new = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+def actors(
+    model: str, options: Mapping[str, Any], replicas: int, resources: Mapping[str, Any] | None, shared: str | None
+) -> Callable[[], RayConnection]:
+    """A function that starts one more replica."""
+    alone = len([node for node in ray.nodes() if node.get("Alive")]) == 1
+    wanted: dict[str, Any] = {"num_cpus": 0 if alone else 1}
+    if ray.cluster_resources().get("GPU", 0) >= replicas:
+        wanted["num_gpus"] = 1
+    wanted |= resources or {}
+    made = ray.remote(Actor).options(
+        max_restarts=-1,
+        max_task_retries=0,
+        max_concurrency=_AT_ONCE,
+        scheduling_strategy="DEFAULT" if alone else "SPREAD",
+        **wanted,
+    )
+    count = 0
+
+    def another() -> RayConnection:
+        nonlocal count
+        index, count = count, count + 1
+        name = f"replica-{index}"
+        cores = cores_of(index, replicas) if alone and "num_gpus" not in wanted else ()
+        if shared is None:
+            return RayConnection(name, made.remote(model, dict(options), cores))
+        named = made.options(
+            name=f"rekindle {shared} {name}", namespace="rekindle", lifetime="detached", get_if_exists=True
+        )
+        return RayConnection(name, named.remote(model, dict(options), cores, LEASE), shared=True)
+
+    return another
+
+
+def parts(
+    model: str,
+    options: Mapping[str, Any],
+    replicas: int,
+    resources: Mapping[str, Any] | None,
+    *,
+    shared: str | None = None,
+) -> Parts:
+    """Start the replicas of a fleet, and wait until the first of them is open."""
+    leave = start()
+    connections: list[RayConnection] = []
+
+    def close() -> None:
+        for connection in connections:
+            connection.close()
+        leave()
+
+    try:
+        another = actors(model, options, replicas, resources, shared)
+        connections += [another() for _ in range(replicas)]
+        ready, _ = ray.wait([connection.opening() for connection in connections], num_returns=1)
+        described: Described = ray.get(ready[0])
+    except ray.exceptions.RayTaskError as error:
+        close()
+        raise cause_of(error) from None
+    except BaseException:
+        close()
+        raise
+
+    def one_more() -> RayConnection:
+        made = another()
+        connections.append(made)
+        return made
+
+    return Parts(connections, described, one_more, close, uuid.uuid4().hex[:12])

@@ -1,0 +1,71 @@
+"""Grammars of requests that run elsewhere: only their description travels, and is compiled where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from rekindle._src.core.guides import Guided, Mask
+from rekindle._src.dispatch.guided_intake import COMPILE_SECONDS
+from rekindle._src.structured.grammar import Grammars
+from rekindle._src.structured.guide import Guide, Reasoning
+from rekindle._src.structured.spec import Spec
+from rekindle.errors import InvalidRequest
+
+
+class RemoteGuide:
+    """Stands for a guide: what it is made from, and the tokens that it has to take first."""
+
+    ended: bool = False
+
+    def __init__(self, spec: Spec, eos_ids: Collection[int], reasoning: Reasoning | None) -> None:
+        self.spec, self.eos_ids, self.reasoning = spec, tuple(eos_ids), reasoning
+        self.covered: list[int] = []
+        self.consumed: int = 0
+
+    def fill(self, mask: Mask) -> str:
+        raise AssertionError("a guide was asked in a process that runs no steps")
+
+    def consume(self, token: int) -> Guided:
+        """Note a token of the prompt that belongs to the structured text."""
+        self.covered.append(token)
+        return Guided()
+
+    def copy(self) -> RemoteGuide:
+        raise AssertionError("a guide was asked in a process that runs no steps")
+
+    def made(self, grammars: Grammars, resumed: Collection[int] = ()) -> Guide:
+        """The guide itself, behind the tokens that the sequence has. May take seconds; raises `InvalidRequest`."""
+        guide = grammars.compile(self.spec, patience=COMPILE_SECONDS).guide(self.eos_ids, self.reasoning)
+        for token in self.covered:
+            if guide.ended or guide.consume(token).problem:
+                kind = self.spec.kind
+                raise InvalidRequest(
+                    "edit",
+                    self.covered,
+                    f"does not follow the {kind} of what is forked, or nothing may follow it",
+                    f"Change it, fork earlier, or pass {kind}=None",
+                )
+        guide.consumed = 0
+        for token in resumed:
+            guide.consume(token)
+        return guide
+
+
+class RemoteGrammar:
+    """Stands for a compiled grammar."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    def guide(self, eos_ids: Collection[int], reasoning: Reasoning | None = None) -> RemoteGuide:
+        return RemoteGuide(self.spec, eos_ids, reasoning)
+
+
+class RemoteGrammars:
+    """Stands for `Grammars`: every spec is taken, and refused where it is compiled if it can't be followed."""
+
+    def find(self, spec: Spec) -> RemoteGrammar:
+        return RemoteGrammar(spec)
+
+    def compile(self, spec: Spec, *, patience: float | None = None) -> RemoteGrammar:
+        return RemoteGrammar(spec)

@@ -1,0 +1,150 @@
+"""A replica: a session in a process of its own, and the mail to the fleets that send it requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from rekindle._src.core.records import Request, TokenEvent
+from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.replicas.mailing import Box, failed, sendable
+from rekindle._src.replicas.remote_grammars import RemoteGuide
+from rekindle._src.replicas.wire import Described, Mail, News
+from rekindle._src.session.session import Session
+from rekindle.errors import InvalidRequest, QueueFull, RekindleError
+
+BEAT = 1.0  # seconds between two looks at the session
+FORGOTTEN = 30.0  # seconds without a call for mail after which a fleet is taken to be gone
+
+Opening = Callable[[], Session]  # blocks until the session is open
+
+
+class Replica:
+    """Serves any number of fleets. All methods run on one event loop; `run` has to run beside them."""
+
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
+        self._opened: Session | None = None
+        self._described: Described | None = None
+        self._lock = anyio.Lock()
+        self._boxes: dict[str, Box] = {}
+        self._figures: Mapping[str, Any] = {}
+        self._beat = time.monotonic()
+
+    async def open(self) -> Described:
+        """Open the session, unless it is open already."""
+        async with self._lock:
+            if self._described is None:
+                self._opened = await anyio.to_thread.run_sync(self._opening)
+                await self._look()
+                self._described = _described(self._opened)
+            return self._described
+
+    async def run(self, lease: float | None = None) -> None:
+        """Look at the session, and for fleets that are gone; return when there was none for `lease` seconds."""
+        used = time.monotonic()
+        while lease is None or time.monotonic() - used < lease:
+            await anyio.sleep(BEAT)
+            if self._opened is not None and not self._opened.closed:
+                await self._look()
+            now = time.monotonic()
+            used = now if self._boxes or self._described is None else used
+            for sender in [name for name, box in self._boxes.items() if now - box.called > FORGOTTEN]:
+                for mailbox in tuple(self._boxes.pop(sender).running.values()):
+                    self._session._host.abort(mailbox)
+
+    async def _look(self) -> None:
+        """Take the session's figures by way of its loop, which shows that this is alive."""
+        stats = await anyio.to_thread.run_sync(self._session.stats)
+        self._figures = {name: value for name, value in stats.as_dict().items() if isinstance(value, int | float | str)}
+        self._beat = time.monotonic()
+
+    @property
+    def _session(self) -> Session:
+        assert self._opened is not None, "a request came before the session was open"
+        return self._opened
+
+    async def send(self, sender: str, requests: tuple[Request, ...], ended: tuple[str, ...]) -> None:
+        """Run requests, and abort those whose ids are in `ended`."""
+        self._session._host.check()
+        box = self._boxes.setdefault(sender, Box())
+        for request_id in ended:
+            mailbox = box.running.pop(request_id, None)
+            if mailbox is not None:
+                self._session._host.abort(mailbox)
+        for request in requests:
+            await self._run(box, request)
+
+    async def _run(self, box: Box, request: Request) -> None:
+        session = self._session
+        try:
+            if isinstance(request.guide, RemoteGuide):
+                request = await anyio.to_thread.run_sync(_guided, session, request, request.guide)
+            if not session._host.limiter.try_enter(1):
+                raise QueueFull(f"all {session._host.limiter.places} places of the replica are taken")
+        except RekindleError as error:
+            box.put(News(failed(request.id, error)))
+            return
+        mailbox = box.running[request.id] = Mailbox(1)
+        arrived, ended, told = time.perf_counter(), False, False
+
+        def take(event: TokenEvent, began: float) -> None:
+            nonlocal ended, told
+            waited = None if told or not began else began - arrived
+            told, ended = told or waited is not None, event.finish_reason is not None
+            box.put(News(sendable(event), waited))
+
+        def over() -> None:
+            session._host.limiter.leave()
+            box.running.pop(request.id, None)
+            if not ended and mailbox.error is not None:  # the session was closed, or has crashed
+                box.put(News(failed(request.id, mailbox.error)))
+
+        mailbox.on_sequence_end = over
+        session._host.relay(request, mailbox, take)
+
+    async def mail(self, sender: str, patience: float) -> Mail:
+        """News for `sender` as soon as there are any, or none after `patience` seconds."""
+        self._session._host.check()
+        box = self._boxes.setdefault(sender, Box())
+        news = await box.collect(patience)
+        return Mail(news, self._figures, time.monotonic() - self._beat)
+
+    async def close(self, drain: float = 0.0) -> None:
+        """Close the session; requests that run may go on for `drain` seconds."""
+        if self._opened is not None:
+            await self._opened.aclose(drain=drain)
+
+
+def _guided(session: Session, request: Request, remote: RemoteGuide) -> Request:
+    """The request with the guide that `remote` stands for."""
+    grammars, spec = session._engine.grammars, remote.spec
+    if grammars is None:
+        raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
+    made = remote.made(grammars, () if request.resumed is None else request.resumed.token_ids.tolist())
+    return dataclasses.replace(request, guide=made)
+
+
+def _described(session: Session) -> Described:
+    engine = session._engine
+    return Described(
+        config=engine.config,
+        tokenizer=engine.tokenizer,
+        chat=engine.chat,
+        vocab_size=engine.vocab_size,
+        hidden_size=engine.hidden_size,
+        longest=engine.longest,
+        sampling=engine.sampling,
+        think_ids=engine.think_ids,
+        processors=engine.processors,
+        places=session._host.limiter.places,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+    )

@@ -1,0 +1,270 @@
+"""The requests of a fleet: where each one runs, what it has so far, and where it goes on when its replica is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import anyio
+import numpy as np
+
+from rekindle._src.core import html
+from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
+from rekindle._src.replicas.routing import Keys, Load, Router
+from rekindle._src.replicas.wire import News
+from rekindle.errors import QueueFull, RekindleError, ReplicaLost, SessionClosed
+
+log = logging.getLogger("rekindle.fleet")
+# Deaths of its replica, one after another, that a request survives without a new token in between: one that kills
+# replicas must not kill them all.
+MOVES = 8
+_REMEMBERED = 1024  # ended requests that can still be explained
+
+
+class LinkLike(Protocol):
+    """The way to one replica, as far as routing needs it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def takes(self) -> bool:
+        """Whether it is open and takes requests."""
+        ...
+
+    @property
+    def places(self) -> int: ...
+    def post(self, request: Request) -> None:
+        """Send it a request, soon."""
+
+    def drop(self, request_id: str) -> None:
+        """Tell it that a request is no longer wanted."""
+
+
+class Live:
+    """One sequence that has not ended."""
+
+    __slots__ = ("cached", "keys", "link", "lost", "made", "moves", "request", "scored", "sent", "vain", "why", "wire")
+
+    def __init__(self, request: Request, keys: Keys) -> None:
+        self.request, self.keys = request, keys
+        self.link: LinkLike | None = None
+        self.wire = ""  # its id on the way: one for each replica that it is sent to
+        self.moves = 0  # from replica to replica
+        self.vain = 0  # times that its replica died, since its last token
+        self.made: list[int] = []
+        self.scored = 0  # prompt positions whose log-probabilities have come
+        self.cached: int | None = None  # tokens that its first replica found in its cache
+        self.sent = 0.0
+        self.why = "waits for a replica that takes it"
+
+    def resumed(self, wire: str) -> Request:
+        """What is sent: the request, behind the tokens that have come."""
+        request = dataclasses.replace(self.request, id=wire, group=wire)
+        if not self.made and not self.scored:
+            return request
+        return dataclasses.replace(request, resumed=Resumed(np.asarray(self.made, np.int32), self.scored))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Placed(html.Record):
+    """Where a request of a fleet is, or was last."""
+
+    replica: str  # empty while it waits for one
+    why: str
+    moves: int  # from replica to replica
+
+
+class Counts:
+    """What has happened since the fleet was opened."""
+
+    def __init__(self) -> None:
+        self.moved = 0  # sequences that went on elsewhere
+        self.lost = 0  # deaths of replicas
+        self.routed: dict[str, int] = {}  # by replica
+
+
+class Routes:
+    """Owned by the fleet's loop. What comes out is in `events`; `wake` is called when something was added."""
+
+    def __init__(self, router: Router, sender: str) -> None:
+        self._router, self.sender = router, sender
+        self.links: dict[str, LinkLike] = {}
+        self.events: list[TokenEvent] = []
+        self.wake: Callable[[], object] = lambda: None
+        self.began: Callable[[str, float], object] = lambda *_: None  # is told when a sequence first ran
+        self.told = anyio.Event()  # set, and replaced, when events were handed on
+        self.broken: RekindleError | None = None  # why there is no replica any more
+        self.counts: Counts = Counts()
+        self._by_id: dict[str, Live] = {}
+        self._by_wire: dict[str, Live] = {}
+        self._backlog: deque[Live] = deque()
+        self._inside: dict[str, int] = {}
+        self._number = 0
+        self._placed: OrderedDict[str, Placed] = OrderedDict()
+
+    # What intake and detokenize say.
+
+    @property
+    def live(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that no replica has taken."""
+        return len(self._backlog)
+
+    def submit(self, request: Request, keys: Keys) -> None:
+        live = self._by_id[request.id] = Live(request, keys)
+        if self.broken is not None:
+            self._ended(live, TokenEvent(request.id, finish_reason=FinishReason.FAILED, error=self.broken))
+            return
+        if self._backlog or not self._place(live):
+            self._backlog.append(live)
+
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """It was cancelled, or a stop string was found."""
+        live = self._by_id.get(request_id)
+        if live is not None:
+            self._leave(live, tell=True)
+            self._ended(live, TokenEvent(request_id, cached_tokens=live.cached or 0, finish_reason=reason))
+
+    # What links say.
+
+    def inside(self, name: str) -> int:
+        """How many sequences a replica has."""
+        return self._inside.get(name, 0)
+
+    def arrived(self, link: LinkLike, news: Iterable[News]) -> None:
+        """Mail of a replica. What belongs to a request that has left it is dropped."""
+        for one in news:
+            live = self._by_wire.get(one.event.request_id)
+            if live is None or live.link is not link:
+                continue
+            if one.waited is not None and not live.moves:
+                self.began(live.request.id, live.sent + one.waited)
+            self._take(live, one.event)
+        self.place()
+        self.wake()
+
+    def _take(self, live: Live, event: TokenEvent) -> None:
+        if isinstance(event.error, QueueFull):  # another fleet was quicker
+            self._leave(live)
+            self._backlog.append(live)
+            return
+        if isinstance(event.error, SessionClosed):  # its replica is about to be found lost, and its requests are moved
+            return
+        live.made += event.token_ids
+        live.vain = 0 if event.token_ids else live.vain
+        live.scored += len(event.prompt_logprobs)
+        if live.cached is None:
+            live.cached = event.cached_tokens
+        event = dataclasses.replace(event, request_id=live.request.id, cached_tokens=live.cached)
+        if event.finish_reason is None:
+            self.events.append(event)
+            return
+        self._leave(live)
+        self._ended(live, event)
+
+    def lost(self, link: LinkLike, why: str) -> None:
+        """A replica is gone: its requests go on elsewhere, from the tokens that have come."""
+        self.counts.lost += 1
+        self.evict(link, f"{link.name} {why}")
+
+    def evict(self, link: LinkLike, why: str, *, tell: bool = False) -> None:
+        """Its requests go on elsewhere."""
+        moved = [live for live in self._by_wire.values() if live.link is link]
+        for live in reversed(moved):
+            self._leave(live, tell=tell)
+            live.moves += 1
+            live.vain += not tell
+            self.counts.moved += 1
+            live.why = f"moved, because {why}"
+            if live.vain > MOVES:
+                error = ReplicaLost(
+                    f"request {live.request.id} was on {live.vain} replicas that died one after another, each before "
+                    f"its token {len(live.made) + 1}. Look into their logs before you send it again"
+                )
+                self._ended(live, TokenEvent(live.request.id, finish_reason=FinishReason.FAILED, error=error))
+            else:
+                self._backlog.appendleft(live)  # they are older than what waits
+        self.place()
+        self.wake()
+
+    def take_events(self) -> tuple[TokenEvent, ...]:
+        """What came out since the last call."""
+        events, self.events = tuple(self.events), []
+        told, self.told = self.told, anyio.Event()
+        told.set()
+        return events
+
+    def fail_waiting(self, error: RekindleError) -> None:
+        """There is no replica any more, and there will be none."""
+        self.broken = error
+        while self._backlog:
+            live = self._backlog.popleft()
+            self._ended(live, TokenEvent(live.request.id, finish_reason=FinishReason.FAILED, error=error))
+        self.wake()
+
+    def place(self) -> None:
+        """Send what waits to where there is room now, in turn."""
+        while self._backlog and self._place(self._backlog[0]):
+            self._backlog.popleft()
+
+    # Inside.
+
+    def _place(self, live: Live) -> bool:
+        loads = [Load(name, self.inside(name), link.places) for name, link in self.links.items() if link.takes]
+        route = self._router.choose(live.keys, loads) if loads else None
+        if route is None:
+            return False
+        self._number += 1
+        live.wire = f"{self.sender}/{live.request.id}/{self._number}"
+        live.link, live.sent = self.links[route.name], time.perf_counter()
+        live.why = route.why if not live.moves else f"{live.why}; here: {route.why}"
+        self._by_wire[live.wire] = live
+        self.counts.routed[route.name] = self.counts.routed.get(route.name, 0) + 1
+        self._inside[route.name] = self.inside(route.name) + 1
+        live.link.post(live.resumed(live.wire))
+        return True
+
+    def _leave(self, live: Live, *, tell: bool = False) -> None:
+        if live.link is None:
+            if live in self._backlog:
+                self._backlog.remove(live)
+            return
+        if tell:
+            live.link.drop(live.wire)
+        del self._by_wire[live.wire]
+        self._inside[live.link.name] -= 1
+        self._placed[live.request.id] = Placed(live.link.name, live.why, live.moves)
+        live.link = None
+
+    def _ended(self, live: Live, event: TokenEvent) -> None:
+        self._by_id.pop(live.request.id, None)
+        if len(self._placed) > _REMEMBERED:
+            self._placed.popitem(last=False)
+        self.events.append(event)
+        self.wake()
+
+    # Looking inside.
+
+    def status(self, request_id: str) -> Status | None:
+        live = self._by_id.get(request_id)
+        if live is None:
+            return None
+        if live.link is None:
+            return Status.QUEUED
+        return Status.DECODE if live.made else Status.PREFILL
+
+    def explain(self, request_id: str) -> Placed | None:
+        live = self._by_id.get(request_id)
+        if live is None:
+            return self._placed.get(request_id)
+        return Placed("" if live.link is None else live.link.name, live.why, live.moves)
+
+    def statistics(self) -> Any:
+        raise AssertionError("a fleet's figures come from its replicas")

@@ -1,0 +1,21 @@
+"""Why a sequence ends with a token, if it does."""
+
+from __future__ import annotations
+
+from rekindle._src.core.guides import Guided
+from rekindle._src.core.records import FinishReason
+from rekindle._src.scheduling.sequence import Sequence
+
+
+def reason_to_end(sequence: Sequence, token: int | None, guided: Guided | None) -> FinishReason | None:
+    """The reason why a sequence ends with its latest token; None if it goes on."""
+    request = sequence.request
+    # No id ends the request within its first min_tokens tokens, where the device masks them.
+    if sequence.generated > request.sampling.min_tokens:
+        if token in request.eos_ids:
+            return FinishReason.EOS
+        if token in request.stop_ids:
+            return FinishReason.STOP
+    if guided is not None and guided.ended:
+        return FinishReason.EOS if guided.by_eos else FinishReason.GRAMMAR
+    return sequence.limit_reason if sequence.generated >= sequence.limit else None

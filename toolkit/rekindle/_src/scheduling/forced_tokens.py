@@ -1,0 +1,51 @@
+"""Draft tokens from a grammar: what it makes follow the known tokens, in the tokenizer's usual spelling."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rekindle._src.core.guides import Guided
+from rekindle._src.core.records import IntArray
+
+MOST = 7  # drafts of one step
+_PAUSE_BELOW = 0.5  # share of accepted drafts under which a model is taken to spell otherwise
+_TRIED = 16  # drafts before that is judged
+
+
+class ForcedTokens:
+    """The forced tokens of one request; proposes drafts as `PromptLookup` does."""
+
+    __slots__ = ("_ahead", "accepted", "count", "drafted")
+
+    def __init__(self) -> None:
+        self._ahead: tuple[int, ...] = ()
+        self.count = 0  # generated tokens that were forced
+        self.drafted = self.accepted = 0
+
+    def take(self, told: Guided) -> None:
+        """Add what the guide said to the request's next token."""
+        self._ahead = told.ahead
+        self.count += told.forced
+
+    def ready(self, skip: int) -> bool:
+        """Whether there are tokens to propose from `skip` positions past the known ones on."""
+        return len(self._ahead) > skip and not (self.drafted >= _TRIED and self._rate < _PAUSE_BELOW)
+
+    def most(self, skip: int) -> int:
+        return min(MOST, len(self._ahead) - skip)
+
+    def expected(self, skip: int) -> float:
+        """How many drafts are likely to be accepted."""
+        return self.most(skip) * self._rate
+
+    def propose(self, skip: int, count: int) -> IntArray:
+        return np.array(self._ahead[skip : skip + count], np.int32)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Count the drafts that a step checked."""
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @property
+    def _rate(self) -> float:
+        return (self.accepted + 1) / (self.drafted + 1)

@@ -1,0 +1,222 @@
+"""`/v1/messages`: answer a conversation, as Anthropic's API does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio.to_thread
+
+from rekindle._src.core.records import Completion, FinishReason, TextDelta
+from rekindle._src.core.reply import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallDropped,
+    ToolCallStarted,
+)
+from rekindle._src.serve.anthropic_in import arguments, messages_of, tools_of
+from rekindle._src.serve.chat import asked, streamed_calls
+from rekindle._src.serve.chat_events import events_of
+from rekindle._src.serve.errors import Refused, missing
+from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.generation import finished, follow, make, model_of, submit
+from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
+from rekindle._src.serve.sampling import sampling_options
+from rekindle._src.serve.structure import format_options
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ENDS = {FinishReason.LENGTH: "max_tokens", FinishReason.CONTEXT: "model_context_window_exceeded"}
+
+
+class Anthropic:
+    """Error objects of Anthropic's API."""
+
+    def body(self, refused: Refused) -> dict[str, Any]:
+        kind = _TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": refused.message}}
+
+    def event(self, refused: Refused) -> bytes:
+        return event("error", self.body(refused)).encode()
+
+
+def event(name: str, data: Mapping[str, Any]) -> str:
+    """A server-sent event with a name."""
+    return f"event: {name}\ndata: {dumps({'type': name, **data})}\n\n"
+
+
+async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Answer a request for a message."""
+    served, session = model_of(exchange, given)
+    options: dict[str, Any] = sampling_options(given, session)
+    options["max_tokens"] = given["max_tokens"]
+    if given.get("stop_sequences"):
+        options["stop"] = given["stop_sequences"]
+    output = given.get("output_config") or {}
+    format = output.get("format") or given.get("output_format") or {"type": "text"}
+    structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
+    exchange.names = {**exchange.names, **names, "prompt": "messages"}
+    options |= structure | streamed_calls(given)
+    chat, template = messages_of(given), template_options(given)
+    parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
+    tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
+    with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
+        handle = await make(exchange, lambda: asked(session.chat, chat, {**options, **template}, hint=True))
+        submit(active, [handle])
+        if not given.get("stream"):
+            ((done,),) = await finished(exchange, active, [handle])
+            await exchange.reply(_message(exchange, served.name, done, parallel=parallel))
+            return
+        stream = _Stream(exchange, served.name, parallel=parallel)
+
+        async def write(_: int, delta: TextDelta) -> None:
+            stream.begin(len(handle.prompt_token_ids))
+            stream.take(delta)
+            await stream.flush()
+
+        ((done,),) = await follow(exchange, active, [handle], write)
+        stream.end(done)
+        await stream.flush()
+
+
+async def count_tokens(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Answer with the number of tokens that a conversation has."""
+    _, session = model_of(exchange, given)
+    chat, template = messages_of(given), template_options(given)
+    template.pop("tool_choice", None)
+
+    def counted() -> int:
+        return len(session.tokenizer.encode(asked(session.render, chat, template, hint=True), add_special_tokens=False))
+
+    await exchange.reply({"input_tokens": await anyio.to_thread.run_sync(counted)})
+
+
+def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `session.chat` that follow from the request."""
+    options: dict[str, Any] = {}
+    if tools := tools_of(given):
+        options["tools"] = tools
+    choice = given.get("tool_choice") or {}
+    match choice.get("type"):
+        case "any":
+            options["tool_choice"] = "required"
+        case "tool":
+            if not choice.get("name"):
+                raise missing("tool_choice.name", "Name the tool")
+            options["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        case "auto" | "none" as word:
+            options["tool_choice"] = word
+    thinking = (given.get("thinking") or {}).get("type")
+    if thinking in ("enabled", "disabled"):
+        options["template_options"] = {"enable_thinking": thinking == "enabled"}
+    if (effort := (given.get("output_config") or {}).get("effort")) is not None:
+        options["reasoning_effort"] = effort
+    if given["messages"][-1]["role"] == "assistant":
+        options["continue_final_message"] = True
+    return options
+
+
+def _ended(done: Completion) -> dict[str, Any]:
+    if done.tool_calls and done.finish_reason not in _ENDS:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if isinstance(done.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": done.stop_reason}
+    return {"stop_reason": _ENDS.get(done.finish_reason, "end_turn"), "stop_sequence": None}
+
+
+def _usage(done: Completion) -> dict[str, Any]:
+    cached = done.usage.cached_tokens
+    return {
+        "input_tokens": done.usage.prompt_tokens - cached,  # in this API the cached ones are counted apart
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": done.usage.completion_tokens,
+    }
+
+
+def _envelope(exchange: Exchange, model: str) -> dict[str, Any]:
+    return {"id": f"msg_{exchange.request_id}", "type": "message", "role": "assistant", "model": model}
+
+
+def _message(exchange: Exchange, model: str, done: Completion, *, parallel: bool) -> dict[str, Any]:
+    content: list[dict[str, Any]] = []
+    if done.reasoning:
+        content.append({"type": "thinking", "thinking": done.reasoning, "signature": ""})
+    if done.content or not done.tool_calls:
+        content.append({"type": "text", "text": done.content})
+    for call in done.tool_calls if parallel else done.tool_calls[:1]:
+        input = arguments(call.arguments_text)
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": input})
+    return {**_envelope(exchange, model), "content": content, **_ended(done), "usage": _usage(done)}
+
+
+class _Stream:
+    """Writes events; blocks follow one another, so that one is closed before the next begins."""
+
+    def __init__(self, exchange: Exchange, model: str, *, parallel: bool) -> None:
+        self._exchange, self._model, self._parallel = exchange, model, parallel
+        self._out: list[str] = []
+        self._begun = False
+        self._index = -1
+        self._open = ""  # the kind of the open block
+
+    def begin(self, prompt_tokens: int) -> None:
+        """The start of the message, once."""
+        if self._begun:
+            return
+        self._begun = True
+        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        ends: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        self._out.append(event("message_start", {"message": {**_envelope(self._exchange, self._model), **ends}}))
+
+    def take(self, delta: TextDelta) -> None:
+        """The events of a delta."""
+        for one in events_of(delta, parallel=self._parallel):
+            match one:
+                case ContentDelta(text) | ToolCallDropped(_, text):
+                    self._block("text", {"type": "text", "text": ""})
+                    self._delta({"type": "text_delta", "text": text})
+                case ReasoningDelta(text):
+                    self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                    self._delta({"type": "thinking_delta", "thinking": text})
+                case ToolCallStarted(_, call_id, name):
+                    self._close()
+                    self._block("tool_use", {"type": "tool_use", "id": call_id, "name": name, "input": {}})
+                case ToolCallArguments(_, text):
+                    self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def _block(self, kind: str, start: dict[str, Any]) -> None:
+        if self._open == kind:
+            return
+        self._close()
+        self._index, self._open = self._index + 1, kind
+        self._out.append(event("content_block_start", {"index": self._index, "content_block": start}))
+
+    def _delta(self, delta: dict[str, Any]) -> None:
+        self._out.append(event("content_block_delta", {"index": self._index, "delta": delta}))
+
+    def _close(self) -> None:
+        if self._open:
+            self._out.append(event("content_block_stop", {"index": self._index}))
+            self._open = ""
+
+    def end(self, done: Completion) -> None:
+        """The end of the message."""
+        if self._index < 0:
+            self._block("text", {"type": "text", "text": ""})
+        self._close()
+        self._out.append(event("message_delta", {"delta": _ended(done), "usage": _usage(done)}))
+        self._out.append(event("message_stop", {}))
+
+    async def flush(self) -> None:
+        """Send what was written."""
+        if self._out:
+            data, self._out = "".join(self._out), []
+            await self._exchange.emit(data.encode())

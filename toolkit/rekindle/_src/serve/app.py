@@ -1,0 +1,174 @@
+"""The ASGI app: routes, keys, cross-origin rules, and models that are opened while it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import anyio
+
+from rekindle._src.serve import info
+from rekindle._src.serve.anthropic import Anthropic, count_tokens, messages
+from rekindle._src.serve.anthropic_fields import COUNT_TOKENS, MESSAGES
+from rekindle._src.serve.auth import Guard, Keys
+from rekindle._src.serve.chat import chat
+from rekindle._src.serve.completions import completions
+from rekindle._src.serve.embeddings import EMBEDDINGS, embeddings
+from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI
+from rekindle._src.serve.fields import Endpoint
+from rekindle._src.serve.life import Life
+from rekindle._src.serve.metrics import Names
+from rekindle._src.serve.models import Models
+from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
+from rekindle._src.serve.openapi import document
+from rekindle._src.serve.responses import Responses, responses
+from rekindle._src.serve.responses_fields import RESPONSES
+from rekindle._src.serve.service import Service
+from rekindle.errors import ConfigError, MissingExtra
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+log = logging.getLogger("rekindle.server")
+
+POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
+    (CHAT, chat, OpenAI()),
+    (COMPLETIONS, completions, OpenAI()),
+    (EMBEDDINGS, embeddings, OpenAI()),
+    (RESPONSES, responses, Responses()),
+    (MESSAGES, messages, Anthropic()),
+    (COUNT_TOKENS, count_tokens, Anthropic()),
+    (info.TOKENIZE, info.tokenize, OpenAI()),
+    (info.DETOKENIZE, info.detokenize, OpenAI()),
+    (info.ABORT, info.abort, OpenAI()),
+)
+GETS: tuple[tuple[str, Handler, str], ...] = (
+    ("/v1/models", info.list_models, "The models that are served"),
+    ("/v1/models/{name}", info.one_model, "One model"),
+    ("/health", info.health, "200 if every model answers"),
+    ("/ping", info.health, "The same as /health"),
+    ("/version", info.version, "The version of rekindle"),
+    ("/metrics", info.metrics, "Figures for Prometheus"),
+)
+
+
+def app(
+    session: Any,
+    *,
+    name: str | None = None,
+    api_key: str | Sequence[str] | None = None,
+    strict: bool = False,
+    body_limit: int = 32 << 20,
+    max_queued_tokens: int = 1 << 20,
+    cors_origins: Sequence[str] = (),
+    trust_request_chat_template: bool = False,
+    metrics_names: Names = "rekindle",
+    opened: Callable[[str], object] | None = None,
+    failed: Callable[[BaseException], object] | None = None,
+) -> Starlette:
+    """An ASGI app that serves a session, or several by name, as OpenAI's API; it closes none of them.
+
+    `session` may still be opening: until then /health and requests get 503. Then `opened` is called with its
+    name, or `failed` with the error.
+
+    Options:
+        name: what the model is called; by default the last part of the name that it was opened with.
+        api_key: one key or several, of which a request has to bring one.
+        strict: refuse unknown fields with 400; by default they are ignored, with one line in the log.
+        body_limit: bytes of a request at most.
+        max_queued_tokens: prompt tokens that may wait; beyond, requests get 429.
+        cors_origins: origins whose web pages may use the server.
+        trust_request_chat_template: let requests bring a chat template, which is code.
+        metrics_names: "rekindle", "vllm" for the names that published dashboards read, or "both".
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
+        from starlette.middleware import Middleware
+        from starlette.middleware.cors import CORSMiddleware
+        from starlette.routing import Route
+    except ImportError as error:
+        raise MissingExtra("starlette", "serve") from error
+    for option, value in (("body_limit", body_limit), ("max_queued_tokens", max_queued_tokens)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(option, value, "is not a whole number above 0", "Leave it out for the default")
+    if metrics_names not in get_args(Names):
+        raise ConfigError("metrics_names", metrics_names, "is not known", "Use 'rekindle', 'vllm' or 'both'")
+    service = Service(
+        Models(session, name),
+        Life(max_queued_tokens=max_queued_tokens),
+        strict=strict,
+        body_limit=body_limit,
+        trust_templates=trust_request_chat_template,
+        metrics_names=metrics_names,
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as group:
+            for served in service.models.by_name.values():
+                if served.session is None:
+                    group.start_soon(load, served)
+            yield
+            group.cancel_scope.cancel()
+
+    async def load(served: Any) -> None:
+        try:
+            await served.load()
+            if opened is not None:
+                opened(served.name)
+        except Exception as error:
+            log.error("the model %r could not be opened: %s", served.name, error)
+            if failed is not None:
+                failed(error)
+
+    dialects = {endpoint.path: dialect for endpoint, _, dialect in POSTS}
+
+    async def http_error(scope: Any, receive: Any, send: Any, status: int) -> None:
+        exchange = Exchange(service, scope, send)
+        path = scope["path"]
+        refused = info.not_found(path)
+        if status != 404:
+            method = "POST" if path in dialects else "GET"
+            words = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
+            refused = Refused(status, words, code="not_allowed")
+        await exchange.fail(refused, OpenAI())
+        service.metrics.http("other", status)
+
+    async def on_http_error(request: Any, error: Exception) -> Any:
+        assert isinstance(error, HTTPException)
+
+        async def respond(scope: Any, receive: Any, send: Any) -> None:
+            await http_error(scope, receive, send, error.status_code)
+
+        return respond
+
+    routes = [
+        Route(endpoint.path, JsonEndpoint(service, endpoint, handler, dialect), methods=["POST"])
+        for endpoint, handler, dialect in POSTS
+    ]
+    keys = Keys(api_key)
+    described = document(
+        [endpoint for endpoint, _, _ in POSTS], [(path, told) for path, _, told in GETS], keys=bool(keys)
+    )
+
+    async def openapi(exchange: Exchange, given: dict[str, Any]) -> None:
+        await exchange.reply(described)
+
+    routes += [
+        # A model's name may have slashes.
+        Route(path.replace("{name}", "{name:path}"), info.Get(service, path, handler), methods=["GET"])
+        for path, handler, _ in (*GETS, ("/openapi.json", openapi, ""))
+    ]
+    middleware = [Middleware(Guard, keys=keys, service=service, dialects=dialects)]
+    if cors_origins:
+        allowed = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # type: ignore[arg-type]
+    made = Starlette(
+        routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: on_http_error}
+    )
+    made.state.rekindle = service
+    return made

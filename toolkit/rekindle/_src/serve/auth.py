@@ -1,0 +1,66 @@
+"""Who may send requests: API keys, and pages of other origins."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+
+from rekindle._src.serve.bodies import header
+from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.exchange import Dialect, Exchange, OpenAI, Receive, Scope, Send
+from rekindle._src.serve.service import Service
+from rekindle.errors import ConfigError
+
+OPEN_PATHS = frozenset(("/health", "/ping"))  # what load balancers ask
+
+
+class Keys:
+    """The API keys of a server, compared in constant time. Without any, every request may pass."""
+
+    def __init__(self, keys: str | Sequence[str] | None) -> None:
+        given = [keys] if isinstance(keys, str) else list(keys or ())
+        for key in given:
+            if not isinstance(key, str) or not key or not key.isascii() or key != key.strip():
+                raise ConfigError("api_key", "…", "is not a key", "Pass printable ASCII without spaces around it")
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in given]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def owner(self, scope: Scope) -> bytes:
+        """What tells the sender of a request from others; empty without keys. Raises `Refused` (401)."""
+        if not self._digests:
+            return b""
+        bearer = header(scope, b"authorization") or ""
+        kind, _, token = bearer.partition(" ")
+        given = token.strip() if kind.lower() == "bearer" else header(scope, b"x-api-key") or ""
+        digest = hashlib.sha256(given.encode("latin-1", "replace")).digest()
+        found = b""
+        for known in self._digests:  # all of them, so that the time tells nothing
+            found = known if hmac.compare_digest(known, digest) else found
+        if not found:
+            raise Refused(
+                401, "the API key is missing or wrong. Send it as Authorization: Bearer … or x-api-key",
+                type="authentication_error", code="invalid_api_key",
+            )  # fmt: skip
+        return found
+
+
+class Guard:
+    """ASGI middleware that lets requests with a right key pass."""
+
+    def __init__(self, app: object, keys: Keys, service: Service, dialects: Mapping[str, Dialect]) -> None:
+        self._app, self._keys, self._service, self._dialects = app, keys, service, dialects
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            try:
+                scope["rekindle.key"] = self._keys.owner(scope)
+            except Refused as refused:
+                dialect = self._dialects.get(scope["path"], OpenAI())
+                await Exchange(self._service, scope, send).fail(refused, dialect)
+                path = scope["path"] if scope["path"] in self._dialects else "other"  # clients can make up any number
+                self._service.metrics.http(path, refused.status)
+                return
+        await self._app(scope, receive, send)  # type: ignore[operator]

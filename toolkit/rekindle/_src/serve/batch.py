@@ -1,0 +1,202 @@
+"""Files of requests in OpenAI's batch format, answered without a server by the functions that answer HTTP requests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+
+from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.json_lines import Entry, JsonLines
+from rekindle._src.dispatch.dispatch import root_cause
+from rekindle._src.serve.app import POSTS
+from rekindle._src.serve.bodies import parse
+from rekindle._src.serve.contract import SessionLike
+from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.exchange import Exchange, refusing
+from rekindle._src.serve.life import Life
+from rekindle._src.serve.models import Models
+from rekindle._src.serve.service import Service
+from rekindle.errors import InvalidRequest
+
+URLS = {post[0].path: post for post in POSTS if post[0].path.startswith("/v1/")}
+_START = '{"id": "batch_req_'
+_FULL = 429  # the queue is full: the line is tried again once another one has ended
+
+
+class _Task(NamedTuple):
+    """A line of the input file that is to be answered."""
+
+    name: str  # the id of its answer
+    custom_id: str
+    url: str
+    body: Any
+    size: int
+
+
+class BatchRun:
+    """Answers each line of a file, and adds the answers to another one as they come.
+
+    A line whose answer is in the output file is left out, unless the server failed there: after a kill, the same call
+    goes on. Answers name their line by `id`, a digest of the model, the line and its number, and by its `custom_id`.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        source: str | os.PathLike[str],
+        out: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        strict: bool = False,
+    ) -> None:
+        self._session: SessionLike = session
+        self._source = Path(source)
+        self._service = Service(Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict)
+        self._name = next(iter(self._service.models.by_name))
+        self._lines = JsonLines(out, start=_START, writer="rekindle run-batch", found=self._found, field="output")
+        self._known: set[str] = set()
+        self._custom_ids: set[str] = set()
+        self._active = 0
+        self._began = 0.0
+        self.total = 0  # lines
+        self.resumed = 0  # lines that were answered before
+        self.answered = 0
+        self.failed = 0  # of them, those with an error
+        self.tokens = 0  # made
+
+    async def run(self) -> None:
+        """Answer every line. Raises `InvalidRequest` for files that can't be used."""
+        try:
+            file = self._source.open("rb")
+        except OSError as error:
+            raise InvalidRequest("input", str(self._source), f"can't be read: {error}", "Check the path") from None
+        config = self._session.config
+        places = anyio.Semaphore(min(2 * config.max_requests, config.max_queue + config.max_requests))
+        with file, self._lines, Activity(self.look, quiet=config.quiet):
+            self.total = sum(1 for line in file if line.strip())
+            file.seek(0)
+            self._began = time.monotonic()
+            try:
+                async with anyio.create_task_group() as group:
+                    for number, line in enumerate(file, start=1):
+                        task = self._taken(number, line) if line.strip() else None
+                        if task is not None:
+                            await places.acquire()
+                            group.start_soon(self._answer, task, places)
+            except BaseExceptionGroup as several:
+                raise root_cause(several) from None
+
+    def look(self) -> State:
+        """How far it has come, as one line and as a share."""
+        ended, seconds = self.resumed + self.answered, time.monotonic() - self._began
+        line = f"{ended:,} of {self.total:,} lines"
+        line += f", {self.tokens / seconds:,.0f} tokens/s" if self.tokens and seconds > 0 else ""
+        if self.answered:
+            line += f", {seconds / self.answered * (self.total - ended):,.0f} s left"
+        line += f", {self.failed:,} with errors" if self.failed else ""
+        return State(line, ended / self.total if self.total else None)
+
+    def _taken(self, number: int, line: bytes) -> _Task | None:
+        """The request of a line; None if it was answered before, or is none and gets an error at once."""
+        text = json.dumps([self._name, number]).encode() + line.rstrip(b"\r\n")
+        name = f"batch_req_{hashlib.blake2b(text, digest_size=16).hexdigest()}"
+        custom_id: Any = None
+        try:
+            given = parse(line)
+            custom_id = given.get("custom_id") if isinstance(given, dict) else None
+            url, body = self._checked(given)
+        except Refused as refused:
+            if name not in self._known:
+                error = {"code": refused.code or "invalid_line", "message": refused.message}
+                self._add({"id": name, "custom_id": custom_id, "response": None, "error": error})
+            else:
+                self.resumed += 1
+            return None
+        if name in self._known:
+            self.resumed += 1
+            return None
+        return _Task(name, custom_id, url, body, len(line))
+
+    async def _answer(self, task: _Task, places: anyio.Semaphore) -> None:
+        try:
+            while True:
+                status, request_id, found = await self._call(task)
+                if status != _FULL or self._active == 0:
+                    break
+                await anyio.sleep(0.1)
+            response = {"status_code": status, "request_id": request_id, "body": found}
+            self._add({"id": task.name, "custom_id": task.custom_id, "response": response, "error": None})
+        finally:
+            places.release()
+
+    def _add(self, entry: Entry) -> None:
+        response = entry["response"]
+        self.answered += 1
+        if response is None or response["status_code"] != 200:
+            self.failed += 1
+        else:
+            usage = response["body"].get("usage", {})
+            self.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
+        self._lines.add(entry)
+
+    def _checked(self, task: Any) -> tuple[str, Any]:
+        if not isinstance(task, dict):
+            raise Refused(400, "the line is not a JSON object with custom_id, method, url and body")
+        custom_id, url, body = task.get("custom_id"), task.get("url"), task.get("body")
+        if not isinstance(custom_id, str) or not custom_id:
+            raise Refused(400, "custom_id is missing or not a string. Name each line")
+        if custom_id in self._custom_ids:
+            raise Refused(400, f"custom_id={custom_id[:80]!r} names an earlier line, too. Use each once")
+        self._custom_ids.add(custom_id)
+        if task.get("method") != "POST":
+            raise Refused(400, f"method={str(task.get('method'))[:80]!r} is not POST")
+        if url not in URLS:
+            raise Refused(400, f"url={str(url)[:80]!r} is not known. Use one of {', '.join(URLS)}", code="invalid_url")
+        if isinstance(body, dict) and body.get("stream"):
+            raise Refused(400, "stream is not possible in a batch. Remove it from the body")
+        return url, body
+
+    async def _call(self, task: _Task) -> tuple[int, str, Any]:
+        """Status, request id and body of the response that a server would send."""
+        endpoint, handler, dialect = URLS[task.url]
+        parts: list[bytes] = []
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            parts.append(message.get("body", b""))
+
+        exchange = Exchange(self._service, {"type": "http", "path": task.url, "headers": []}, send)
+        exchange.names, exchange.size = endpoint.names, task.size
+
+        async def answer() -> None:
+            given = endpoint.read(task.body, strict=self._service.strict, unknown=self._service.unknown)
+            given.pop("request_id", None)
+            await handler(exchange, given)
+
+        self._active += 1
+        try:
+            status = await refusing(exchange, dialect, answer)
+        finally:
+            self._active -= 1
+        return status, exchange.request_id, json.loads(b"".join(parts))
+
+    def _found(self, entry: Entry, at: int) -> bool:
+        name, response = entry.get("id"), entry.get("response")
+        if (
+            not isinstance(name, str)
+            or "custom_id" not in entry
+            or not (response is None or isinstance(response, dict))
+        ):
+            return False
+        # What the server failed at is tried again; what was wrong with the line is wrong still.
+        if response is None or response.get("status_code", 500) < 499:
+            self._known.add(name)
+        else:
+            self._known.discard(name)
+        return True

@@ -1,0 +1,89 @@
+"""Reading the JSON body of a request: bounded in size and time, and free of what JSON allows but text is not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from rekindle._src.serve.errors import Refused
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+T = TypeVar("T")
+_IN_A_THREAD = 128 << 10  # bytes from which on parsing would hold up other streams by a millisecond or more
+
+
+class Disconnected(Exception):
+    """The client went away before it had sent its whole request."""
+
+
+def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
+    """The value of a request header, or None."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+async def read_json(
+    scope: MutableMapping[str, Any], receive: Receive, check: Callable[[Any], T], *, limit: int, seconds: float
+) -> tuple[T, int]:
+    """What `check` makes of the body's JSON, and the body's bytes. Raises `Refused` (400, 408, 413, 415).
+
+    Raises `Disconnected` if the client goes away before all of it was sent.
+    """
+    kind = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise Refused(415, f"the content type is {kind[:80] or 'missing'!r}. Send Content-Type: application/json")
+    announced = header(scope, b"content-length") or ""
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise _too_large(limit)
+    data = bytearray()
+    try:
+        with anyio.fail_after(seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                data += message.get("body", b"")
+                if len(data) > limit:
+                    raise _too_large(limit)
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {seconds:.0f} s. Send it again", code="timeout") from None
+    if len(data) < _IN_A_THREAD:
+        return check(parse(data)), len(data)
+    return await anyio.to_thread.run_sync(lambda: check(parse(data))), len(data)
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(413, f"the body has more than {limit / 2**20:.0f} MiB. Send less", code="body_too_large")
+
+
+def parse(data: bytes | bytearray) -> Any:
+    """The JSON value; raises `Refused` for what is none, and for strings that are no Unicode text."""
+    try:
+        text = data.decode("utf-8-sig")
+        found = json.loads(text, parse_constant=_constant, parse_float=_finite)
+        if "\\ud" in text or "\\uD" in text:  # half a surrogate pair has no UTF-8, and no tokenizer takes it
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise Refused(400, "the body is nested too deeply. Flatten it") from None
+    except UnicodeEncodeError:
+        raise Refused(400, "the body has a string with half a surrogate pair. Send Unicode text") from None
+    except ValueError as error:
+        raise Refused(400, f"the body can't be read as JSON: {str(error)[:200]}. Check it") from None
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is out of range")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,284 @@
+"""`/v1/chat/completions`: answer a conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rekindle._src.core.records import Completion, FinishReason, TextDelta
+from rekindle._src.core.reply import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallDropped,
+    ToolCallStarted,
+)
+from rekindle._src.serve.contract import HandleLike, SessionLike
+from rekindle._src.serve.ends import finish_of
+from rekindle._src.serve.errors import wrong
+from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.generation import (
+    Chunks,
+    counted,
+    finished,
+    follow,
+    make,
+    model_of,
+    stream_options,
+    submit,
+    usage,
+)
+from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
+from rekindle._src.serve.logprobs import Shapes
+from rekindle._src.serve.messages_in import plain_messages
+from rekindle._src.serve.sampling import rest_of_context, sampling_options
+from rekindle._src.serve.service import FINGERPRINT
+from rekindle._src.serve.structure import structure_options
+from rekindle.errors import InvalidRequest
+
+T = TypeVar("T")
+
+_OWN_FIELDS = frozenset(
+    ("messages", "tools", "template", "documents", "add_generation_prompt", "continue_final_message")
+)
+
+NAMES = {"prompt": "messages", "template": "chat_template", "template_options": "chat_template_kwargs"}
+_OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options of `session.chat` by the same names
+
+
+async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Answer a request for chat completions."""
+    served, session = model_of(exchange, given)
+    exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(given), "logprobs": "top_logprobs"}
+    structure, names = structure_options(given)
+    exchange.names |= names
+    options = {**chat_options(given, session), **template_options(exchange, given), **structure}
+    messages = plain_messages(given["messages"])
+    streaming = stream_options(given)
+    options |= streamed_calls(given)
+    tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
+    with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
+        handle = await make(exchange, lambda: asked(session.chat, messages, options))
+        submit(active, [handle])
+        writer = _Writer(exchange, given, served.name, session, handle)
+        if given.get("stream"):
+            await writer.stream(active, streaming)
+            return
+        found = await finished(exchange, active, [handle])
+        await exchange.reply(writer.whole(found))
+
+
+def asked(
+    ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any], *, hint: bool = False
+) -> T:
+    """Call `session.chat` or `session.render`. To think not at all is what a model does that can't think.
+
+    With `hint`, any other effort is left out too where the template does not know it.
+    """
+    try:
+        return ask(messages, **options)
+    except InvalidRequest as error:
+        if error.field != "reasoning_effort" or not (hint or error.value == "none"):
+            raise
+    return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
+
+
+def streamed_calls(given: Mapping[str, Any]) -> dict[str, bool]:
+    """The option of `session.chat` by which a stream tells calls of tools while they are written."""
+    return {"stream_tool_calls": True} if given.get("stream") and given.get("tools") else {}
+
+
+def _limit_field(given: Mapping[str, Any]) -> str:
+    return "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+
+
+def chat_options(given: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
+    """The sampling options of a chat."""
+    options = sampling_options(given, session)
+    options["max_tokens"] = given.get(_limit_field(given), rest_of_context(session))
+    if given.get("top_logprobs") is not None and not given.get("logprobs"):
+        raise wrong("top_logprobs", given["top_logprobs"], "is given without logprobs", "Add logprobs: true")
+    if given.get("logprobs"):
+        options["logprobs"] = given.get("top_logprobs", 0)
+    return options
+
+
+def template_options(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `session.chat` that the template reads."""
+    options: dict[str, Any] = {}
+    variables: dict[str, Any] = dict(given.get("chat_template_kwargs") or {})
+    for name in _OWN_FIELDS & variables.keys():
+        raise wrong(f"chat_template_kwargs.{name}", variables[name], "is a field of its own", f"Pass {name} beside it")
+    options |= {
+        name: given[name] for name in ("reasoning_effort", "documents", "tools", "tool_choice") if name in given
+    }
+    if given.get("continue_final_message"):
+        if given.get("add_generation_prompt"):
+            fix = "Set one of the two"
+            raise wrong("add_generation_prompt", True, "contradicts continue_final_message", fix)
+        options["continue_final_message"] = True
+    elif "add_generation_prompt" in given:
+        variables["add_generation_prompt"] = given["add_generation_prompt"]
+    if "chat_template" in given:
+        if not exchange.service.trust_templates:
+            fix = "Remove it, or start the server with --trust-request-chat-template"
+            raise wrong("chat_template", given["chat_template"], "is not accepted by this server", fix)
+        options["template"] = given["chat_template"]
+    if given.get("add_special_tokens"):
+        raise wrong("add_special_tokens", True, "is not possible: the template writes them", "Remove it")
+    if variables:
+        options["template_options"] = variables
+    return options
+
+
+class _Writer:
+    """Writes the answer of one request."""
+
+    def __init__(
+        self, exchange: Exchange, given: Mapping[str, Any], model: str, session: SessionLike, handle: HandleLike
+    ) -> None:
+        self._exchange, self._given, self._handle, self._session = exchange, given, handle, session
+        names = exchange.service.token_names(model, session)
+        self._shapes = Shapes(names, as_ids=given.get("return_tokens_as_token_ids", False))
+        self._common: dict[str, Any] = {
+            "id": f"chatcmpl-{exchange.request_id}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._ids = bool(given.get("return_token_ids"))
+        self._before = _echoed(given)
+        self._parallel = given.get("parallel_tool_calls", True)
+        self._reasons = given.get("include_reasoning", True)
+
+    def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        (several,) = found
+        choices = []
+        for done in several:
+            choice: dict[str, Any] = {
+                "index": done.index,
+                "message": self._message(done),
+                "logprobs": self._shapes.chat(done.logprobs or ()) if self._given.get("logprobs") else None,
+                "finish_reason": _finish(done.finish_reason, called=bool(done.tool_calls)),
+                "stop_reason": done.stop_reason,
+            }
+            if self._ids:
+                choice["token_ids"] = done.token_ids
+            choices.append(choice)
+        answer = {
+            **self._common,
+            "choices": choices,
+            "usage": usage(found, self._session),
+            "system_fingerprint": FINGERPRINT,
+        }
+        if "prompt_logprobs" in self._given:
+            answer["prompt_logprobs"] = self._shapes.prompt(several[0].prompt_logprobs or ())
+        if self._ids:
+            answer["prompt_token_ids"] = several[0].prompt_token_ids
+        return answer
+
+    def _message(self, done: Completion) -> dict[str, Any]:
+        """The assistant's message. Clients read the reasoning under either of two names."""
+        message: dict[str, Any] = {"role": "assistant", "content": self._before + done.content, "refusal": None}
+        if done.reasoning and self._reasons:
+            message |= {"reasoning": done.reasoning, "reasoning_content": done.reasoning}
+        if done.tool_calls:
+            calls = done.tool_calls if self._parallel else done.tool_calls[:1]
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [_call(call) for call in calls]
+        return message
+
+    async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
+        """Write chunks while they come."""
+        chunks = Chunks({**self._common, "object": "chat.completion.chunk"}, options=options)
+        begun: set[int] = set()
+        called: set[tuple[int, int]] = set()  # choices and their calls
+        made = 0
+
+        async def write(number: int, delta: TextDelta) -> None:
+            nonlocal made
+            made += len(delta.token_ids)
+            now = counted(len(self._handle.prompt_token_ids), made) if chunks.continuous else None
+            parts: list[str] = []
+            if delta.index not in begun:
+                content = f'"role":"assistant","content":{dumps(self._before)}'
+                extra = self._extra(delta) if not begun else ""
+                parts.append(chunks.chunk(_choice(delta.index, content), now, extra))
+                begun.add(delta.index)
+            logprobs = self._shapes.chat(delta.logprobs) if self._given.get("logprobs") else None
+            ids = f',"token_ids":{dumps(delta.token_ids)}' if self._ids else ""
+            contents = self._contents(delta)
+            if not contents and (logprobs is not None or ids) and delta.token_ids:
+                contents = ['"content":""']
+            for content in contents:
+                parts.append(chunks.chunk(_choice(delta.index, content, logprobs, more=ids), now))
+                logprobs, ids = None, ""  # they come once, with the first chunk of these tokens
+            for event in delta.events or ():
+                if isinstance(event, ToolCallStarted):
+                    called.add((delta.index, event.index))
+                elif isinstance(event, ToolCallDropped):
+                    called.discard((delta.index, event.index))
+            if delta.finish_reason is not None:
+                ended = _finish(delta.finish_reason, called=any(index == delta.index for index, _ in called))
+                reason = f',"stop_reason":{dumps(delta.stop_reason)}'
+                parts.append(chunks.chunk(_choice(delta.index, "", None, ended, reason), now))
+            if parts:
+                await self._exchange.emit("".join(parts).encode())
+
+        found = await follow(self._exchange, active, [self._handle], write)
+        await self._exchange.emit(chunks.last(usage(found, self._session)).encode())
+
+    def _contents(self, delta: TextDelta) -> list[str]:
+        """The members of the `delta` of each chunk that a delta becomes."""
+        if delta.events is None:
+            return [f'"content":{dumps(delta.text)}'] if delta.text else []
+        found = []
+        for event in delta.events:
+            match event:
+                case ContentDelta(text) | ToolCallDropped(_, text):
+                    found.append(f'"content":{dumps(text)}')
+                case ReasoningDelta(text) if self._reasons:
+                    found.append(f'"reasoning":{dumps(text)},"reasoning_content":{dumps(text)}')
+                case ToolCallStarted(index, call_id, name) if self._parallel or not index:
+                    function = {"name": name, "arguments": ""}
+                    call = {"index": index, "id": call_id, "type": "function", "function": function}
+                    found.append(f'"tool_calls":{dumps([call])}')
+                case ToolCallArguments(index, text) if self._parallel or not index:
+                    found.append(f'"tool_calls":{dumps([{"index": index, "function": {"arguments": text}}])}')
+        return found
+
+    def _extra(self, delta: TextDelta) -> str:
+        """What the first chunk has beside its choice."""
+        extra = ""
+        if "prompt_logprobs" in self._given:
+            extra += f',"prompt_logprobs":{dumps(self._shapes.prompt(delta.prompt_logprobs))}'
+        if self._ids:
+            extra += f',"prompt_token_ids":{dumps(self._handle.prompt_token_ids)}'
+        return extra
+
+
+def _choice(index: int, delta: str, logprobs: Any = None, reason: str | None = None, more: str = "") -> str:
+    """A choice of a chunk as JSON; this is made for each token, so it is put together from text."""
+    scores = "null" if logprobs is None else dumps(logprobs)
+    ended = "null" if reason is None else f'"{reason}"'
+    return f'{{"index":{index},"delta":{{{delta}}},"logprobs":{scores},"finish_reason":{ended}{more}}}'
+
+
+def _finish(reason: FinishReason | None, *, called: bool) -> str | None:
+    ended = finish_of(reason)
+    return "tool_calls" if called and ended == "stop" else ended
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_text}}
+
+
+def _echoed(given: Mapping[str, Any]) -> str:
+    """The text of the last message, if the answer goes on with it and shall show it."""
+    if not given.get("echo") or not given.get("continue_final_message"):
+        return ""
+    last = plain_messages(given["messages"][-1:])[0]
+    return str(last.get("content", ""))

@@ -1,0 +1,185 @@
+"""`/v1/completions`: continue prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
+from rekindle._src.serve.contract import HandleLike, SessionLike
+from rekindle._src.serve.ends import finish_of
+from rekindle._src.serve.errors import wrong
+from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.generation import (
+    IN_A_THREAD,
+    Chunks,
+    counted,
+    finished,
+    follow,
+    make,
+    model_of,
+    stream_options,
+    usage,
+)
+from rekindle._src.serve.life import Active, estimate
+from rekindle._src.serve.logprobs import Shapes
+from rekindle._src.serve.sampling import sampling_options
+from rekindle._src.serve.service import FINGERPRINT
+from rekindle._src.serve.structure import structure_options
+
+MAX_TOKENS = 16  # OpenAI's default
+
+
+async def completions(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Answer a request for completions."""
+    served, session = model_of(exchange, given)
+    n, echo = given.get("n", 1), given.get("echo", False)
+    if given.get("best_of", n) != n:
+        raise wrong("best_of", given["best_of"], f"is not n, which is {n}", "Remove it: every completion is returned")
+    structure, names = structure_options(given)
+    exchange.names = {**exchange.names, **names}
+    options = {**sampling_options(given, session), **structure}
+    options["max_tokens"] = given.get("max_tokens", MAX_TOKENS)
+    if "logprobs" in given:
+        options["logprobs"] = given["logprobs"]
+        if echo:
+            options["prompt_logprobs"] = max(given["logprobs"], given.get("prompt_logprobs", 0))
+    prompts = await _tokens(given, session)
+    _fits(len(prompts) * n, session)
+    streaming = stream_options(given)
+    with exchange.service.life.request(exchange.request_id, exchange.key, estimate(prompts)) as active:
+        for prompt in prompts:  # one that finds no place refuses all of them
+            active.handles.append(await make(exchange, partial(session.submit, prompt, **options)))
+        writer = _Writer(exchange, given, served.name, session, active.handles)
+        if given.get("stream"):
+            await writer.stream(active, streaming)
+            return
+        found = await finished(exchange, active, active.handles)
+        await exchange.reply(writer.whole(found))
+
+
+async def _tokens(given: Mapping[str, Any], session: SessionLike) -> Sequence[Any]:
+    """The prompts; those that shall have no special tokens added are encoded here."""
+    prompts: Sequence[Any] = given["prompt"]
+    if given.get("add_special_tokens", True):
+        return prompts
+
+    def encoded() -> Sequence[Any]:
+        encode = session.tokenizer.encode
+        return [encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in prompts]
+
+    long = sum(len(one) for one in prompts) > IN_A_THREAD
+    return await anyio.to_thread.run_sync(encoded) if long else encoded()
+
+
+def _fits(sequences: int, session: SessionLike) -> None:
+    places = session.config.max_queue + session.config.max_requests
+    if sequences > places:
+        raise wrong("n", sequences, f"sequences are more than the {places:,} that the server takes", "Send fewer")
+
+
+class _Writer:
+    """Writes the answer of one request."""
+
+    def __init__(
+        self, exchange: Exchange, given: Mapping[str, Any], model: str, session: SessionLike,
+        handles: Sequence[HandleLike],
+    ) -> None:  # fmt: skip
+        self._exchange, self._given, self._handles = exchange, given, handles
+        self._n, self._echo = given.get("n", 1), bool(given.get("echo"))
+        self._session = session
+        names = exchange.service.token_names(model, session)
+        self._shapes = Shapes(names, as_ids=given.get("return_tokens_as_token_ids", False))
+        self._common = {
+            "id": f"cmpl-{exchange.request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._ids = bool(given.get("return_token_ids"))
+
+    def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        choices = []
+        for number, several in enumerate(found):
+            for done in several:
+                text = self._prompt(number) + done.text if self._echo else done.text
+                choice: dict[str, Any] = {
+                    "index": number * self._n + done.index,
+                    "text": text,
+                    "logprobs": self._logprobs(done),
+                    "finish_reason": finish_of(done.finish_reason),
+                    "stop_reason": done.stop_reason,
+                }
+                if "prompt_logprobs" in self._given:
+                    choice["prompt_logprobs"] = self._shapes.prompt(done.prompt_logprobs or ())
+                if self._ids:
+                    choice |= {"token_ids": done.token_ids, "prompt_token_ids": done.prompt_token_ids}
+                choices.append(choice)
+        return {
+            **self._common,
+            "choices": choices,
+            "usage": usage(found, self._session),
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def _prompt(self, number: int) -> str:
+        """The text of a prompt; ids are decoded."""
+        given = self._given["prompt"][number]
+        if isinstance(given, str):
+            return given
+        return str(self._session.tokenizer.decode(given)) if self._session.tokenizer.has_text else ""
+
+    def _logprobs(self, done: Completion) -> dict[str, Any] | None:
+        if "logprobs" not in self._given:
+            return None
+        entries: list[TokenLogprobs | int] = [*(done.logprobs or ())]
+        if self._echo:
+            entries = [done.prompt_token_ids[0], *(done.prompt_logprobs or ()), *entries]
+        return self._shapes.completion(entries)[0]
+
+    async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
+        """Write chunks while they come."""
+        exchange, n = self._exchange, self._n
+        chunks = Chunks(self._common, options=options)
+        logprobs, ids = "logprobs" in self._given, self._ids
+        scores = "prompt_logprobs" in self._given
+        offsets: dict[int, int] = {}  # of the choices that have begun
+        made = [0] * len(self._handles)
+
+        async def write(number: int, delta: TextDelta) -> None:
+            index = number * n + delta.index
+            text, fresh = delta.text, index not in offsets
+            if fresh:
+                offsets[index] = 0
+                if self._echo:
+                    text = self._prompt(number) + text
+            shown: dict[str, Any] | None = None
+            if logprobs:
+                entries: list[TokenLogprobs | int] = [*delta.logprobs]
+                if fresh and self._echo:
+                    entries = [self._handles[number].prompt_token_ids[0], *delta.prompt_logprobs, *entries]
+                shown, offsets[index] = self._shapes.completion(entries, offsets[index])
+            reason = finish_of(delta.finish_reason)
+            choice = (
+                f'{{"index":{index},"text":{dumps(text)},"logprobs":{dumps(shown) if shown else "null"},'
+                f'"finish_reason":{dumps(reason)},"stop_reason":{dumps(delta.stop_reason)}'
+            )
+            if fresh and scores:
+                choice += f',"prompt_logprobs":{dumps(self._shapes.prompt(delta.prompt_logprobs))}'
+            if ids:
+                prompt = self._handles[number].prompt_token_ids if fresh else None
+                choice += f',"token_ids":{dumps(delta.token_ids)},"prompt_token_ids":{dumps(prompt)}'
+            made[number] += len(delta.token_ids)
+            now = None
+            if chunks.continuous:
+                now = counted(sum(len(handle.prompt_token_ids) for handle in self._handles), sum(made))
+            await exchange.emit(chunks.chunk(choice + "}", now).encode())
+
+        found = await follow(exchange, active, self._handles, write)
+        await exchange.emit(chunks.last(usage(found, self._session)).encode())

@@ -1,0 +1,113 @@
+"""What a client is told when a request fails: a status, and the error object of the API that it speaks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rekindle._src.core.structure_checks import KINDS as STRUCTURES
+from rekindle.errors import (
+    CheckpointError,
+    InvalidRequest,
+    MissingExtra,
+    NoTokenLeft,
+    OutOfPages,
+    PromptTooLong,
+    QueueFull,
+    RequestAborted,
+    RequestFailed,
+    SessionClosed,
+    UnsupportedModel,
+)
+
+
+class Refused(Exception):
+    """A request that gets an error instead of its result; `param` is the field as the client calls it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.type, self.param, self.code = status, message, type, param, code
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Response headers beside those of the body."""
+        found = []
+        if self.retry_after is not None:
+            found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
+        if self.status == 401:
+            found.append((b"www-authenticate", b"Bearer"))
+        return found
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def wrong(param: str, value: object, problem: str, fix: str, *, code: str | None = None) -> Refused:
+    """A field with a wrong value."""
+    return Refused(400, f"{param}={shown(value)}: {problem}. {fix}", param=param, code=code)
+
+
+def missing(param: str, fix: str = "Add it") -> Refused:
+    """A field that has to be there."""
+    return Refused(400, f"{param} is missing. {fix}", param=param)
+
+
+def unavailable(message: str, *, retry_after: float | None = 5) -> Refused:
+    """The server can't take the request now: it loads, drains, or its session is closed."""
+    return Refused(503, message, type="server_error", code="unavailable", retry_after=retry_after)
+
+
+def shown(value: object) -> str:
+    """A value in an error message, at most 80 characters of it."""
+    if isinstance(value, tuple):  # what was a JSON array
+        value = list(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more than 4,300 digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
+    """What any exception means to the client; `names` maps our options to the fields that the client gave."""
+    match error:
+        case Refused():
+            return error
+        case InvalidRequest():
+            param = names.get(error.field, error.field)
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            if param == error.field and isinstance(error.field, str) and not isinstance(error.value, tuple):
+                return Refused(400, str(error), param=param, code=code)
+            fix = error.fix.replace("pass lenient=True", "set strict to false")  # as clients call it
+            return wrong(param, error.value, error.problem, fix, code=code)
+        case OutOfPages():
+            return Refused(400, str(error), code="context_length_exceeded")
+        case QueueFull():
+            return Refused(429, str(error), type="rate_limit_error", code="queue_full", retry_after=1)
+        case RequestAborted():
+            return Refused(499, str(error), type="aborted", code="aborted")
+        case SessionClosed():
+            return unavailable(str(error), retry_after=None)
+        case UnsupportedModel() | CheckpointError():
+            return Refused(400, str(error), code="unsupported_by_model")
+        case MissingExtra():
+            field = next((names[option] for option in STRUCTURES if option in names), None)
+            return Refused(400, f"the server can't do this: {error}", param=field, code="unsupported")
+        case NoTokenLeft():
+            return Refused(400, str(error), code="no_token_left")
+        case RequestFailed():
+            return Refused(500, str(error), type="server_error", code="request_failed")
+        case _:
+            return Refused(500, "the server failed; its log says why", type="server_error", code="internal_error")

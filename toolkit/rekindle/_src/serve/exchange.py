@@ -1,0 +1,192 @@
+"""One HTTP request and its response: reads, checks, runs the endpoint while the client is there, and answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
+
+import anyio
+
+from rekindle._src.serve.bodies import Disconnected, Receive, header, read_json
+from rekindle._src.serve.errors import Refused, refusal, wrong
+from rekindle._src.serve.fields import Endpoint
+from rekindle._src.serve.service import Service
+from rekindle.errors import QueueFull
+
+log = logging.getLogger("rekindle.server")
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+class Dialect(Protocol):
+    """How an API writes its errors."""
+
+    def body(self, refused: Refused) -> dict[str, Any]: ...
+    def event(self, refused: Refused) -> bytes:
+        """The end of a stream that fails."""
+        ...
+
+
+class OpenAI:
+    """Error objects of OpenAI's API; a stream that fails ends with one, and with [DONE]."""
+
+    def body(self, refused: Refused) -> dict[str, Any]:
+        return refused.body()
+
+    def event(self, refused: Refused) -> bytes:
+        return f"data: {dumps(refused.body())}\n\ndata: [DONE]\n\n".encode()
+
+
+class Exchange:
+    """What an endpoint sees of its request, and how it answers: once with `reply`, or with any number of `emit`."""
+
+    def __init__(self, service: Service, scope: Scope, send: Send) -> None:
+        self.service, self.scope = service, scope
+        self._send = send
+        self._lock = anyio.Lock(fast_acquire=True)  # the heartbeat sends from a task of its own
+        self._ended = False
+        self.size = 0  # bytes of the body
+        self.status = 0  # of the response, once it has begun
+        self.streaming = False
+        self.sent_at = time.monotonic()  # when something was last sent
+        self.model = ""  # the name of the one that it asks
+        self.names: dict[str, str] = {}  # our options by the client's fields
+        given = header(scope, b"x-request-id")
+        self.request_id: str = given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
+        self.key: bytes = scope.get("rekindle.key", b"")
+
+    def rename(self, request_id: str) -> None:
+        """Take the id that the request brings in its body."""
+        if _ID.fullmatch(request_id) is None:
+            raise wrong("request_id", request_id, "has characters other than printable ASCII", "Use others")
+        self.request_id = request_id
+
+    async def reply(self, body: dict[str, Any], *, status: int = 200, headers: Any = ()) -> None:
+        """Answer with one JSON object."""
+        await self.reply_bytes(dumps(body).encode(), b"application/json", status=status, headers=headers)
+
+    async def reply_bytes(self, data: bytes, kind: bytes, *, status: int = 200, headers: Any = ()) -> None:
+        """Answer with `data` of the content type `kind`."""
+        length = (b"content-length", str(len(data)).encode())
+        await self._start(status, [(b"content-type", kind), length, *headers])
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def emit(self, data: bytes, *, last: bool = False) -> None:
+        """Send a part of an event stream; the first one begins the response, the last one ends it."""
+        async with self._lock:
+            if not self.streaming:
+                self.streaming = True
+                # Nginx would hold the events back without the last of these.
+                kind = (b"content-type", b"text/event-stream; charset=utf-8")
+                await self._start(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+            self.sent_at = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def end(self, data: bytes = b"") -> None:
+        """End the event stream, after a last part."""
+        self._ended = True
+        await self.emit(data, last=True)
+
+    async def beat(self) -> None:
+        """Send a comment whenever nothing was sent for a while: proxies cut connections that seem to be dead."""
+        seconds = self.service.heartbeat
+        while not self._ended:
+            silent = time.monotonic() - self.sent_at
+            if silent < seconds:
+                await anyio.sleep(seconds - silent)
+            elif not self._ended:
+                await self.emit(b": waiting\n\n")
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        if self.service.life.draining:
+            headers.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def fail(self, refused: Refused, dialect: Dialect) -> None:
+        """Answer with an error: a status and its object, or the last events of a stream that has begun."""
+        if self.streaming:
+            await self.end(dialect.event(refused))
+        else:
+            await self.reply(dialect.body(refused), status=refused.status, headers=refused.headers)
+
+
+Handler = Callable[[Exchange, dict[str, Any]], Awaitable[None]]
+
+
+class JsonEndpoint:
+    """An ASGI app for one path: a JSON object comes in, JSON or an event stream goes out.
+
+    The handler is cancelled when the client goes away, and so are the requests that it has made: a server does not tell
+    a handler of that unless it asks, so a task of its own waits for the message.
+    """
+
+    def __init__(self, service: Service, endpoint: Endpoint, handler: Handler, dialect: Dialect) -> None:
+        self._service, self._endpoint, self._handler, self._dialect = service, endpoint, handler, dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, endpoint = self._service, self._endpoint
+        exchange = Exchange(service, scope, send)
+        exchange.names = endpoint.names
+
+        def check(body: Any) -> dict[str, Any]:
+            return endpoint.read(body, strict=service.strict, unknown=service.unknown)
+
+        async def answer() -> None:
+            service.life.check()
+            given, exchange.size = await read_json(
+                scope, receive, check, limit=service.body_limit, seconds=service.body_seconds
+            )
+            group.start_soon(_watch, receive, group.cancel_scope)
+            if given.get("stream"):
+                group.start_soon(exchange.beat)
+            await self._handler(exchange, given)
+            if exchange.streaming:
+                await exchange.end()
+
+        status = 499  # the client went away
+        try:
+            async with anyio.create_task_group() as group:
+                status = await refusing(exchange, self._dialect, answer)
+                group.cancel_scope.cancel()
+        finally:
+            service.metrics.http(endpoint.path, status)
+
+
+async def refusing(exchange: Exchange, dialect: Dialect, call: Callable[[], Awaitable[None]]) -> int:
+    """Call an endpoint; the status of its response, or of the error that was sent in its place."""
+    try:
+        await call()
+        return exchange.status
+    except Disconnected:
+        return 499
+    except Exception as error:
+        refused = refusal(error, exchange.names)
+        if refused is not error and refused.status >= 500:
+            log.error("%s %s failed: %r", exchange.scope["path"], exchange.request_id, error, exc_info=error)
+        if isinstance(error, QueueFull):
+            refused.retry_after = exchange.service.life.retry_after
+        try:
+            await exchange.fail(refused, dialect)
+        except OSError:  # the connection is gone
+            return 499
+        return refused.status
+
+
+async def _watch(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()

@@ -1,0 +1,108 @@
+"""The fields of an endpoint, declared once, for reading requests, for error messages and for the OpenAPI document."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from rekindle._src.serve.errors import Refused, missing, wrong
+from rekindle._src.serve.kinds import Anything, Kind, nullable
+
+log = logging.getLogger("rekindle.server")
+
+Does = Literal["applied", "refused", "ignored"]
+_MOST_LOGGED = 1_000  # names of unknown fields that are remembered as logged
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One field of a request's JSON object; null is the same as leaving it out."""
+
+    name: str
+    kind: Kind
+    doc: str
+    does: Does = "applied"
+    option: str | None = None  # our option that it sets, if it has another name
+    needed: bool = False
+    harmless: tuple[Any, ...] = ()  # values of a refused field that ask for nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """The name and the fields of one endpoint."""
+
+    path: str
+    summary: str
+    fields: tuple[Field, ...]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Our options by the fields that set them, for error messages."""
+        return {field.option: field.name for field in self.fields if field.option is not None}
+
+    def read(self, body: Any, *, strict: bool, unknown: Callable[[str, str], object]) -> dict[str, Any]:
+        """The given fields with checked values. Raises `Refused`; `unknown` is told which names were ignored."""
+        if not isinstance(body, Mapping):
+            raise Refused(400, 'the body is not a JSON object. Send one, such as {"model": …}')
+        given: dict[str, Any] = {}
+        known = self.by_name
+        for name, value in body.items():
+            field = known.get(name)
+            if field is None:
+                if strict:
+                    fix = "Remove it; this server runs with --strict"
+                    raise wrong(name[:80], value, f"is not a field of {self.path}", fix)
+                unknown(self.path, name)
+            elif value is None or field.does == "ignored":
+                continue
+            elif field.does == "refused":
+                if value not in field.harmless:
+                    raise wrong(name, value, f"is not supported: {field.doc}", "Remove it", code="unsupported")
+            else:
+                given[name] = field.kind.check(value, name)
+        for field in self.fields:
+            if field.needed and field.name not in given:
+                raise missing(field.name)
+        return given
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Field]:
+        """The fields by their names."""
+        return {field.name: field for field in self.fields}
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of a request's body."""
+        described: dict[str, Any] = {}
+        for field in self.fields:
+            if field.does == "refused":
+                described[field.name] = {"enum": [None, *field.harmless], "description": f"Refused: {field.doc}"}
+                continue
+            schema = field.kind.schema() if field.needed else nullable(field.kind.schema())
+            described[field.name] = {**schema, "description": f"{'Ignored: ' * (field.does == 'ignored')}{field.doc}"}
+        needed = [field.name for field in self.fields if field.needed]
+        return {"type": "object", "properties": described, **({"required": needed} if needed else {})}
+
+
+def refused(name: str, doc: str, *harmless: Any) -> Field:
+    """A field that is refused by name, unless its value asks for nothing."""
+    return Field(name, Anything(), doc, "refused", harmless=harmless)
+
+
+def ignored(name: str, doc: str) -> Field:
+    """A field without a meaning here, that changes no answer."""
+    return Field(name, Anything(), doc, "ignored")
+
+
+class UnknownFields:
+    """Logs each unknown field once."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+
+    def __call__(self, path: str, name: str) -> None:
+        if (path, name) not in self._seen and len(self._seen) < _MOST_LOGGED:
+            self._seen.add((path, name))
+            log.warning("%s: the unknown field %r is ignored, from now on silently", path, name[:80])

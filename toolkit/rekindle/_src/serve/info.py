@@ -1,0 +1,145 @@
+"""The endpoints that generate nothing: health, models, version, abort, tokenize, detokenize."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import anyio.to_thread
+
+from rekindle._src.core.version import VERSION
+from rekindle._src.serve.bodies import Receive, header
+from rekindle._src.serve.chat import asked, template_options
+from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
+from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, refusing
+from rekindle._src.serve.fields import Endpoint, Field, ignored
+from rekindle._src.serve.generation import IN_A_THREAD, model_of
+from rekindle._src.serve.kinds import Flag, Items, Text, TokenIds
+from rekindle._src.serve.messages_in import plain_messages
+from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
+from rekindle._src.serve.service import Service
+
+_MODEL = Field("model", Text(most=512), "The name of a served model; may be left out.")
+_OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",
+                 "chat_template", "reasoning_effort", "tools")  # fmt: skip
+
+TOKENIZE = Endpoint(
+    "/tokenize",
+    "The token ids of a prompt or a conversation",
+    (
+        _MODEL,
+        Field("prompt", Text(), "Text; or messages."),
+        Field("messages", Items(MESSAGE, least=1, most=MOST_MESSAGES), "A conversation; or a prompt."),
+        Field("add_special_tokens", Flag(), "Let the tokenizer add special tokens to a prompt; true by default."),
+        Field("return_token_strs", Flag(), "Add the spelling of each token, as token_strs."),
+        *(CHAT.by_name[name] for name in _OF_TEMPLATES),
+        ignored("user", "Not used."),
+    ),
+)
+DETOKENIZE = Endpoint(
+    "/detokenize", "The text of token ids", (_MODEL, Field("tokens", TokenIds(), "Token ids.", needed=True))
+)
+ABORT = Endpoint(
+    "/abort",
+    "Abort requests by the ids they were sent with",
+    (
+        Field("request_id", Text(most=256, least=1), "The id of a request, with or without its prefix."),
+        Field("request_ids", Items(Text(most=256, least=1), least=1, most=10_000), "Several of them."),
+    ),
+)
+
+
+async def tokenize(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Answer with the token ids of text or messages."""
+    _, session = model_of(exchange, given)
+    if ("prompt" in given) == ("messages" in given):
+        raise wrong("prompt", given.get("prompt"), "and messages: exactly one of them is needed", "Send one")
+    tokenizer = session.tokenizer
+
+    def encoded() -> list[int]:
+        if "prompt" in given:
+            return list(tokenizer.encode(given["prompt"], add_special_tokens=given.get("add_special_tokens", True)))
+        options = template_options(exchange, {k: v for k, v in given.items() if k != "add_special_tokens"})
+        text = asked(session.render, plain_messages(given["messages"]), options)
+        return list(tokenizer.encode(text, add_special_tokens=given.get("add_special_tokens", False)))
+
+    ids = await anyio.to_thread.run_sync(encoded)
+    body: dict[str, Any] = {"count": len(ids), "max_model_len": session.config.max_model_len, "tokens": ids}
+    body["token_strs"] = [tokenizer.token(one) for one in ids] if given.get("return_token_strs") else None
+    await exchange.reply(body)
+
+
+async def detokenize(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Answer with the text of token ids, special tokens included."""
+    _, session = model_of(exchange, given)
+    if (unknown := max(given["tokens"])) >= session.tokenizer.vocab_size:
+        fix = f"Use ids from 0 to {session.tokenizer.vocab_size - 1}"
+        raise wrong("tokens", unknown, "is not a token id of this model", fix)
+    decode = partial(session.tokenizer.decode, given["tokens"], skip_special_tokens=False)
+    text = decode() if exchange.size < IN_A_THREAD else await anyio.to_thread.run_sync(decode)
+    await exchange.reply({"prompt": text})
+
+
+async def abort(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Abort requests; an id that no living request of this sender has is no error."""
+    ids = [*given.get("request_ids", ()), *([given["request_id"]] if "request_id" in given else ())]
+    if not ids:
+        raise missing("request_id", "Send request_id or request_ids")
+    life = exchange.service.life
+    aborted = [one for one in ids if life.abort(_bare(one), exchange.key)]
+    await exchange.reply({"aborted": aborted})
+
+
+def _bare(request_id: str) -> str:
+    """The id as it was sent: without what an answer's `id` begins with."""
+    for prefix in ("chatcmpl-", "cmpl-", "resp_", "msg_"):
+        request_id = request_id.removeprefix(prefix)
+    return request_id
+
+
+class Get:
+    """An ASGI app that answers a GET without a body."""
+
+    def __init__(self, service: Service, path: str, handler: Handler) -> None:
+        self._service, self._path, self._handler = service, path, handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(self._service, scope, send)
+        status = await refusing(exchange, OpenAI(), partial(self._handler, exchange, scope.get("path_params", {})))
+        self._service.metrics.http(self._path, status)
+
+
+async def health(exchange: Exchange, given: dict[str, Any]) -> None:
+    """200 if every model answers; 503 while one is loading or closed, or the server drains."""
+    service = exchange.service
+    if service.life.draining:
+        raise unavailable("the server is shutting down", retry_after=None)
+    if (trouble := service.models.trouble) is not None:
+        raise unavailable(trouble)
+    await exchange.reply({"status": "ok"})
+
+
+async def list_models(exchange: Exchange, given: dict[str, Any]) -> None:
+    """OpenAI's list of models."""
+    found = exchange.service.models.by_name.values()
+    await exchange.reply({"object": "list", "data": [one.described() for one in found]})
+
+
+async def one_model(exchange: Exchange, given: dict[str, Any]) -> None:
+    """One model; 404 for a name that is not served."""
+    await exchange.reply(exchange.service.models.get(given["name"]).described())
+
+
+async def version(exchange: Exchange, given: dict[str, Any]) -> None:
+    await exchange.reply({"version": VERSION})
+
+
+async def metrics(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Prometheus' exposition. The sessions are asked in a thread, since that waits for the turn of their loops."""
+    accept = header(exchange.scope, b"accept") or ""
+    data, kind = await anyio.to_thread.run_sync(exchange.service.metrics.text, accept)
+    await exchange.reply_bytes(data, kind.encode())
+
+
+def not_found(path: str) -> Refused:
+    return Refused(404, f"there is no {path[:200]!r} here. GET /openapi.json lists what there is", code="not_found")

@@ -1,0 +1,233 @@
+"""What the fields of a request may hold. A kind checks a JSON value, and describes itself as a JSON schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rekindle._src.serve.errors import missing, wrong
+
+
+class Kind(Protocol):
+    """One kind of JSON value."""
+
+    def check(self, value: Any, path: str) -> Any:
+        """The value, normalised; raises `Refused` that names `path`."""
+        ...
+
+    def schema(self) -> dict[str, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Anything:
+    """Any JSON value, checked later or by the template that reads it."""
+
+    def check(self, value: Any, path: str) -> Any:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A finite number within bounds, both of which belong to it."""
+
+    low: float | None = None
+    high: float | None = None
+    whole: bool = False
+
+    def check(self, value: Any, path: str) -> Any:
+        kind = "a whole number" if self.whole else "a number"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong(path, value, f"must be {kind}", "Pass a JSON number")
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise wrong(path, value, f"must be {kind}", "Pass a finite one")
+            if self.whole:
+                if not value.is_integer():
+                    raise wrong(path, value, f"must be {kind}", "Round it")
+                value = int(value)
+        if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
+            raise wrong(path, value, f"must be {self._bounds()}", "Change it, or leave it out")
+        return value if self.whole else float(value) if abs(value) < 1e300 else value
+
+    def _bounds(self) -> str:
+        if self.high is None:
+            return f"at least {self.low}"
+        return f"at most {self.high}" if self.low is None else f"between {self.low} and {self.high}"
+
+    def schema(self) -> dict[str, Any]:
+        bounds = {"minimum": self.low, "maximum": self.high}
+        return {"type": "integer" if self.whole else "number", **{k: v for k, v in bounds.items() if v is not None}}
+
+
+def whole(low: int | None = None, high: int | None = None) -> Number:
+    """A whole number; 3.0 is one."""
+    return Number(low, high, whole=True)
+
+
+INT64 = whole(-(2**63), 2**64 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """true or false."""
+
+    def check(self, value: Any, path: str) -> bool:
+        if not isinstance(value, bool):
+            raise wrong(path, value, "is neither true nor false", "Pass one of them")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "boolean"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A string of `least` to `most` characters."""
+
+    most: int | None = None
+    least: int = 0
+
+    def check(self, value: Any, path: str) -> str:
+        if not isinstance(value, str):
+            raise wrong(path, value, "is not a string", "Pass one")
+        if len(value) < self.least or (self.most is not None and len(value) > self.most):
+            bounds = f"{self.least} to {self.most}" if self.most is not None else f"at least {self.least}"
+            raise wrong(path, value, f"has {len(value):,} characters, not {bounds}", "Change it, or leave it out")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"type": "string"}
+        if self.least:
+            found["minLength"] = self.least
+        if self.most is not None:
+            found["maxLength"] = self.most
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of several strings."""
+
+    values: tuple[str, ...]
+
+    def check(self, value: Any, path: str) -> str:
+        if not isinstance(value, str) or value not in self.values:
+            raise wrong(path, value, "is not known", f"Use one of {', '.join(self.values)}")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.values)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """A list, all of whose entries are of one kind."""
+
+    kind: Kind
+    least: int = 0
+    most: int | None = None
+
+    def check(self, value: Any, path: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise wrong(path, value, "is not a list", "Pass a JSON array")
+        if len(value) < self.least:
+            few = "is empty" if not value else f"has fewer than {self.least} entries"
+            raise wrong(path, value, few, "Add one")
+        if self.most is not None and len(value) > self.most:
+            raise wrong(path, f"{len(value):,} entries", f"has more than {self.most:,}", "Pass fewer")
+        check = self.kind.check
+        return [check(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
+
+    def schema(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"type": "array", "items": self.kind.schema()}
+        if self.least:
+            found["minItems"] = self.least
+        if self.most is not None:
+            found["maxItems"] = self.most
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenIds:
+    """A list of token ids, with at least one. Whether the model has them is found out when it takes the prompt in."""
+
+    def check(self, value: Any, path: str) -> list[int]:
+        if not isinstance(value, list) or not value or not all(type(one) is int and 0 <= one < 2**31 for one in value):
+            raise wrong(path, value, "is not a list of token ids", "Pass whole numbers from 0")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {
+            "type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1,
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Either:
+    """A value of the first kind that fits, told apart by JSON types; `what` says what is expected."""
+
+    what: str
+    kinds: tuple[tuple[type | tuple[type, ...], Kind], ...]
+
+    def check(self, value: Any, path: str) -> Any:
+        for types, kind in self.kinds:
+            if isinstance(value, types):
+                return kind.check(value, path)
+        raise wrong(path, value, f"is not {self.what}", f"Pass {self.what}")
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [kind.schema() for _, kind in self.kinds]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """An object whose keys are free and whose values are of one kind."""
+
+    kind: Kind
+    most: int = 10_000
+
+    def check(self, value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise wrong(path, value, "is not an object", "Pass a JSON object")
+        if len(value) > self.most:
+            raise wrong(path, f"{len(value):,} entries", f"has more than {self.most:,}", "Pass fewer")
+        return {key: self.kind.check(entry, f"{path}.{key}") for key, entry in value.items()}
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "object", "additionalProperties": self.kind.schema()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An object with known members; those in `needed` have to be there, others may be as they like."""
+
+    members: tuple[tuple[str, Kind], ...]
+    needed: tuple[str, ...] = ()
+
+    def check(self, value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise wrong(path, value, "is not an object", "Pass a JSON object")
+        for name in self.needed:
+            if value.get(name) is None:
+                raise missing(f"{path}.{name}")
+        found = dict(value)
+        for name, kind in self.members:
+            if found.get(name) is not None:
+                found[name] = kind.check(found[name], f"{path}.{name}")
+        return found
+
+    def schema(self) -> dict[str, Any]:
+        members = {
+            name: kind.schema() if name in self.needed else nullable(kind.schema()) for name, kind in self.members
+        }
+        return {"type": "object", "properties": members, **({"required": list(self.needed)} if self.needed else {})}
+
+
+def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema, and null."""
+    return {"anyOf": [schema, {"type": "null"}]} if schema else {}

@@ -1,0 +1,141 @@
+"""Uvicorn with an end of its own: refuses at once, lets answers finish, and cuts them on a second signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from rekindle._src.serve.life import Life
+from rekindle.errors import ConfigError
+
+log = logging.getLogger("rekindle.server")
+CUT_SECONDS = 5.0  # in which answers that were cut have to end
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Listener(uvicorn.Server):
+    """Serves one app on one socket."""
+
+    def __init__(
+        self, app: Any, life: Life, bound: socket.socket, *, started: Callable[[], object], access_log: bool = False
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=access_log,
+            server_header=False,
+            ws="none",
+            lifespan="on",
+            timeout_graceful_shutdown=None,
+        )
+        super().__init__(config)
+        if access_log:
+            lines = logging.getLogger("uvicorn.access")
+            lines.setLevel(logging.INFO)
+            lines.propagate = False
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+            lines.handlers = [handler]
+        self.life, self.bound = life, bound
+        self.drain_seconds = 0.0
+        self._on_started = started
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def serve_forever(self) -> None:
+        """Serve in this thread until `stop`."""
+        self.run(sockets=[self.bound])
+
+    def stop(self, drain: float) -> None:
+        """Take nothing more on; what runs may go on for `drain` seconds. A second call cuts it. From any thread."""
+        again, self.life.draining = self.life.draining, True
+        if not again:
+            self.drain_seconds = drain
+        self.should_exit = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._cut if again else self._refuse)
+
+    def _refuse(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    def _cut(self) -> None:
+        self.life.abort_all()
+
+    # What uvicorn calls.
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.life.draining = True
+        self._refuse()
+        waiting = asyncio.create_task(self._drain())
+        self.config.timeout_graceful_shutdown = int(self.drain_seconds + 2 * CUT_SECONDS)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            waiting.cancel()
+
+    async def _drain(self) -> None:
+        await asyncio.sleep(self.drain_seconds)
+        if self.life.active:
+            log.warning("%d answers were not ready after %.0f s and are cut", len(self.life.active), self.drain_seconds)
+        self._cut()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the caller's, see `signals`."""
+        yield
+
+    @contextlib.contextmanager
+    def signals(self, drain: float) -> Iterator[None]:
+        """In the main thread: SIGINT and SIGTERM end the server; another one cuts what still runs."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.stop(drain)
+
+        before = {number: signal.signal(number, stop) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address; raises `ConfigError` if it can't be had."""
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65_536:
+        raise ConfigError("port", port, "is not a port", "Use 0 for any free one, or 1 to 65535")
+    try:
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            "host", host, f"is not known: {error}", "Use 127.0.0.1, or 0.0.0.0 for all networks"
+        ) from None
+    family, kind, protocol, _, address = found[0]
+    # asyncio turns Nagle's algorithm off only where the protocol is given; it would hold small events back.
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            "port", port, f"can't be had on {host}: {error.strerror}", "Use port=0 for a free one"
+        ) from None
+    bound.setblocking(False)
+    return bound

@@ -1,0 +1,105 @@
+"""Log-probabilities in the two shapes of OpenAI's API, and as vLLM reports those of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rekindle._src.core.records import TokenLogprobs
+from rekindle._src.text.token_bytes import token_bytes
+
+LOWEST = -9999.0  # what stands for minus infinity, which JSON does not have
+_MOST_REMEMBERED = 65_536
+
+
+class TokenNames:
+    """The texts and bytes of tokens, each made once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def get(self, token_id: int) -> tuple[str, list[int]]:
+        """A token's text and its bytes; half a character shows as �."""
+        found = self._known.get(token_id)
+        if found is None:
+            data = token_bytes(self._tokenizer, token_id) if self._tokenizer.has_text else b""
+            text = data.decode("utf-8", "replace") if self._tokenizer.has_text else f"token_id:{token_id}"
+            if len(self._known) >= _MOST_REMEMBERED:
+                self._known.clear()
+            found = self._known[token_id] = text, list(data)
+        return found
+
+
+def finite(logprob: float) -> float:
+    """The log-probability, or -9999 for minus infinity."""
+    return logprob if logprob > LOWEST else LOWEST
+
+
+class Shapes:
+    """Builds both shapes for one request; with `as_ids`, tokens are named by their ids."""
+
+    def __init__(self, names: TokenNames, *, as_ids: bool = False) -> None:
+        self._names, self._as_ids = names, as_ids
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self._names.get(token_id)[0]
+
+    # Chat completions.
+
+    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The `logprobs` of a choice or a chunk."""
+        return {"content": [{**self._one(e.token_id, e.logprob), "top_logprobs": self._top(e)} for e in entries],
+                "refusal": None}  # fmt: skip
+
+    def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.name(token_id), "logprob": finite(logprob), "bytes": self._names.get(token_id)[1]}
+
+    def _top(self, entry: TokenLogprobs) -> list[dict[str, Any]]:
+        return [self._one(*pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+
+    # Completions.
+
+    def completion(self, entries: Sequence[TokenLogprobs | int], offset: int = 0) -> tuple[dict[str, Any], int]:
+        """The `logprobs` of a choice whose text begins at `offset`, and where the next one begins.
+
+        An entry that is an id alone is a prompt's first token, which has no probability.
+        """
+        tokens, offsets, own, top = [], [], [], []
+        for entry in entries:
+            token_id = entry if isinstance(entry, int) else entry.token_id
+            tokens.append(self.name(token_id))
+            offsets.append(offset)
+            offset += len(self._names.get(token_id)[0])
+            own.append(None if isinstance(entry, int) else finite(entry.logprob))
+            top.append(None if isinstance(entry, int) else self._by_text(entry))
+        return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}, offset
+
+    def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token_id, logprob in (
+            *zip(entry.top_ids, entry.top_logprobs, strict=True),
+            (entry.token_id, entry.logprob),
+        ):
+            found.setdefault(self.name(token_id), finite(logprob))
+        return found
+
+    # vLLM's prompt_logprobs.
+
+    def prompt(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+        """One entry for each prompt token: null for the first, then logprob, rank and text by token id."""
+        found: list[dict[str, Any] | None] = [None]
+        for entry in entries:
+            ranks = {token: rank + 1 for rank, token in enumerate(entry.top_ids)}
+            pairs = dict(zip(entry.top_ids, entry.top_logprobs, strict=True)) | {entry.token_id: entry.logprob}
+            found.append(
+                {
+                    str(token): {
+                        "logprob": finite(logprob),
+                        "rank": ranks.get(token),
+                        "decoded_token": self._names.get(token)[0],
+                    }
+                    for token, logprob in pairs.items()
+                }
+            )
+        return found

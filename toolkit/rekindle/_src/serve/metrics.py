@@ -1,0 +1,272 @@
+"""What `/metrics` tells: counts and histograms of requests, and the sessions' own figures when they are asked for."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from rekindle._src.core.records import Completion, TextDelta
+from rekindle._src.serve.ends import FINISHED
+from rekindle._src.serve.life import Life
+from rekindle._src.serve.models import Models
+from rekindle.errors import MissingExtra, SessionClosed
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+Names = Literal["rekindle", "vllm", "both"]
+_PREFIXES: dict[str, tuple[str, ...]] = {
+    "rekindle": ("rekindle_",), "vllm": ("vllm:",), "both": ("rekindle_", "vllm:"),
+}  # fmt: skip
+_SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_SIZES = tuple(1 << power for power in range(15))
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+
+
+class _Told(NamedTuple):
+    """A histogram's help text and its buckets."""
+
+    help: str
+    buckets: Sequence[float]
+
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": _Told("From the arrival of a request to its first token.", _SHORT),
+    "inter_token_latency_seconds": _Told("From one token to the next.", _BETWEEN),
+    "e2e_request_latency_seconds": _Told("From the arrival of a request to its end.", _LONG),
+    "request_queue_time_seconds": _Told("In which a request waited.", _LONG),
+    "request_prefill_time_seconds": _Told("From a request's admission to its first token.", _LONG),
+    "request_decode_time_seconds": _Told("From a request's first token to its last.", _LONG),
+    "request_inference_time_seconds": _Told("From a request's admission to its end.", _LONG),
+    "request_prompt_tokens": _Told("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": _Told("Tokens that a sequence generated.", _TOKENS),
+}
+GAUGES = {  # from session.stats()
+    "num_requests_running": ("Sequences that steps compute now.", lambda s: s.running),
+    "num_requests_waiting": ("Sequences that wait.", lambda s: s.waiting + s.waiting_for_a_place),
+    "kv_cache_usage_perc": ("Share of the KV pages that requests hold; 1 is all.", lambda s: _share(s)),
+}
+COUNTERS = {
+    "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", lambda s: s.prompt_tokens),
+    "prefix_cache_hits": ("Prompt tokens that were found in it.", lambda s: s.cached_tokens),
+    "num_preemptions": ("Times that a request lost its pages to an older one.", lambda s: s.preemptions),
+    "prompt_tokens": ("Prompt tokens of admitted requests.", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens that were sampled.", lambda s: s.generated_tokens),
+}
+OWN_COUNTERS = {  # rekindle's alone
+    "steps": ("Steps of the engine.", lambda s: s.steps),
+    "slow_steps": ("Steps that took longer than step_timeout.", lambda s: s.slow_steps),
+    "requests_aborted": ("Sequences that were cancelled.", lambda s: s.aborted),
+    "requests_failed": ("Sequences that ended by an error.", lambda s: s.failed),
+    "drafted_tokens": ("Tokens that prompt_lookup proposed.", lambda s: s.drafted_tokens),
+    "accepted_tokens": ("Of them, those that sampling confirmed.", lambda s: s.accepted_tokens),
+}
+
+FLEET_GAUGES = {  # where a fleet is served
+    "replicas": ("Processes that run the model.", lambda s: len(s.replicas)),
+    "replicas_ready": ("Of them, those that take requests.", lambda s: s.ready),
+    "replicas_imbalance": (
+        "Requests sent to the replica that got most, in proportion to the mean.",
+        lambda s: s.imbalance,
+    ),
+}
+FLEET_COUNTERS = {
+    "replicas_lost": ("Processes that died or hung.", lambda s: s.lost),
+    "requests_moved": ("Sequences that went on in another replica.", lambda s: s.moved),
+}
+
+
+def _share(stats: Any) -> float:
+    return stats.pages_held / stats.pages_total if stats.pages_total else 0.0
+
+
+def _cumulative(step_sizes: Mapping[int, int]) -> list[tuple[str, float]]:
+    """Pairs of upper bounds and how many steps computed no more tokens."""
+    found = [(str(float(size)), float(sum(n for of, n in step_sizes.items() if of <= size))) for size in _SIZES]
+    return [*found, ("+Inf", float(sum(step_sizes.values())))]
+
+
+class Histogram:
+    """Counts in buckets; a bisection and two additions for each value."""
+
+    __slots__ = ("buckets", "counts", "sum")
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self.buckets = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.buckets, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Pairs of upper bounds and how many values are not above them, as Prometheus wants them."""
+        total, found = 0, []
+        for bound, count in zip((*map(float, self.buckets), float("inf")), self.counts, strict=True):
+            total += count
+            found.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return found
+
+
+class Metrics:
+    """Records what passes, on the server's loop; `text` may be called in any thread."""
+
+    def __init__(self, models: Models, life: Life, names: Names = "rekindle") -> None:
+        self._models, self._life, self._prefixes = models, life, _PREFIXES[names]
+        self._http: Counter[tuple[str, int]] = Counter()
+        self._ended: Counter[tuple[str, str]] = Counter()
+        self._histograms: defaultdict[str, dict[str, Histogram]] = defaultdict(
+            lambda: {name: Histogram(told.buckets) for name, told in HISTOGRAMS.items()}
+        )
+        self._registry: CollectorRegistry | None = None
+
+    # Recording.
+
+    def http(self, path: str, status: int) -> None:
+        """A response was sent."""
+        self._http[path, status] += 1
+
+    def clock(self, model: str) -> Callable[[TextDelta], object]:
+        """To be called with each delta of one stream: measures the time between tokens."""
+        between = self._histograms[model]["inter_token_latency_seconds"]
+        last: dict[int, float] = {}
+
+        def take(delta: TextDelta) -> None:
+            tokens = len(delta.token_ids)
+            if not tokens:
+                return
+            now = time.perf_counter()
+            before = last.get(delta.index)
+            last[delta.index] = now
+            if before is not None:
+                between.observe((now - before) / tokens, tokens)
+
+        return take
+
+    def ended(self, model: str, completions: Sequence[Completion], *, streamed: bool) -> None:
+        """The sequences of one prompt have ended."""
+        histograms = self._histograms[model]
+        for done in completions:
+            self._ended[model, FINISHED[done.finish_reason]] += 1
+            times, tokens = done.timings, len(done.token_ids)
+            histograms["request_prompt_tokens"].observe(done.usage.prompt_tokens)
+            histograms["request_generation_tokens"].observe(tokens)
+            histograms["e2e_request_latency_seconds"].observe(times.total)
+            histograms["request_queue_time_seconds"].observe(times.queued)
+            histograms["request_inference_time_seconds"].observe(times.total - times.queued)
+            if tokens:
+                histograms["time_to_first_token_seconds"].observe(times.first_token)
+                histograms["request_prefill_time_seconds"].observe(times.first_token - times.queued)
+                histograms["request_decode_time_seconds"].observe(times.total - times.first_token)
+            if tokens > 1 and not streamed:
+                mean = (times.total - times.first_token) / (tokens - 1)
+                histograms["inter_token_latency_seconds"].observe(mean, tokens - 1)
+
+    # Telling.
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """The exposition and its content type. Asks the sessions for their figures, which blocks this thread."""
+        try:
+            from prometheus_client import CollectorRegistry, ProcessCollector
+            from prometheus_client.exposition import choose_encoder
+        except ImportError as error:
+            raise MissingExtra("prometheus_client", "serve") from error
+        if self._registry is None:
+            self._registry = CollectorRegistry(auto_describe=False)
+            ProcessCollector(registry=self._registry)
+            self._registry.register(self)  # type: ignore[arg-type]
+        encode, kind = choose_encoder(accept)
+        return encode(self._registry), kind
+
+    def collect(self) -> Iterator[Any]:
+        """All metrics, as prometheus_client wants them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        figures = self._figures()
+        for prefix in self._prefixes:
+            yield from self._of_sessions(prefix, figures)
+            yield from self._of_requests(prefix)
+        waiting = GaugeMetricFamily("rekindle_queued_prompt_tokens", "Prompt tokens that wait, about.")
+        waiting.add_metric([], self._life.queued_tokens)
+        yield waiting
+        responses = CounterMetricFamily("http_requests", "Responses by path and status.", labels=["handler", "status"])
+        for (path, status), count in sorted(self._http.items()):
+            responses.add_metric([path, str(status)], count)
+        yield responses
+
+    def _figures(self) -> dict[str, Any]:
+        found = {}
+        for name, served in self._models.by_name.items():
+            if served.session is not None and not served.session.closed:
+                try:
+                    found[name] = served.session.stats()
+                except SessionClosed:
+                    continue
+        return found
+
+    def _of_sessions(self, prefix: str, figures: dict[str, Any]) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        tables: list[tuple[Any, dict[str, tuple[str, Callable[[Any], float]]]]] = [
+            (GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS),
+        ]  # fmt: skip
+        if prefix == "rekindle_":
+            tables.append((CounterMetricFamily, OWN_COUNTERS))
+        yield from _families(prefix, tables, figures)
+        fleets = {model: stats for model, stats in figures.items() if hasattr(stats, "replicas")}
+        if fleets and prefix == "rekindle_":
+            more = [(GaugeMetricFamily, FLEET_GAUGES), (CounterMetricFamily, FLEET_COUNTERS)]
+            yield from _families(prefix, more, fleets)
+        labels = ["model_name", "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"]
+        info = GaugeMetricFamily(prefix + "cache_config_info", "How the KV cache is laid out.", labels=labels)
+        for model in figures:
+            session = self._models.by_name[model].session
+            if session is not None:
+                config = session.config
+                layout = (config.page_size, config.device_pages, config.kv_dtype, config.prefix_cache)
+                info.add_metric([model, *map(str, layout)], 1)
+        yield info
+
+        sizes = HistogramMetricFamily(prefix + "iteration_tokens_total", "Tokens of a step.", labels=["model_name"])
+        for model, stats in figures.items():
+            sizes.add_metric([model], buckets=_cumulative(stats.step_sizes), sum_value=stats.tokens)
+        yield sizes
+        if prefix == "vllm:":  # dashboards join with it; no adapters are served
+            labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+            adapters = GaugeMetricFamily(prefix + "lora_requests_info", "Adapters of running requests.", labels=labels)
+            adapters.add_metric(["0", "", ""], time.time())
+            yield adapters
+
+    def _of_requests(self, prefix: str) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        ended = CounterMetricFamily(
+            prefix + "request_success", "Sequences by how they ended.", labels=["model_name", "finished_reason"]
+        )
+        for (model, reason), count in sorted(self._ended.items()):
+            ended.add_metric([model, reason], count)
+        yield ended
+        for name, told in HISTOGRAMS.items():
+            family = HistogramMetricFamily(prefix + name, told.help, labels=["model_name"])
+            for model, histograms in sorted(self._histograms.items()):
+                one = histograms[name]
+                family.add_metric([model], buckets=one.cumulative(), sum_value=one.sum)
+            yield family
+
+
+def _families(
+    prefix: str, tables: Sequence[tuple[Any, Mapping[str, Any]]], figures: Mapping[str, Any]
+) -> Iterator[Any]:
+    """Metrics that are read from the figures of each model."""
+    for kind, table in tables:
+        for name, (help, read) in table.items():
+            family = kind(prefix + name, help, labels=["model_name"])
+            for model, stats in figures.items():
+                family.add_metric([model], read(stats))
+            yield family

@@ -1,0 +1,86 @@
+"""The models that a server serves, by name: open, still opening, or failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rekindle._src.serve.contract import SessionLike
+from rekindle._src.serve.errors import Refused, unavailable
+from rekindle.errors import ConfigError
+
+
+class Served:
+    """One model under its name."""
+
+    def __init__(self, name: str, given: Any) -> None:
+        self.name = name
+        self.created = int(time.time())
+        self.session: SessionLike | None = given if hasattr(given, "submit") else None
+        self.opening: Any = None if self.session is not None else given
+        self.failure: BaseException | None = None
+
+    def open(self) -> SessionLike:
+        """Its session; raises `Refused` while there is none."""
+        session = self.session
+        if session is None:
+            state = "is being loaded" if self.failure is None else "could not be opened; the server's log says why"
+            raise unavailable(f"the model {self.name!r} {state}")
+        if session.closed:
+            raise unavailable(f"the session of {self.name!r} is closed", retry_after=None)
+        return session
+
+    async def load(self) -> None:
+        """Wait until it is open; keeps and raises the error if that fails."""
+        try:
+            self.session = await self.opening
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def described(self) -> dict[str, Any]:
+        """OpenAI's model object."""
+        found = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rekindle"}
+        if self.session is not None:
+            found |= {"max_model_len": self.session.config.max_model_len, "root": self.session.model}
+        return found
+
+
+class Models:
+    """All models of a server; the first is what a request without `model` gets."""
+
+    def __init__(self, given: Any, name: str | None = None) -> None:
+        if isinstance(given, Mapping):
+            if name is not None:
+                raise ConfigError("name", name, "is given beside a mapping of names to sessions", "Leave it out")
+            if not given or not all(isinstance(one, str) and one for one in given):
+                raise ConfigError("sessions", list(given), "does not map names to sessions", 'Pass {"name": session}')
+            self.by_name = {one: Served(one, session) for one, session in given.items()}
+        else:
+            name = name or Path(str(getattr(given, "model", "") or "model")).name
+            self.by_name = {name: Served(name, given)}
+
+    def get(self, name: str | None) -> Served:
+        """A model by its name; raises `Refused` (404) for one that is not here."""
+        if name is None:
+            return next(iter(self.by_name.values()))
+        found = self.by_name.get(name)
+        if found is None:
+            known = ", ".join(self.by_name)
+            raise Refused(
+                404, f"the model {name[:200]!r} does not exist here. Use one of: {known}", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        return found
+
+    @property
+    def trouble(self) -> str | None:
+        """Why not every model can be asked now, or None."""
+        for one in self.by_name.values():
+            try:
+                one.open()
+            except Refused as refused:
+                return refused.message
+        return None

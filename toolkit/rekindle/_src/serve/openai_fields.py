@@ -1,0 +1,211 @@
+"""The fields of OpenAI's completions and chat completions, with the extensions that vLLM's clients know."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rekindle._src.core.bounds import MAX_BAD_WORDS, MAX_WORD
+from rekindle._src.core.sampling import MAX_ALLOWED_TOKENS
+from rekindle._src.serve.errors import wrong
+from rekindle._src.serve.fields import Endpoint, Field, ignored, refused
+from rekindle._src.serve.kinds import (
+    INT64,
+    Anything,
+    Choice,
+    Either,
+    Flag,
+    Items,
+    Number,
+    Shape,
+    Table,
+    Text,
+    TokenIds,
+    whole,
+)
+
+MOST_PROMPTS = 2_048  # of one request
+MOST_MESSAGES = 10_000
+MOST_N = 1_024
+MOST = 2**31 - 1
+REQUEST_ID = Text(most=128, least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """One prompt or several, as a list of texts and lists of token ids."""
+
+    def check(self, value: Any, path: str) -> list[str | list[int]]:
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
+            raise wrong(path, value, "is no prompt", "Pass a string, token ids, or a list of them")
+        if type(value[0]) is int:
+            return [TokenIds().check(value, path)]
+        if len(value) > MOST_PROMPTS:
+            raise wrong(path, f"{len(value):,} prompts", f"are over {MOST_PROMPTS:,}", "Send several requests")
+        return [one if isinstance(one, str) else TokenIds().check(one, f"{path}[{at}]") for at, one in enumerate(value)]
+
+    def schema(self) -> dict[str, Any]:
+        ids = TokenIds().schema()
+        several = ({"type": "array", "items": one, "minItems": 1, "maxItems": MOST_PROMPTS} for one in (TEXT, ids))
+        return {"anyOf": [TEXT, ids, *several]}
+
+
+TEXT = Text().schema()
+PROMPTS = Prompts()
+STOP = Either("a string or a list of strings", ((str, Text()), (list, Items(Text(), most=64))))
+OBJECT = Table(Anything())
+
+CONTENT = Either("a string or a list of parts", ((str, Text()), (list, Items(Shape((("type", Text()),), ("type",))))))
+MESSAGE = Shape(
+    (
+        ("role", Text(most=64, least=1)),
+        ("content", CONTENT),
+        ("name", Text()),
+        ("reasoning", Text()),
+        ("reasoning_content", Text()),
+        ("tool_call_id", Text()),
+        (
+            "tool_calls",
+            Items(Shape((("id", Text()), ("type", Text()), ("function", Shape((("name", Text()),), ("name",)))))),
+        ),
+    ),
+    ("role",),
+)
+FORMAT = Shape((("type", Text()), ("json_schema", OBJECT)), ("type",))
+TOOL = Shape(
+    (
+        ("type", Choice(("function",))),
+        (
+            "function",
+            Shape((("name", Text(most=256, least=1)), ("description", Text()), ("parameters", OBJECT)), ("name",)),
+        ),
+    ),
+    ("function",),
+)
+TOOL_CHOICE = Either("a word or a function", ((str, Choice(("none", "auto", "required"))), (dict, OBJECT)))
+STREAM_OPTIONS = Shape((("include_usage", Flag()), ("continuous_usage_stats", Flag())))
+
+SAMPLING = (
+    Field("temperature", Number(0, 100), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
+    Field("top_p", Number(0, 1), "Draw from the most likely tokens that have this probability together."),
+    Field("top_k", whole(-1, MOST), "Draw from the k most likely tokens; 0 and -1 are off."),
+    Field("min_p", Number(0, 1), "Draw from tokens at least this share as likely as the most likely one."),
+    Field("repetition_penalty", Number(0), "Divides the logits of tokens in prompt and output; 1 is off."),
+    Field("presence_penalty", Number(-2, 2), "Taken off the logits of tokens in the output."),
+    Field("frequency_penalty", Number(-2, 2), "The same, for each time that the token occurred."),
+    Field("logit_bias", Table(Number(-100, 100), most=300), "Added to the logits of these token ids."),
+    Field("allowed_token_ids", Items(whole(0, MOST), most=MAX_ALLOWED_TOKENS), "Only these tokens may come."),
+    Field("bad_words", Items(Text(most=MAX_WORD, least=1), most=MAX_BAD_WORDS), "Words that may not come."),
+    Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
+    Field("n", whole(1, MOST_N), "Choices for each prompt."),
+    Field("stop", STOP, "Strings that end the text."),
+    Field("stop_token_ids", Items(whole(0, 2**31 - 1), most=16), "Token ids that end the text."),
+    Field("include_stop_str_in_output", Flag(), "Leave the stop string in the text.", option="include_stop"),
+    Field("min_tokens", whole(0, MOST), "New tokens before the end of sequence may come."),
+    Field("ignore_eos", Flag(), "Go on after the model's own end of sequence."),
+    Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
+    Field("cache_salt", Text(most=1_024, least=1), "Cached pages are shared with this salt only.", option="salt"),
+)
+
+SERVING = (
+    Field("model", Text(most=512), "The name of a served model; may be left out."),
+    Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
+    Field("stream_options", STREAM_OPTIONS, "include_usage, continuous_usage_stats; only with stream."),
+    Field("request_id", REQUEST_ID, "Names the request in its id, for /abort and in the log; or X-Request-Id."),
+    Field("return_token_ids", Flag(), "Add token_ids to choices, and prompt_token_ids."),
+    Field("return_tokens_as_token_ids", Flag(), "Name tokens in log-probabilities as token_id:123."),
+    Field("prompt_logprobs", whole(0, 20), "Log-probabilities of the prompt's tokens, as prompt_logprobs."),
+    Field("add_special_tokens", Flag(), "Let the tokenizer add special tokens to the prompt."),
+)
+
+HARMLESS = (
+    ignored("user", "Not used; see cache_salt for keeping users' caches apart."),
+    ignored("metadata", "Not stored."),
+    ignored("service_tier", "There is one."),
+    ignored("prompt_cache_key", "Prefixes are found by their content."),
+    ignored("prompt_cache_options", "Prefixes are found by their content."),
+    ignored("prompt_cache_retention", "Pages are kept while there is room."),
+    ignored("safety_identifier", "Not used."),
+    ignored("verbosity", "Not a property of these models."),
+    ignored("spaces_between_special_tokens", "Byte-level decoding has no such spaces."),
+)
+
+NOT_SERVED = (
+    refused("use_beam_search", "there is no beam search", False),
+    refused("length_penalty", "it belongs to beam search", 1, 1.0),
+    refused("early_stopping", "it belongs to beam search", False),
+    refused("logits_processors", "processors are given to open()", []),
+    refused("truncate_prompt_tokens", "shorten the prompt before sending it"),
+    refused("skip_special_tokens", "special tokens have no text here; ask for return_token_ids", True),
+    refused("prompt_embeds", "prompts are text or token ids", []),
+    refused("kv_transfer_params", "the cache stays in this process"),
+    refused("vllm_xargs", "it belongs to vLLM", {}),
+    refused("moderation", "there is no moderation"),
+    refused("guided_json", "its newer name is structured_outputs.json"),
+    refused("guided_regex", "its newer name is structured_outputs.regex"),
+    refused("guided_choice", "its newer name is structured_outputs.choice"),
+    refused("guided_grammar", "its newer name is structured_outputs.grammar"),
+    refused("guided_decoding_backend", "there is one"),
+    refused("guided_whitespace_pattern", "there is none"),
+)
+
+STRUCTURED = (
+    Field("response_format", FORMAT, "text, json_object, or json_schema with a schema."),
+    Field("structured_outputs", OBJECT, "One of json (a schema), regex, choice, grammar, json_object."),
+)
+
+COMPLETIONS = Endpoint(
+    "/v1/completions",
+    "Continue prompts",
+    (
+        Field("prompt", PROMPTS, "A string, token ids, or a list of strings or of lists of token ids.", needed=True),
+        *SERVING,
+        Field("max_tokens", whole(0, MOST), "New tokens at most. Absent: 16. 0 scores a prompt, with echo."),
+        Field("echo", Flag(), "Begin the text with the prompt; with logprobs, its tokens' ones too."),
+        Field("logprobs", whole(0, 20), "Log-probabilities of the output, with the k most likely tokens."),
+        Field("best_of", whole(1, MOST_N), "Only 1 or the same as n."),
+        *SAMPLING,
+        *STRUCTURED,
+        refused("suffix", "text is continued, not filled in", ""),
+        *HARMLESS,
+        *NOT_SERVED,
+    ),
+)
+
+CHAT = Endpoint(
+    "/v1/chat/completions",
+    "Answer a conversation",
+    (
+        Field("messages", Items(MESSAGE, least=1, most=MOST_MESSAGES), "The conversation so far.", needed=True),
+        *SERVING,
+        Field("max_completion_tokens", whole(1, MOST), "New tokens at most. Absent: what the context has room for."),
+        Field("max_tokens", whole(1, MOST), "The older name of max_completion_tokens."),
+        Field("logprobs", Flag(), "Log-probabilities of the output's tokens."),
+        Field("top_logprobs", whole(0, 20), "With logprobs: of this many most likely tokens at each position, too."),
+        *SAMPLING,
+        Field("reasoning_effort", Text(most=64), "A variable of the chat template; 'none' sets enable_thinking=false."),
+        Field("chat_template_kwargs", OBJECT, "Variables of the chat template."),
+        Field("documents", Items(OBJECT, most=MOST_MESSAGES), "Documents, for templates that read them."),
+        Field("add_generation_prompt", Flag(), "Begin the assistant's turn; true by default."),
+        Field("continue_final_message", Flag(), "Go on with the last message instead of a new one."),
+        Field("chat_template", Text(), "A template for this request, if the server allows it."),
+        Field("echo", Flag(), "Begin the text with the last message, if that is continued."),
+        *STRUCTURED,
+        Field("tools", Items(TOOL, most=512), "Functions that the model may call."),
+        Field("tool_choice", TOOL_CHOICE, "none, auto, required, or one function."),
+        Field("parallel_tool_calls", Flag(), "false: at most one call in an answer."),
+        Field("include_reasoning", Flag(), "false: leave out what the model thought before its answer."),
+        refused("store", "nothing is stored", False),
+        refused("functions", "its newer name is tools"),
+        refused("function_call", "its newer name is tool_choice", "none", "auto"),
+        refused("audio", "answers are text"),
+        refused("modalities", "answers are text", ["text"], []),
+        refused("web_search_options", "the server searches nothing"),
+        refused("mm_processor_kwargs", "messages are text", {}),
+        ignored("prediction", "A hint about speed; see prompt_lookup of open()."),
+        *HARMLESS,
+        *NOT_SERVED,
+    ),
+)

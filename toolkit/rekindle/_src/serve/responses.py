@@ -1,0 +1,270 @@
+"""`/v1/responses`: answer a conversation, of which nothing is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rekindle._src.core.records import Completion, FinishReason, TextDelta
+from rekindle._src.core.reply import (
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallDropped,
+    ToolCallStarted,
+)
+from rekindle._src.serve.chat import asked, streamed_calls
+from rekindle._src.serve.chat_events import events_of
+from rekindle._src.serve.contract import SessionLike
+from rekindle._src.serve.errors import Refused, wrong
+from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.generation import finished, follow, make, model_of, reasoning_tokens, submit
+from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
+from rekindle._src.serve.logprobs import Shapes
+from rekindle._src.serve.responses_in import choice_of, messages_of, tools_of
+from rekindle._src.serve.sampling import rest_of_context, sampling_options
+from rekindle._src.serve.structure import format_options
+
+_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class Responses:
+    """Error objects of this API: as OpenAI's others, but events of a stream have names."""
+
+    def body(self, refused: Refused) -> dict[str, Any]:
+        return refused.body()
+
+    def event(self, refused: Refused) -> bytes:
+        told = {"code": refused.code, "message": refused.message, "param": refused.param, "sequence_number": 0}
+        return f"event: error\ndata: {dumps({'type': 'error', **told})}\n\n".encode()
+
+
+async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
+    """Answer a request for a response."""
+    served, session = model_of(exchange, given)
+    options = sampling_options(given, session)
+    options["max_tokens"] = given.get("max_output_tokens", rest_of_context(session))
+    scored = _LOGPROBS in given.get("include", ())
+    if given.get("top_logprobs") and not scored:
+        raise wrong("top_logprobs", given["top_logprobs"], f"is given without include {_LOGPROBS}", "Add that")
+    if scored:
+        options["logprobs"] = given.get("top_logprobs", 0)
+    options |= _chat_options(given)
+    structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
+    options |= structure | streamed_calls(given)
+    exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
+    chat = messages_of(given)
+    shapes = Shapes(exchange.service.token_names(served.name, session))
+    tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
+    with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
+        handle = await make(exchange, lambda: asked(session.chat, chat, options))
+        submit(active, [handle])
+        answer = _Answer(exchange, given, served.name, session, shapes if scored else None)
+        if not given.get("stream"):
+            ((done,),) = await finished(exchange, active, [handle])
+            answer.whole(done)
+            await exchange.reply(answer.response(done))
+            return
+
+        async def write(_: int, delta: TextDelta) -> None:
+            answer.begin()
+            answer.take(delta)
+            await answer.flush()
+
+        ((done,),) = await follow(exchange, active, [handle], write)
+        answer.end(done)
+        await answer.flush()
+
+
+def _chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if tools := tools_of(given):
+        options["tools"] = tools
+    choice = choice_of(given)
+    if choice is not None:
+        options["tool_choice"] = choice
+    effort = (given.get("reasoning") or {}).get("effort")
+    if effort is not None:
+        options["reasoning_effort"] = effort
+    return options
+
+
+class _Answer:
+    """The items of an answer, and with a stream the events that tell of them."""
+
+    def __init__(
+        self, exchange: Exchange, given: Mapping[str, Any], model: str, session: SessionLike, shapes: Shapes | None
+    ) -> None:
+        self._exchange, self._given, self._model, self._session = exchange, given, model, session
+        self._shapes = shapes
+        self._created = int(time.time())
+        self._parallel = given.get("parallel_tool_calls", True)
+        self._items: list[dict[str, Any]] = []
+        self._open = ""  # the kind of the last item, if more may be added to it
+        self._logprobs: list[Any] = []  # of tokens since the last text
+        self._out: list[str] = []
+        self._sequence = 0
+        self._begun = False
+
+    # The answer as a whole.
+
+    def response(self, done: Completion | None) -> dict[str, Any]:
+        """The response object; without a completion, as it is at the start."""
+        given, cut = self._given, done is not None and done.finish_reason in _CUT
+        status = "in_progress" if done is None else "incomplete" if cut else "completed"
+        return {
+            "id": f"resp_{self._exchange.request_id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": given.get("instructions"),
+            "max_output_tokens": given.get("max_output_tokens"),
+            "metadata": given.get("metadata") or {},
+            "model": self._model,
+            "output": [] if done is None else self._items,
+            "parallel_tool_calls": self._parallel,
+            "previous_response_id": None,
+            "reasoning": {"effort": (given.get("reasoning") or {}).get("effort"), "summary": None},
+            "store": False,
+            "temperature": given.get("temperature"),
+            "text": given.get("text") or {"format": {"type": "text"}},
+            "tool_choice": given.get("tool_choice") or "auto",
+            "tools": given.get("tools") or [],
+            "top_p": given.get("top_p"),
+            "truncation": "disabled",
+            "usage": None if done is None else _usage(done, self._session),
+        }
+
+    def whole(self, done: Completion) -> None:
+        """The items of an answer that was not streamed."""
+        calls = [
+            one
+            for index, call in enumerate(done.tool_calls if self._parallel else done.tool_calls[:1])
+            for one in (ToolCallStarted(index, call.id, call.name), ToolCallArguments(index, call.arguments_text))
+        ]
+        said = (ContentDelta(done.content),) if done.content or not calls else ()
+        thought = (ReasoningDelta(done.reasoning),) if done.reasoning else ()
+        self.take(
+            TextDelta(done.id, "", logprobs=done.logprobs or (), events=(*thought, *said, *calls)),
+        )
+        self._close(done)
+        self._out = []
+
+    # As a stream.
+
+    def begin(self) -> None:
+        """The first events, once."""
+        if not self._begun:
+            self._begun = True
+            self._tell("response.created", response=self.response(None))
+            self._tell("response.in_progress", response=self.response(None))
+
+    def end(self, done: Completion) -> None:
+        """The last events."""
+        if not self._items:
+            self._item("message")
+        self._close(done)
+        response = self.response(done)
+        self._tell(f"response.{response['status']}", response=response)
+
+    async def flush(self) -> None:
+        """Send what was told."""
+        data, self._out = "".join(self._out), []
+        if data:
+            await self._exchange.emit(data.encode())
+
+    def take(self, delta: TextDelta) -> None:
+        """Add the events of a delta."""
+        if self._shapes is not None:
+            self._logprobs += self._shapes.chat(delta.logprobs)["content"]
+        for one in events_of(delta, parallel=self._parallel):
+            match one:
+                case ContentDelta(text) | ToolCallDropped(_, text):
+                    self._item("message", broken=isinstance(one, ToolCallDropped))
+                    part = self._items[-1]["content"][0]
+                    part["text"] += text
+                    part["logprobs"] += self._logprobs
+                    self._part("response.output_text.delta", delta=text, logprobs=self._logprobs)
+                    self._logprobs = []
+                case ReasoningDelta(text):
+                    self._item("reasoning")
+                    self._items[-1]["content"][0]["text"] += text
+                    self._part("response.reasoning_text.delta", delta=text)
+                case ToolCallStarted(_, call_id, name):
+                    self._close(None)
+                    self._item("function_call", call_id=call_id, name=name, arguments="")
+                case ToolCallArguments(_, text):
+                    self._items[-1]["arguments"] += text
+                    self._tell("response.function_call_arguments.delta", delta=text, **self._place)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _item(self, kind: str, *, broken: bool = False, **more: Any) -> None:
+        """Begin an item, unless the last one is of this kind and open. The last one may be `broken` off."""
+        if self._open == kind:
+            return
+        self._close(None, broken=broken)
+        self._open = kind
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        name = f"{prefix}_{self._exchange.request_id}_{len(self._items)}"
+        item: dict[str, Any] = {"id": name, "type": kind, "status": "in_progress", **more}
+        if kind == "message":
+            item |= {"role": "assistant", "content": []}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        self._items.append(item)
+        self._tell("response.output_item.added", item=dict(item), output_index=len(self._items) - 1)
+        if kind != "function_call":
+            item["content"] = [_part(kind)]
+            self._part("response.content_part.added", part=_part(kind))
+
+    def _close(self, done: Completion | None, *, broken: bool = False) -> None:
+        """End the open item."""
+        if not self._open:
+            return
+        kind, self._open = self._open, ""
+        item = self._items[-1]
+        cut = broken or (done is not None and done.finish_reason in _CUT)
+        item["status"] = "incomplete" if cut else "completed"
+        if kind == "function_call":
+            self._tell("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"],
+                       **self._place)  # fmt: skip
+        else:
+            part = item["content"][0]
+            if kind == "message":
+                self._part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
+            else:
+                self._part("response.reasoning_text.done", text=part["text"])
+            self._part("response.content_part.done", part=part)
+        self._tell("response.output_item.done", item=item, output_index=len(self._items) - 1)
+
+    def _part(self, kind: str, /, **data: Any) -> None:
+        self._tell(kind, content_index=0, **self._place, **data)
+
+    def _tell(self, kind: str, /, **data: Any) -> None:
+        told = {"type": kind, "sequence_number": self._sequence, **data}
+        self._out.append(f"event: {kind}\ndata: {dumps(told)}\n\n")
+        self._sequence += 1
+
+
+def _part(kind: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _usage(done: Completion, session: SessionLike) -> dict[str, Any]:
+    prompt, made = done.usage.prompt_tokens, done.usage.completion_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": done.usage.cached_tokens},
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens(done, session)},
+        "total_tokens": prompt + made,
+    }

@@ -1,0 +1,107 @@
+"""The items of a request for a response as the messages that templates read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rekindle._src.serve.errors import missing, wrong
+from rekindle._src.serve.messages_in import text_of
+
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def messages_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conversation. Reasoning, text and calls that follow one another are one message of the assistant."""
+    found: list[dict[str, Any]] = []
+    if given.get("instructions"):
+        found.append({"role": "system", "content": given["instructions"]})
+    items = given["input"]
+    if isinstance(items, str):
+        return [*found, {"role": "user", "content": items}]
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        match item.get("type", "message"):
+            case "message":
+                _message(found, item, path)
+            case "reasoning":
+                _assistant(found)["reasoning_content"] = _thoughts(item, path)
+            case "function_call":
+                function = {name: _text(item, name, path) for name in ("name", "arguments")}
+                call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
+                _assistant(found).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                output = item.get("output")
+                text = text_of(_parts(output, f"{path}.output"), f"{path}.output") if isinstance(output, list) else None
+                text = _text(item, "output", path) if text is None else text
+                found.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": text})
+            case other:
+                raise wrong(f"{path}.type", other, "is not served here", "Send messages, reasoning and function calls")
+    return found
+
+
+def _message(found: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> None:
+    role, content = item.get("role"), item.get("content")
+    if role not in _ROLES:
+        raise wrong(f"{path}.role", role, "is not known", f"Use one of {', '.join(_ROLES)}")
+    if isinstance(content, list):
+        content = text_of(_parts(content, f"{path}.content"), f"{path}.content")
+    if not isinstance(content, str):
+        raise wrong(f"{path}.content", content, "is neither a string nor a list of parts", "Pass one of them")
+    if role != "assistant":
+        found.append({"role": role, "content": content})
+        return
+    message = _assistant(found)
+    message["content"] = f"{message['content']}\n{content}" if message["content"] else content
+
+
+def _assistant(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end, which items add to."""
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": ""})
+    return found[-1]
+
+
+def _thoughts(item: Mapping[str, Any], path: str) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list):
+        raise wrong(f"{path}.content", parts, "is not a list of parts", "Pass one")
+    return "\n".join(_text(part, "text", f"{path}.content") for part in _parts(parts, f"{path}.content"))
+
+
+def _parts(parts: Sequence[Any], path: str) -> Sequence[Mapping[str, Any]]:
+    for index, part in enumerate(parts):
+        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+            raise wrong(f"{path}[{index}]", part, "is not a part with a type", "Pass {'type': 'input_text', …}")
+    return parts
+
+
+def _text(item: Mapping[str, Any], name: str, path: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise wrong(f"{path}.{name}", item.get(name), "is not a string", "Pass one")
+    return str(item[name])
+
+
+def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The functions as chat completions have them; tools that run at OpenAI are refused by name."""
+    tools = []
+    for index, tool in enumerate(given.get("tools") or ()):
+        if tool["type"] != "function":
+            raise wrong(f"tools[{index}].type", tool["type"], "does not run here", "Pass functions")
+        if not tool.get("name"):
+            raise missing(f"tools[{index}].name")
+        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def choice_of(given: Mapping[str, Any]) -> Any:
+    """`tool_choice` as chat completions have it."""
+    choice = given.get("tool_choice")
+    if isinstance(choice, Mapping):
+        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+            raise wrong("tool_choice", choice, "is not a function", 'Pass {"type": "function", "name": …}')
+        return {"type": "function", "function": {"name": choice["name"]}}
+    if choice not in (None, "auto", "none", "required"):
+        raise wrong("tool_choice", choice, "is not known", "Use auto, none, required, or a function")
+    return choice

@@ -1,0 +1,57 @@
+"""From the fields of a request to our sampling options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rekindle._src.serve.contract import SessionLike
+from rekindle._src.serve.errors import wrong
+
+_SAME = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n", "stop",
+    "stop_token_ids", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words",
+)  # fmt: skip
+NAMES = {"include_stop": "include_stop_str_in_output", "salt": "cache_salt"}  # our options by the client's fields
+
+
+def sampling_options(given: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
+    """The options that every API has under the same names."""
+    options = {name: given[name] for name in _SAME if name in given}
+    if "temperature" not in options and session.sampling.greedy and session.config.generation_config != "greedy":
+        options["temperature"] = 1.0  # OpenAI's default, where the checkpoint asks for nothing
+    if "top_k" in given:
+        options["top_k"] = max(0, given["top_k"])
+    if "seed" in given:
+        options["seed"] = given["seed"] % 2**63
+    if given.get("priority"):
+        policy = session.config.policy
+        if policy != "priority":
+            fix = 'Remove it, or start the server with the policy "priority"'
+            raise wrong("priority", given["priority"], f"means nothing with the server's policy {policy!r}", fix)
+        options["priority"] = -given["priority"]  # vLLM serves the smallest first
+    if given.get("logit_bias"):
+        options["logit_bias"] = _biases(given["logit_bias"])
+    if "include_stop_str_in_output" in given:
+        options["include_stop"] = given["include_stop_str_in_output"]
+    if "cache_salt" in given:
+        options["salt"] = given["cache_salt"]
+    if "prompt_logprobs" in given:
+        options["prompt_logprobs"] = given["prompt_logprobs"]
+    return options
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    biases = {}
+    for key, value in given.items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 10:
+            raise wrong("logit_bias", key, "is not a token id", 'Use whole numbers as keys, such as {"464": -100}')
+        biases[int(key)] = value
+    return biases
+
+
+def rest_of_context(session: SessionLike) -> int:
+    """More tokens than any prompt leaves room for: the session ends the request where the context is full."""
+    longest = session.config.max_model_len
+    assert longest is not None, "an open session has resolved it"
+    return longest

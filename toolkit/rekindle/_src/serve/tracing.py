@@ -1,0 +1,62 @@
+"""OpenTelemetry spans of requests, where the package is installed; the program configures where they go."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rekindle._src.core.records import Completion
+
+_HEADERS = ("traceparent", "tracestate")
+
+
+class Tracing:
+    """Makes one span for each request that has ended. Without OpenTelemetry it does nothing."""
+
+    def __init__(self) -> None:
+        self._tracer: Any = None
+        if importlib.util.find_spec("opentelemetry") is not None:
+            from opentelemetry import trace
+
+            self._tracer = trace.get_tracer("rekindle")
+
+    def ended(
+        self, scope: Mapping[str, Any], model: str, request_id: str, found: Sequence[Sequence[Completion]]
+    ) -> None:
+        """Tell of the completions of one HTTP request. The span belongs to the trace that its headers name."""
+        if self._tracer is None:
+            return
+        from opentelemetry import propagate, trace
+
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        carrier = {name: given[name] for name in _HEADERS if name in given}
+        flat = [done for several in found for done in several]
+        first, total = (max(getattr(done.timings, name) for done in flat) for name in ("first_token", "total"))
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            "llm_request",
+            context=propagate.extract(carrier) if carrier else None,
+            kind=trace.SpanKind.SERVER,
+            start_time=now - int(total * 1e9),
+        )
+        sampling = flat[0].sampling
+        span.set_attributes(
+            {
+                "gen_ai.system": "rekindle",
+                "gen_ai.response.model": model,
+                "gen_ai.request.id": request_id,
+                "gen_ai.request.n": len(flat),
+                "gen_ai.request.max_tokens": sampling.max_tokens,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.top_p": sampling.top_p,
+                "gen_ai.usage.prompt_tokens": sum(several[0].usage.prompt_tokens for several in found),
+                "gen_ai.usage.completion_tokens": sum(done.usage.completion_tokens for done in flat),
+                "gen_ai.latency.time_in_queue": max(done.timings.queued for done in flat),
+                "gen_ai.latency.time_to_first_token": first,
+                "gen_ai.latency.e2e": total,
+                "gen_ai.response.finish_reasons": [str(done.finish_reason) for done in flat],
+            }
+        )
+        span.end(end_time=now)

@@ -1,0 +1,97 @@
+"""Which tokens a grammar allows at a position of a structured text: for looking at, and for teaching."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from rekindle._src.core import html
+from rekindle._src.core.guides import mask_words
+from rekindle._src.core.records import Completion
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.structured.spec import structure_of
+from rekindle.errors import InvalidRequest
+
+SHOWN = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class AllowedTokens(html.Record):
+    """What may come after the first `at` tokens of a structured text."""
+
+    at: int
+    text: str  # the text so far
+    token_ids: tuple[int, ...]  # those that may come
+    texts: tuple[str, ...]  # of these tokens
+    vocab_size: int
+    may_end: bool  # an end token is among them, so the text is complete as it is
+    forced: str  # the text that has to follow
+    came: str | None  # the token that did come, if one did
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def _repr_html_(self) -> str:
+        share = f"{len(self):,} of {self.vocab_size:,} tokens may come"
+        ends = "it may end here" if self.may_end else "it may not end here"
+        forced = f"{self.forced!r} has to follow" if self.forced else ""
+        style = "background:rgba(128,128,128,.18);border-radius:3px;padding:0 4px;margin:1px;white-space:pre"
+        chips = [
+            html.Markup(f'<span style="{style}{_mark(text == self.came)}">{html.escape(text)}</span> ')
+            for text in self.texts[:SHOWN]
+        ]
+        more = html.line(f"and {len(self) - SHOWN:,} more") if len(self) > SHOWN else ""
+        wrapped = html.Markup(f'<div style="max-width:80ch;line-height:1.8">{"".join(chips)}</div>')
+        return str(html.block(html.text(self.text), html.line(share, ends, forced), wrapped, more))
+
+
+def _mark(came: bool) -> str:
+    return ";outline:2px solid rgba(128,128,128,.9)" if came else ""
+
+
+def allowed_tokens(engine: Engine, source: Completion | Any, at: int | None) -> AllowedTokens:
+    """Follow the structured text of a completion or handle up to token `at`, and say what may come next."""
+    made = tuple(source.token_ids)
+    at = len(made) if at is None else at
+    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(made):
+        raise InvalidRequest("at", at, f"is outside of the {len(made)} tokens", f"Use 0 to {len(made)}")
+    structure = structure_of(source.sampling)
+    if structure is None or engine.grammars is None:
+        raise InvalidRequest(
+            "request", source.id, "has no structure", "Pass schema, regex, choice, grammar or json=True"
+        )
+    eos = frozenset() if source.sampling.ignore_eos else frozenset(engine.tokenizer.eos_ids)
+    guide = engine.grammars.compile(structure.spec).guide(eos)
+    prompt = source.prompt_token_ids
+    decode = engine.tokenizer.decode
+    before = [*prompt[len(prompt) - source.covered :], *made[:at]]
+    came = decode([made[at]], skip_special_tokens=False) if at < len(made) else None
+    mask = np.zeros(mask_words(engine.vocab_size), np.int32)
+    for token in _behind_reasoning(before, engine.think_ids, at):
+        if guide.ended or guide.consume(token).problem:
+            raise InvalidRequest("at", at, "lies behind the end of the structured text", "Use a smaller one")
+    ids = [] if guide.ended or guide.fill(mask) else _set_bits(mask)
+    texts = tuple(decode([token], skip_special_tokens=False) for token in ids)
+    may_end = guide.ended or bool(eos & set(ids))
+    return AllowedTokens(
+        at, decode(before), tuple(ids), texts, engine.vocab_size, may_end, decode(guide.ahead), came
+    )  # fmt: skip
+
+
+def _behind_reasoning(tokens: list[int], think_ids: tuple[int, int] | None, at: int) -> list[int]:
+    """The tokens that follow a structure: those behind what the model thinks first."""
+    if think_ids is None:
+        return tokens
+    opens, closes = think_ids
+    if closes in tokens:
+        return tokens[tokens.index(closes) + 1 :]
+    if tokens[:1] == [opens]:
+        raise InvalidRequest("at", at, "lies in the model's reasoning, which is free", "Use a larger one")
+    return tokens
+
+
+def _set_bits(mask: np.ndarray) -> list[int]:
+    found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return found

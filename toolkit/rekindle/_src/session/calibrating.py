@@ -1,0 +1,83 @@
+"""`rekindle.models.calibrate`: a checkpoint in four bits, rounded by the texts that it will see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rekindle import tiny
+from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.quantize_plan import checked_quantize
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.calibration import layers
+from rekindle._src.models.calibration.layers import CalibrationProgress, Report
+from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import ConfigError
+
+LENGTH = 512  # tokens of a sequence: longer texts are cut
+FEWEST = 8  # tokens that a sequence needs to be of use
+
+
+def calibrate(
+    model: str | Path | LoadedModel,
+    texts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    quantize: str | Mapping[str, str | None] = "int4",
+    dtype: str = "auto",
+    max_tokens: int = 8192,
+    quiet: bool = False,
+    progress: Report | None = None,
+) -> LoadedModel:
+    """A model in four bits whose matrices are rounded so that their products with these texts change least (GPTQ).
+
+    `model` is a folder, a hub id or a model of floats from `rekindle.models.load`; `rekindle.open` takes the result.
+    A few pages of text of the kind that the model will see are enough; texts, or lists of token ids, are cut into
+    sequences of 512 tokens, at most `max_tokens` of them in all. It takes minutes for a billion parameters and needs
+    room for the floats. Experts, the embedding and the head are rounded to the nearest. A bar tells how far it is
+    unless `quiet`; `progress` is called after each matrix.
+    """
+    plan = checked_quantize(quantize)
+    if plan is None or "int4" not in plan:
+        raise ConfigError("quantize", quantize, "has no part in four bits", "Use 'int4', or a dict that names it")
+    loaded = model if isinstance(model, LoadedModel) else load(tiny.folder() if model == "tiny" else model, dtype=dtype)
+    if loaded.graph.precision.quantizes:
+        raise ConfigError("model", loaded, "is quantised already", "Load it without quantize")
+    sequences = [*_cut(loaded, texts, max_tokens)]
+    if not sequences:
+        raise ConfigError("texts", f"{len(texts)} texts", "hold too few tokens", "Pass some pages of text")
+    seen = CalibrationProgress(0, 0, "")
+
+    def report(reached: CalibrationProgress) -> None:
+        nonlocal seen
+        seen = reached
+        if progress is not None:
+            progress(reached)
+
+    def look() -> State:
+        return State(f"calibrating: {seen or 'the first layer'}", seen.done / seen.total if seen.total else None)
+
+    with Activity(look, quiet=quiet):
+        return layers.calibrate(loaded, sequences, plan, report=report)
+
+
+def _cut(model: LoadedModel, texts: Sequence[str] | Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:
+    """The texts as sequences of at most LENGTH tokens, until there are `most`."""
+    tokenizer, left = None, most
+    length = min(LENGTH, model.config.max_position_embeddings)
+    for text in texts:
+        if isinstance(text, str):
+            if model.folder is None:
+                told = "needs a tokenizer, and the model has no folder"
+                raise ConfigError("texts", text[:40], told, "Pass lists of token ids")
+            tokenizer = tokenizer or Tokenizer.load(model.folder)
+            tokens = tokenizer.encode(text)
+        else:
+            tokens = [int(token) for token in text]
+        for start in range(0, len(tokens), length):
+            part = tokens[start : start + min(length, left)]
+            if len(part) >= FEWEST:
+                left -= len(part)
+                yield part
+            if left < FEWEST:
+                return

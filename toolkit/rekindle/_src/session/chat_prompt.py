@@ -1,0 +1,107 @@
+"""From a chat's arguments to its prompt: what the template is given, and how the reply is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rekindle._src.core.contracts import ChatLike
+from rekindle._src.session.prompts import Prompt
+from rekindle._src.session.tools.tool import Tool
+from rekindle._src.text.replies import ReplyFormat, ReplyPlan
+from rekindle._src.text.replies.history import with_calls_as_text
+from rekindle._src.text.template_code import reads, reads_calls, takes_tools
+from rekindle.errors import InvalidRequest
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def chat_prompt(
+    chat: ChatLike | None,
+    messages: Messages,
+    *,
+    tools: Sequence[Tool] = (),
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    template: str | None = None,
+    continue_final_message: bool = False,
+    reasoning_effort: str | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    stream_tool_calls: bool = False,
+) -> Prompt:
+    """The prompt of a chat, which is rendered when its request is taken in.
+
+    What the template would pass over in silence is refused: tools, documents, `reasoning_effort`.
+    """
+    if chat is None:
+        raise InvalidRequest(
+            "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
+        )
+    text = chat.text(template, tools=bool(tools))
+    format = ReplyFormat.of_template(text)
+    if tools and (format.calls is None or not takes_tools(text)):
+        raise _unread("tools", [tool.name for tool in tools])
+    if documents is not None and not reads(text, "documents"):
+        raise _unread("documents", documents)
+    given, schemas = messages, tuple(tool.schema for tool in tools)
+    continued = _last_text(messages) if continue_final_message else None
+    if format.calls is not None and not reads_calls(text) and isinstance(messages, list | tuple):
+        messages = with_calls_as_text(messages, format.calls)
+    shown: dict[str, Any] = {}
+    if schemas and not reads(text, "tools"):  # SmolLM3's and Phi-4-mini's templates take functions by other ways
+        functions = [schema.get("function", schema) for schema in schemas]
+        if reads(text, "xml_tools"):
+            shown = {"xml_tools": functions}
+        else:
+            messages = _with_tools(messages, json.dumps(functions, ensure_ascii=False))
+    render = chat.prepare(
+        messages,
+        tools=schemas or None,
+        documents=documents,
+        template=template,
+        continue_final_message=continue_final_message,
+        **_effort(text, reasoning_effort),
+        **{**shown, **(template_options or {})},
+    )
+    reply = None
+    if schemas or format.reasoning is not None:
+        reply = ReplyPlan(format, schemas, continued, pieces=stream_tool_calls)
+    # The template writes special tokens itself.
+    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply, messages=given)
+
+
+def _effort(text: str, effort: str | None) -> dict[str, Any]:
+    """Variables for `reasoning_effort`; a template that only knows `enable_thinking` can turn reasoning on or off."""
+    if effort is None:
+        return {}
+    if not isinstance(effort, str):
+        raise InvalidRequest("reasoning_effort", effort, "is not a word", "Use 'none', 'low', 'medium' or 'high'")
+    if reads(text, "reasoning_effort"):
+        return {"reasoning_effort": effort}
+    if reads(text, "enable_thinking"):
+        return {"enable_thinking": effort != "none"}
+    raise _unread("reasoning_effort", effort)
+
+
+def _with_tools(messages: Messages, tools: str) -> Messages:
+    """The messages with the tools in the system message."""
+    if not messages:
+        return messages
+    first, *rest = messages
+    if isinstance(first, Mapping) and first.get("role") == "system":
+        return [{**first, "tools": tools}, *rest]
+    return [{"role": "system", "content": "", "tools": tools}, *messages]
+
+
+def _unread(field: str, value: object) -> InvalidRequest:
+    return InvalidRequest(
+        field, value, "is nothing that the model's chat template reads", "Leave it out, or pass another template=…"
+    )
+
+
+def _last_text(messages: Messages) -> str:
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        return content
+    parts = [part.get("text") for part in content or () if isinstance(part, Mapping)]
+    return next((part for part in reversed(parts) if isinstance(part, str)), "")

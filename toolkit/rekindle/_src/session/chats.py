@@ -1,0 +1,183 @@
+"""The part of a session that chats: messages in, a reply out, with tools that the model may call."""
+
+# 1 is an int: this overlap is meant, and the overload that is taken stands first.
+# mypy: disable-error-code="overload-overlap"
+# pyright: reportOverlappingOverload=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from rekindle._src.core.records import Completion
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.session.chat_prompt import Messages, chat_prompt
+from rekindle._src.session.handle import Handle
+from rekindle._src.session.new_handle import structure_in
+from rekindle._src.session.sampling_defaults import sampling_of
+from rekindle._src.session.signatures import takes_options
+from rekindle._src.session.tools.choice import ToolChoice, chosen, forcing
+from rekindle._src.session.tools.loop import MAX_ROUNDS, ToolLoop
+from rekindle._src.session.tools.tool import ToolLike, tools_of
+from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.options import SamplingOptions
+
+
+class ChatRequests:
+    """Conversations with an open model."""
+
+    _host: Host
+    _engine: Engine
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: Literal[False] = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        stream_tool_calls: bool = False,
+        n: Literal[1] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completion]: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: Literal[False] = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        stream_tool_calls: bool = False,
+        n: int,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[list[Completion]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike],
+        tool_choice: ToolChoice | None = None,
+        run_tools: Literal[True],
+        max_rounds: int = MAX_ROUNDS,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> ToolLoop: ...
+    @takes_options(Sampling, returns="Handle[Completion] | ToolLoop")
+    def chat(
+        self,
+        messages: Messages,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: bool = False,
+        max_rounds: int = MAX_ROUNDS,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        stream_tool_calls: bool = False,
+        **options: Any,
+    ) -> Any:
+        """The model's answer to a conversation, through its chat template; await it or iterate over it.
+
+        A message is a dict such as {"role": "user", "content": "Hello"}. The reply has `content`, the `reasoning`
+        before it, and `tool_calls`; `reply.message` is the next message of the conversation.
+
+        `tools` are what the model may call: functions, whose name, docstring and type hints it is shown, or JSON
+        schemas as dicts. `tool_choice` is "auto", "none", "required", or a tool's name: with these two the model has to
+        call one, by a grammar (extra `structured`). With `run_tools` the functions are run (async ones where they are
+        awaited, others in a worker thread) and their results go back to the model, at most `max_rounds` times; the
+        result is a `ToolRun` with the answer and all `messages`. In a stream, `delta.events` tell a call once it is
+        complete; with `stream_tool_calls` its name and then its arguments, while the model writes them, and
+        `ToolCallDropped` if it breaks off.
+
+        `documents` are for templates that quote them, `template` replaces the model's own template,
+        `template_options` are variables of the template such as {"enable_thinking": False}, and `reasoning_effort` is
+        "none", "low", "medium" or "high" where the template knows it. With `continue_final_message` the answer goes on
+        where the last message ends.
+        """
+        given = tools_of(tools)
+        choice = chosen(tool_choice, given)
+        sampling_ = sampling_of(self._engine, sampling, options)
+
+        def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
+            prompt = chat_prompt(
+                self._engine.chat,
+                messages,
+                tools=choice.shown,
+                documents=documents,
+                template=template,
+                continue_final_message=continue_final_message,
+                reasoning_effort=reasoning_effort,
+                template_options=template_options,
+                stream_tool_calls=stream_tool_calls,
+            )
+            self._host.check()
+            asked = sampling_
+            if choice.must and not free and prompt.reply is not None:
+                asked = forcing(choice, sampling_, prompt.reply.format, self._engine.tokenizer)
+            return Handle(self._host, self, prompt, asked, structure=structure_in(self._engine, asked))
+
+        if not run_tools:
+            return ask(messages)
+        if sampling_.n != 1 or continue_final_message:
+            field, value = ("n", sampling_.n) if sampling_.n != 1 else ("continue_final_message", True)
+            raise InvalidRequest(field, value, "can't be combined with run_tools", "Run the tool calls yourself")
+        self._host.check()
+        return ToolLoop(ask, messages, given, max_rounds)
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that `chat` makes of these messages, special tokens included."""
+        prompt = chat_prompt(
+            self._engine.chat,
+            messages,
+            tools=tools_of(tools),
+            documents=documents,
+            template=template,
+            continue_final_message=continue_final_message,
+            reasoning_effort=reasoning_effort,
+            template_options=template_options,
+        )
+        assert prompt.render is not None, "a chat's prompt is rendered"
+        return prompt.render()

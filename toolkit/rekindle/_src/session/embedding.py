@@ -1,0 +1,197 @@
+"""`session.embed`: texts as vectors, the pooled hidden states of the model's last layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import numpy as np
+
+from rekindle._src.core import html
+from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.bounds import check_batch
+from rekindle._src.core.records import Embedded, Pooling, Usage, Vector
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.session.call import Call
+from rekindle._src.session.handle import Batch, Handle
+from rekindle._src.session.prompts import PromptLike, parse
+from rekindle.errors import InvalidRequest, RekindleError
+
+T = TypeVar("T")
+
+
+class Embeddings(Call[T]):
+    """The call that `session.embed` returns: await it for the vectors. `usage` counts its tokens then."""
+
+    # Any: only embed() makes one, and the signature of a public class names no private type.
+    def __init__(self, batch: Any, finish: Any) -> None:
+        self._batch: Batch[Embedded] = batch
+        self._finish = finish
+
+    async def _result(self) -> T:
+        results: list[Embedded | RekindleError] = list(await self._batch)
+        vectors: T = self._finish(results)
+        return vectors
+
+    def cancel(self) -> None:
+        """Abort what has not ended, from any thread."""
+        self._batch.cancel()
+
+    @property
+    def done(self) -> bool:
+        """Whether all texts have been embedded, or have failed."""
+        return self._batch.done
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens of the texts that were embedded so far."""
+        ended = [handle for handle in self._batch.handles if handle.done and handle.error is None]
+        return Usage(sum(handle.completion().usage.prompt_tokens for handle in ended), 0, 0)
+
+    def __repr__(self) -> str:
+        handles = self._batch.handles
+        return f"<Embeddings: {sum(handle.done for handle in handles)} of {html.count(len(handles), 'text')} embedded>"
+
+
+class Embedding:
+    """The part of a session that embeds."""
+
+    _host: Host
+    _engine: Engine
+
+    @overload
+    def embed(
+        self,
+        texts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        errors: Literal["raise"] = "raise",
+    ) -> Embeddings[Vector]: ...
+    @overload
+    def embed(
+        self,
+        texts: Sequence[PromptLike],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        errors: Literal["return"],
+    ) -> Embeddings[list[Vector | RekindleError]]: ...
+    def embed(
+        self,
+        texts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        errors: Literal["raise", "return"] = "raise",
+    ) -> Any:
+        """Await it for a text's vector, a float32 array [hidden size]; for a list of texts one array [n, hidden size].
+
+        A text is a string or a list of token ids, at most `max_model_len` tokens long. Its vector is the mean of the
+        last layer's hidden states, after the final norm, or with pooling="last" that of its last token, which models
+        that were trained to embed often want. `normalize` scales it to length 1, and `dimensions` keeps only its first
+        numbers, for models trained for that.
+
+        Texts run in the same steps as other requests. The prefix cache keeps keys and values, not hidden states, so
+        that every token of a text is computed, and nothing of it is cached. The first call compiles programs of its
+        own. A text that fails ends the whole list; with errors="return" the result is a list, and the error stands in
+        the place of its vector.
+        """
+        size = self._engine.hidden_size
+        if pooling not in ("mean", "last"):
+            raise InvalidRequest("pooling", pooling, "is not known", "Use 'mean' or 'last'")
+        if not isinstance(normalize, bool):
+            raise InvalidRequest("normalize", normalize, "is neither True nor False", "Pass one of them")
+        if errors not in ("raise", "return"):
+            raise InvalidRequest("errors", errors, "is not known", "Use 'raise' or 'return'")
+        whole = isinstance(dimensions, int) and not isinstance(dimensions, bool)
+        if dimensions is not None and not (whole and 1 <= dimensions <= (size or dimensions)):
+            raise InvalidRequest(
+                "dimensions", dimensions, f"is not a whole number from 1 to {size}", f"Leave it out for {size}"
+            )
+        sampling = Sampling(max_tokens=1, priority=priority)
+        self._host.check()
+        given, many = parse(texts, keep_errors=errors == "return")
+        check_batch(len(given))
+        if errors == "return" and not many:
+            raise InvalidRequest("errors", errors, "is for a list of texts", "Pass [text], or leave it out")
+        handles = [
+            Handle[Embedded](self._host, self, dataclasses.replace(one, pooling=pooling), sampling) for one in given
+        ]
+
+        def progress(mailboxes: Sequence[Mailbox]) -> Activity:
+            return Activity(EmbeddingProgress(mailboxes).look, quiet=self._engine.config.quiet)
+
+        def vector(one: Embedded) -> Vector:
+            found = one.vector[:dimensions]
+            return _normalised(found) if normalize else found
+
+        def finish(results: list[Embedded | RekindleError]) -> Any:
+            if errors == "return":
+                return [one if isinstance(one, RekindleError) else vector(one) for one in results]
+            vectors = [vector(one) for one in results if isinstance(one, Embedded)]
+            if not many:
+                return vectors[0]
+            return np.stack(vectors) if vectors else np.zeros((0, dimensions or size), np.float32)
+
+        return Embeddings(Batch(handles, progress=progress, keep_errors=errors == "return"), finish)
+
+    @overload
+    def embed_sync(
+        self,
+        texts: PromptLike | Sequence[PromptLike],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        errors: Literal["raise"] = "raise",
+    ) -> Vector: ...
+    @overload
+    def embed_sync(
+        self,
+        texts: Sequence[PromptLike],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        priority: int = 0,
+        errors: Literal["return"],
+    ) -> list[Vector | RekindleError]: ...
+    def embed_sync(self, texts: Any, **options: Any) -> Any:
+        """`embed` for code without an event loop: blocks this thread until the vectors are there."""
+        call: Embeddings[Any] = self.embed(texts, **options)
+        return call.result_sync()
+
+
+def _normalised(vector: Vector) -> Vector:
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return (vector / length).astype(np.float32) if length > 0.0 else vector
+
+
+class EmbeddingProgress:
+    """How far a list of texts has come: texts that ended, tokens per second, the time left."""
+
+    def __init__(self, mailboxes: Sequence[Mailbox]) -> None:
+        self._mailboxes, self._began = mailboxes, time.monotonic()
+
+    def look(self) -> State:
+        """The list as one line, and the share of it that is done."""
+        ended = [mailbox for mailbox in self._mailboxes if mailbox.ended]
+        line, fraction = f"{len(ended)} of {len(self._mailboxes)} texts", len(ended) / len(self._mailboxes)
+        seconds = time.monotonic() - self._began
+        tokens = sum(len(mailbox.prompt_ids) for mailbox in ended if mailbox.prompt_ids is not None)
+        if tokens and seconds > 0:
+            line += f", {tokens / seconds:,.0f} tokens/s, {seconds / fraction * (1 - fraction):.0f} s left"
+        return State(line, fraction)

@@ -1,0 +1,131 @@
+"""A checkpoint of any format as a Hugging Face folder: config, weights in safetensors, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading import tensor_files
+from rekindle._src.models.loading.load_progress import Meter
+from rekindle._src.models.loading.manifest import Source
+from rekindle._src.models.loading.named_tensors import named_tensors
+from rekindle._src.models.loading.rows_of import pieces_of
+from rekindle._src.models.loading.stored import Stored
+from rekindle._src.models.loading.tensor_files import TensorEntry
+from rekindle._src.models.registry import manifest
+from rekindle._src.text.chat import ChatTemplate
+from rekindle._src.text.gguf.reading import read_sampling
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import ConfigError
+
+TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+_NOT_COPIED = ("config.json", "model.safetensors.index.json", "quantize_config.json", "quant_config.json")
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the folder, and what it is made of."""
+
+    entry: TensorEntry
+    source: Source  # how the folder stores it, compared with how it is read
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape[::-1] if self.source.transpose else self.entry.shape
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def write(stored: Stored, config: ModelConfig, folder: Path, kind: str, meter: Meter) -> None:
+    """Writes the folder. `kind` is one of TYPES, or "auto": each tensor's own, the config's where it is quantised."""
+    if kind != "auto" and kind.lower() not in TYPES:
+        known = ", ".join(("auto", *TYPES))
+        raise ConfigError(
+            "type", kind, "is not a type of a safetensors folder", f"Use one of {known}, or write a .gguf"
+        )
+    tensors = _tensors(stored, config, kind.lower())
+    folder.mkdir()
+
+    def pieces() -> Iterator[NDArray[Any]]:
+        for tensor in tensors.values():
+            for _, _, values in pieces_of(tensor.entry, tensor.source):
+                with np.errstate(over="ignore"):  # what is too large for 16 bits becomes infinite
+                    yield np.ascontiguousarray(values.astype(tensor.dtype))
+            meter.add(tensor.entry.nbytes)
+            meter.tell()
+
+    tensor_files.write(folder / "model.safetensors", tensors, pieces(), metadata={"format": "pt"})
+    kinds = {tensor.dtype.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    raw = {name: value for name, value in stored.raw.items() if name not in ("quantization_config", "torch_dtype")}
+    dtype = next(iter(kinds)) if len(kinds) == 1 else config.dtype or "bfloat16"
+    _put(folder / "config.json", raw | {"dtype": dtype})
+    if stored.is_gguf:
+        _write_text(stored.path, stored.raw, folder)
+    else:
+        _copy_text(stored.path, folder)
+
+
+def _tensors(stored: Stored, config: ModelConfig, kind: str) -> dict[str, _Tensor]:
+    """The folder's tensors by name. What a GGUF file has transposed, or added, is undone."""
+    _, entries = named_tensors(stored, config)
+    found = {}
+    for source in manifest(config).sources.values():
+        for name in source.names:
+            entry = entries[name]
+            undone = Source(
+                names=(name,),
+                rows=(entry.shape[0],),
+                transpose=source.transpose and stored.is_gguf,
+                add=-source.add if stored.is_gguf else 0.0,
+            )
+            found[name] = _Tensor(entry, undone, _dtype(entry, config, kind))
+    return found
+
+
+def _dtype(entry: TensorEntry, config: ModelConfig, kind: str) -> np.dtype[Any]:
+    if kind != "auto":
+        return np.dtype(TYPES[kind])
+    if entry.dtype in tensor_files.FLOATS and len(entry.shape) > 1:
+        return np.dtype(tensor_files.DTYPES[entry.dtype])
+    return np.dtype(ml_dtypes.bfloat16 if config.dtype in (None, "bfloat16") else config.dtype)
+
+
+def _copy_text(source: Path, folder: Path) -> None:
+    """Copies what belongs to the tokenizer, the chat templates and the sampling of a folder."""
+    for pattern in _PATTERNS:
+        for path in sorted(source.glob(pattern)):
+            if path.name not in _NOT_COPIED and path.is_file():
+                target = folder / path.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+
+
+def _write_text(source: Path, raw: Mapping[str, Any], folder: Path) -> None:
+    """Writes what a GGUF file says of the tokenizer, the chat templates and the sampling."""
+    tokenizer, template = Tokenizer.load(source), ChatTemplate.load(source)
+    if tokenizer.has_text:
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        _put(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special})
+    if template is not None:
+        others = folder / "additional_chat_templates"
+        for name, text in template.templates.items():
+            path = folder / "chat_template.jinja" if name == "default" else others / f"{Path(name).name}.jinja"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id") if raw.get(name) is not None}
+    _put(folder / "generation_config.json", ids | read_sampling(source))
+
+
+def _put(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

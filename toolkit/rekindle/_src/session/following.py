@@ -1,0 +1,104 @@
+"""A follower: loads its part of a leader's model, and makes the leader's calls until the session ends."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.processes import joining
+from rekindle._src.processes.channel import Channel
+from rekindle._src.processes.facts import Facts, as_json, encoded, from_json
+from rekindle._src.processes.greeting import Place
+from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.replay import LONGEST_ERROR, Loaded, Replay
+from rekindle._src.processes.team import PING_SECONDS
+from rekindle._src.session.parts import OpenRequest, Parts, make_parts
+from rekindle._src.session.weights import delete, replacement
+from rekindle.errors import ProcessLost, RekindleError
+from rekindle_kernels import configure
+
+Say = Callable[[str], object]
+
+
+def follow(
+    coordinator: str,
+    place: Place,
+    *,
+    model: str | None = None,
+    cache_dir: str | None = None,
+    wait: float = joining.JOIN_SECONDS,
+    say: Say = lambda text: None,
+    lost: Callable[[BaseException], object] = lambda error: None,
+) -> None:
+    """Take part in one session; returns when its leader has closed it.
+
+    `model` is where this machine has the checkpoint, if that is elsewhere than on the leader's. `say` is called with
+    what happens, and `lost`, in another thread, when the leader is gone, while a call may still wait for it.
+    """
+    channel = joining.connect(coordinator, place, wait=wait)
+    ended = threading.Event()
+    threading.Thread(target=_ping, args=(channel, ended), name="rekindle ping", daemon=True).start()
+    try:
+        session = joining.enter(channel, place)
+        say(f"process {place.process} of {place.processes} follows {coordinator}")
+        parts = _made(channel, session, coordinator, model, cache_dir)
+        parts.warming.opened()
+        channel.send(Kind.LOADED)
+        say(f"it has its part of {model or session['model']}")
+        replay = Replay(channel, parts.programs, _loaded(parts.model), _loader(parts), place.process, lost=lost)
+        replay.run()
+        parts.warming.stop()
+        parts.programs.close()
+    except BaseException as error:
+        with contextlib.suppress(RekindleError):
+            channel.send(Kind.FAILED, as_json({"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}))
+        raise
+    finally:
+        ended.set()
+        channel.close()
+
+
+def _made(
+    channel: Channel, session: dict[str, Any], coordinator: str, model: str | None, cache_dir: str | None
+) -> Parts:
+    def agree(mine: Facts) -> int:
+        channel.send(Kind.FACTS, encoded(mine))
+        kind, content = channel.receive()
+        if kind is Kind.FAILED:
+            raise ProcessLost(f"the leader ends the session: {from_json(content).get('error')}")
+        if kind is not Kind.AGREED:
+            raise ProcessLost(f"the leader sent a {kind.name} message before the session was open")
+        pages = from_json(content).get("device_pages")
+        if not isinstance(pages, int):
+            raise ProcessLost("the leader does not say how many pages there are")
+        return pages
+
+    options = session.get("options")
+    if not isinstance(options, dict):
+        raise ProcessLost("the leader does not say which options the session has")
+    config = EngineConfig.of({**options, "coordinator": coordinator, "cache_dir": cache_dir, "quiet": True})
+    configure(cache_folder=cache_folder())
+    return make_parts(OpenRequest(model or str(session.get("model")), config), agree)
+
+
+def _loaded(model: LoadedModel) -> Loaded:
+    return Loaded(model.leaves, model.fingerprint, lambda: delete(model))
+
+
+def _loader(parts: Parts) -> Callable[[str], Loaded]:
+    def load(weights: str) -> Loaded:
+        return _loaded(replacement(parts.model, weights, parts.config, parts.programs.parts.placement))
+
+    return load
+
+
+def _ping(channel: Channel, ended: threading.Event) -> None:
+    while not ended.wait(PING_SECONDS):
+        try:
+            channel.ping()
+        except RekindleError:
+            return  # whoever receives says so

@@ -1,0 +1,56 @@
+"""The handle of one prompt's request, from what the caller passed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.messages import Engine
+from rekindle._src.session.handle import Handle
+from rekindle._src.session.prompts import PromptLike, parse_one
+from rekindle._src.session.sampling_defaults import sampling_of
+from rekindle._src.structured.spec import Structure, structure_of
+from rekindle.errors import InvalidRequest
+
+
+def new_handle(
+    session: object,
+    host: Host,
+    engine: Engine,
+    prompt: PromptLike,
+    sampling: Sampling | None,
+    options: Mapping[str, Any],
+    *,
+    scoped: bool = False,
+    base: Sampling | None = None,
+    covered: int = 0,
+) -> Handle[Any]:
+    """A handle that is not submitted yet.
+
+    In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which goes on
+    if the request asks for the same structure.
+    """
+    asked = sampling_of(engine, sampling, options)
+    host.check()
+    given, structure = parse_one(prompt), structure_in(engine, asked)
+    if base is not None and same_structure(asked, base):
+        given = dataclasses.replace(given, covered=covered)
+    return Handle(host, session, given, asked, scoped=scoped, structure=structure)
+
+
+def structure_in(engine: Engine, sampling: Sampling) -> Structure | None:
+    """What the options ask of the text's structure, checked as far as that is possible without compiling it."""
+    structure = structure_of(sampling)
+    if structure is not None and not engine.tokenizer.has_text:
+        kind = structure.spec.kind
+        raise InvalidRequest(kind, getattr(sampling, kind), "needs a tokenizer", "Open a model with tokenizer.json")
+    return structure
+
+
+def same_structure(one: Sampling, other: Sampling) -> bool:
+    """Whether both ask for the same structure, so that a fork goes on in that of its source."""
+    first, second = structure_of(one), structure_of(other)
+    return first is not None and second is not None and first.spec == second.spec

@@ -1,0 +1,168 @@
+"""The parts that every process of a session has: the resolved config, the weights on their devices, and the programs.
+
+A session of one process makes them and puts a scheduler on top. Of several processes all make them, the followers with
+nothing on top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rekindle import tiny
+from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.mesh_shape import checked_mesh
+from rekindle._src.core.progress import in_notebook
+from rekindle._src.dispatch.device import Contexts
+from rekindle._src.models.base import Graph, LoadedModel
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.checkpoint import Described, describe, read
+from rekindle._src.models.loading.load_progress import LoadProgress, Report
+from rekindle._src.models.placement import Placement, placed
+from rekindle._src.processes.facts import Facts, facts
+from rekindle._src.programs import program_key
+from rekindle._src.programs.determinism import deterministic
+from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.store import ExecutableStore, ProgramStore
+from rekindle._src.programs.warming import Warming
+from rekindle._src.session.opening_progress import OpeningProgress
+from rekindle._src.session.resolve import resolve
+
+Agree = Callable[[Facts], int]  # with the other processes; returns the KV pages that all of them have room for
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """The arguments of `open`, checked."""
+
+    model: str | Path | LoadedModel
+    config: EngineConfig
+    processors: Sequence[LogitsProcessor] = ()
+    progress: Report | None = None
+    contexts: Contexts = contextlib.nullcontext
+    given_up: Callable[[], bool] = lambda: False  # whether nobody waits for the session any more
+    shown: OpeningProgress = dataclasses.field(default_factory=lambda: OpeningProgress("model"))
+
+
+class Parts(NamedTuple):
+    """What a process has of a session."""
+
+    config: EngineConfig  # resolved
+    model: LoadedModel
+    programs: Programs
+    warming: Warming
+    prefer_ready: bool
+
+
+def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
+    """Load or compile programs, and load the weights meanwhile."""
+    described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
+    model, graph, shapes, weight_bytes = _shapes(described)
+    placement = placed(checked_mesh(request.config.mesh), graph, processes=request.config.processes)
+    if placement is not None:
+        weight_bytes = placement.bytes_per_device(shapes)
+        shapes = placement.shapes(shapes)
+    config = resolve(request.config, model, weight_bytes=weight_bytes, placement=placement)
+    if agree is not None:
+        config = _agreed(config, described, agree)
+    if config.deterministic:
+        graph = deterministic(graph, config)
+    programs = stored_programs(model, graph, shapes, config, request.processors, placement=placement)
+    precompile = precompiles(config.precompile)
+    request.shown.compiling = programs.describe_compiling
+    # Programs need shapes alone, so they are loaded or compiled while the weights are read.
+    warming = Warming(
+        programs,
+        precompile,
+        restoring=config.restore is not None,
+        progress=request.shown.warmed if precompile == "all" else None,  # otherwise nothing waits for them
+        contexts=request.contexts,
+    )
+    try:
+        request.shown.stage = "weights"
+        loaded = _loaded(request, described, placement)
+    except BaseException:
+        warming.stop()
+        raise
+    return Parts(config, loaded, programs, warming, prefer_ready=precompile == "background")
+
+
+def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agree) -> EngineConfig:
+    assert isinstance(described, Described), "other processes read a checkpoint, too"
+    assert config.device_pages is not None, "resolved"
+    assert config.device_memory is not None, "resolved"
+    mine = facts(config, model=described.found.config.digest(), fingerprint=described.found.fingerprint)
+    pages = agree(mine)
+    page = config.device_memory // config.device_pages
+    return dataclasses.replace(config, device_pages=pages, device_memory=pages * page)
+
+
+def _loaded(request: OpenRequest, described: LoadedModel | Described, placement: Placement | None) -> LoadedModel:
+    """The weights on their devices."""
+    if isinstance(described, LoadedModel):
+        return described if placement is None else placement.model(described)
+    return read(described, progress=_reports(request), placement=placement)
+
+
+def _describe(request: OpenRequest) -> Described:
+    assert not isinstance(request.model, LoadedModel), "a loaded model describes itself"
+    config, shown = request.config, request.shown
+    folder = tiny.folder() if request.model == "tiny" else request.model
+    shown.stage = "the checkpoint's headers"
+    shown.hidden = not Path(folder).expanduser().exists()  # the hub shows its downloads itself
+    try:
+        return describe(folder, dtype=config.dtype, quantize=config.quantize, cache_dir=cache_folder(config.cache_dir))
+    finally:
+        shown.hidden = False
+
+
+def _reports(request: OpenRequest) -> Report:
+    def report(progress: LoadProgress) -> None:
+        request.shown.weights(progress)
+        if request.progress is not None:
+            request.progress(progress)
+
+    return report
+
+
+def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequence[Any], int]:
+    """Config, graph, leaves or their shapes, and how many bytes are still to be loaded."""
+    if isinstance(model, LoadedModel):
+        return model.config, model.graph, model.leaves, 0
+    return model.found.config, model.graph, model.shapes, model.nbytes
+
+
+def stored_programs(
+    model: ModelConfig,
+    graph: Graph,
+    leaves: Sequence[Any],
+    config: EngineConfig,
+    processors: Sequence[LogitsProcessor] = (),
+    *,
+    placement: Placement | None = None,
+) -> Programs:
+    """The programs of a resolved config, including those of earlier sessions. Only the shapes of leaves are read."""
+    fields = {
+        "environment": program_key.environment(),
+        "model": model.digest(),
+        "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(graph.paths, leaves, strict=True)],
+        "config": program_key.config_fields(config),
+        "processors": [processor.key for processor in processors],
+    }
+    if placement is not None:
+        fields["mesh"] = placement.key()
+    folder = cache_folder(config.cache_dir) / "programs"
+    devices = None if placement is None else tuple(placement.devices)
+    store = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields), devices)
+    return Programs(model, graph, leaves, config, processors=processors, store=store, placement=placement)
+
+
+def precompiles(asked: str) -> str:
+    """What the option `precompile` means in this process."""
+    if asked != "auto":
+        return asked
+    return "background" if in_notebook() else "lazy"

@@ -1,0 +1,92 @@
+"""What `session.map` gives: one `RowAnswer` for each row, in a list that shows itself as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rekindle._src.core import html
+from rekindle._src.core.records import FinishReason
+from rekindle.errors import MissingExtra, RekindleError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class RowAnswer(html.Record):
+    """The answer to one row, or the error that stands in its place."""
+
+    row: int  # its number, from 0
+    text: str = ""
+    finish_reason: FinishReason | None = None  # None for an error
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: RekindleError | None = None
+    parsed: Any = None  # what schema=, choice= and the like make of the text; None if it is cut short
+    resumed: bool = False  # read from the file that an earlier call wrote
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class RowAnswers(list[RowAnswer]):
+    """A list of answers in the order of the rows; `errors`, `texts` and `to_pandas()` are views of it."""
+
+    def __init__(self, answers: Any = (), *, index: Any = None) -> None:
+        super().__init__(answers)
+        self._index = index  # of the DataFrame that the rows came from
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # pickled as what it is, so that it is read without this class
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts, in the order of the rows; empty where there is an error."""
+        return [answer.text for answer in self]
+
+    @property
+    def errors(self) -> dict[int, RekindleError]:
+        """The errors by the number of their row."""
+        return {answer.row: answer.error for answer in self if answer.error is not None}
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with the columns text, finish_reason, prompt_tokens, completion_tokens and error.
+
+        It has the index of the DataFrame that the rows came from, so that `frame.join(answers.to_pandas())` fits.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtra("pandas", "notebook") from None
+        columns = {
+            "text": [answer.text if answer.error is None else None for answer in self],
+            "finish_reason": [None if answer.finish_reason is None else str(answer.finish_reason) for answer in self],
+            "prompt_tokens": [answer.prompt_tokens for answer in self],
+            "completion_tokens": [answer.completion_tokens for answer in self],
+            "error": [None if answer.error is None else str(answer.error) for answer in self],
+        }
+        index = self._index if self._index is not None and len(self._index) == len(self) else None
+        return pandas.DataFrame(columns, index=index)
+
+    def _summary(self) -> tuple[str, ...]:
+        resumed = sum(answer.resumed for answer in self)
+        return (
+            html.count(len(self), "row"),
+            html.count(sum(answer.completion_tokens for answer in self), "token"),
+            html.count(len(self.errors), "error") if self.errors else "",
+            f"{resumed:,} of them were answered before" if resumed else "",
+        )
+
+    def __repr__(self) -> str:
+        return f"<RowAnswers: {', '.join(part for part in self._summary() if part)}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                str(one.row),
+                html.shortened(one.text, 200) if one.error is None else f"{type(one.error).__name__}: {one.error}",
+                one.completion_tokens,
+                "failed" if one.finish_reason is None else str(one.finish_reason),
+            )
+            for one in self
+        ]
+        table = html.table(["row", "text", "tokens", "ended by"], rows)
+        return str(html.block(html.line(*self._summary()), table))

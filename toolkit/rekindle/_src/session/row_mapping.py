@@ -1,0 +1,271 @@
+"""`session.map`: a prompt for each row of a table, with progress, errors by row, and a file that survives a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import Completion, FinishReason
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.mailbox import fresh
+from rekindle._src.session.call import Call
+from rekindle._src.session.chats import ChatRequests
+from rekindle._src.session.handle import Handle, one_ended
+from rekindle._src.session.new_handle import structure_in
+from rekindle._src.session.requests import Requests
+from rekindle._src.session.row_answers import RowAnswer, RowAnswers
+from rekindle._src.session.row_prompts import RowPrompts, Rows, Template
+from rekindle._src.session.rows_file import RowsFile, row_key
+from rekindle._src.session.sampling_defaults import sampling_of
+from rekindle._src.session.signatures import takes_options
+from rekindle.errors import InvalidRequest, RequestAborted, RequestFailed
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.options import SamplingOptions
+
+_OF_A_ROW = (InvalidRequest, RequestAborted, RequestFailed)  # errors that leave the other rows as they are
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """A row that is being answered."""
+
+    row: int
+    key: str
+    handle: Handle[Completion]
+
+
+class RowMap(Call[RowAnswers]):
+    """The call that `session.map` returns: await it for the answers. `answers` holds those that are there so far."""
+
+    # Any: only map() makes one, and the signature of a public class names no private type.
+    def __init__(
+        self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any,
+        parse: Any,
+    ) -> None:  # fmt: skip
+        self._session: RowMapping = session
+        self._config: EngineConfig = config
+        self._rows: Rows = rows
+        self._prompts: RowPrompts = prompts
+        self._sampling, self._options = sampling, options
+        self._out: RowsFile | None = None if out is None else RowsFile(out)
+        self._chat_options: Mapping[str, Any] = chat
+        self._parse: Callable[[str], Any] | None = parse
+        self._found: dict[int, RowAnswer] = {}
+        self._live: list[_Asked] = []
+        self._made = 0  # tokens of answers that ended
+        self._complete = False
+
+    @property
+    def answers(self) -> RowAnswers:
+        """The answers so far, in the order of the rows; they stay when the call is interrupted."""
+        return RowAnswers((self._found[row] for row in sorted(self._found)), index=self._rows.index)
+
+    async def _result(self) -> RowAnswers:
+        if not self._complete:
+            with (
+                Activity(self._progress(), quiet=self._config.quiet),
+                self._out if self._out is not None else contextlib.nullcontext(),
+            ):
+                await self._run()
+            self._complete = True
+        return self.answers
+
+    async def _run(self) -> None:
+        most = min(2 * self._config.max_requests, self._config.max_queue + self._config.max_requests)
+        try:
+            for row, values in enumerate(self._rows):
+                asked = self._ask(row, values)
+                if asked is None:
+                    continue
+                await asked.handle.admit()
+                self._live.append(asked)
+                if len(self._live) >= most:
+                    await self._wait()
+            while self._live:
+                await self._wait()
+        except BaseException as error:
+            for asked in self._live:
+                if not isinstance(error, Exception) and asked.handle.done and asked.handle.error is None:
+                    self._answered(asked, asked.handle.completion())  # it came just before the interrupt
+                asked.handle.cancel()
+            self._live = []
+            error.__traceback__ = None
+            raise
+
+    def _ask(self, row: int, values: Any) -> _Asked | None:
+        """The request of a row; None if its answer is known, or if it has an error already."""
+        if row in self._found and self._found[row].error is None:
+            return None  # the call was interrupted, and is awaited again
+        try:
+            prompt = self._prompts.fill(row, values)
+        except InvalidRequest as error:
+            self._keep(RowAnswer(row, error=error))
+            return None
+        key = row_key(self._options, prompt)
+        known = self._out.find(row, key) if self._out is not None else None
+        if known is not None:
+            tokens = known.get("prompt_tokens", 0), known.get("completion_tokens", 0)
+            text, reason = known["text"], FinishReason(known["finish_reason"])
+            self._keep(RowAnswer(row, text, reason, *tokens, parsed=self._parsed(text), resumed=True))
+            return None
+        try:
+            if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+                messages: Any = prompt
+                return _Asked(row, key, self._session.chat(messages, self._sampling, **self._chat_options))
+            given: Any = prompt
+            return _Asked(row, key, self._session.generate(given, self._sampling))
+        except InvalidRequest as error:
+            self._failed(row, key, error)
+            return None
+
+    async def _wait(self) -> None:
+        """Wait until a row is answered, and keep all that are."""
+        live = self._live
+        await one_ended([asked.handle for asked in live])
+        ended = [asked for asked in live if asked.handle.done]
+        self._live = [asked for asked in live if not asked.handle.done]
+        for asked in ended:
+            error = asked.handle.error
+            if error is None:
+                self._answered(asked, asked.handle.completion())
+            elif isinstance(error, _OF_A_ROW):
+                self._failed(asked.row, asked.key, error)
+            else:
+                raise fresh(error)
+
+    def _answered(self, asked: _Asked, done: Completion) -> None:
+        usage = done.usage
+        answer = RowAnswer(
+            asked.row,
+            done.content,
+            done.finish_reason,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            parsed=self._parsed(done.content),
+        )
+        if self._out is not None:
+            self._out.add(
+                asked.row,
+                asked.key,
+                text=done.content,  # of a chat, without its reasoning
+                finish_reason=str(done.finish_reason),
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+            )
+        self._made += usage.completion_tokens
+        self._keep(answer)
+
+    def _parsed(self, text: str) -> Any:
+        if self._parse is None:
+            return None
+        try:
+            return self._parse(text)
+        except Exception:  # any type may raise anything for a text that max_tokens has cut
+            return None
+
+    def _failed(self, row: int, key: str, error: Any) -> None:
+        if self._out is not None:
+            self._out.add(row, key, error={"type": type(error).__name__, "message": str(error)})
+        self._keep(RowAnswer(row, error=error))
+
+    def _keep(self, answer: RowAnswer) -> None:
+        self._found[answer.row] = answer
+
+    def _progress(self) -> Any:
+        began = time.monotonic()
+        before = len(self._found)
+
+        def look() -> State:
+            ended, total, seconds = len(self._found), self._rows.total, time.monotonic() - began
+            made = self._made + sum(len(asked.handle.token_ids) for asked in tuple(self._live))
+            line = f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows"
+            line += f", {made / seconds:,.0f} tokens/s" if made and seconds > 0 else ""
+            resumed = sum(answer.resumed for answer in tuple(self._found.values()))
+            own = ended - before - resumed  # the others took no time
+            if total is not None and own > 0:
+                line += f", {seconds / own * (total - ended):,.0f} s left"
+            errors = sum(answer.error is not None for answer in tuple(self._found.values()))
+            line += f", {errors:,} errors" if errors else ""
+            return State(line, ended / total if total else None)
+
+        return look
+
+    def __repr__(self) -> str:
+        total = "" if self._rows.total is None else f" of {self._rows.total:,}"
+        return f"<RowMap: {len(self._found):,}{total} rows answered>"
+
+
+class RowMapping(Requests, ChatRequests):
+    """The part of a session that maps rows."""
+
+    @takes_options(Sampling)
+    def map(
+        self,
+        rows: Iterable[Any],
+        template: Template,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> RowMap:
+        """Await it for one answer for each row: `await session.map(rows, "Summarise: {text}", max_tokens=64)`.
+
+        `rows` is a DataFrame, a list of dicts or any iterable of mappings. `template` is a format string whose names
+        are fields of a row, or a function that makes a row into a prompt or into messages. With `chat` the text is
+        the user's message, after `system` if that is given; `template_options` are variables of the chat template.
+
+        A row that fails has its error in the result, and the others go on. With `out` each answer is written to that
+        file as it comes, a line of JSON for each row: called again after a kill with the same file, only rows
+        that have no answer yet, or whose prompt, options or model changed, are computed. Rows are read as they are
+        needed, and a few more than run at once wait in the session's queue.
+        """
+        asked = sampling_of(self._engine, sampling, options)
+        if asked.n != 1:
+            raise InvalidRequest("n", asked.n, "is more than one answer for a row", "Leave it out, or repeat the rows")
+        self._host.check()
+        if chat and self._engine.chat is None:
+            raise InvalidRequest("chat", chat, "needs a chat template, and the model brings none", "Leave it out")
+        values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
+        changed = {name: value for name, value in values.items() if value is not None and name != "priority"}
+        structure = structure_in(self._engine, asked)
+        if structure is not None:  # a type is the same if its schema is
+            changed["schema"] = structure.spec.text
+        extra = {} if template_options is None else {"template_options": dict(template_options)}
+        told = json.dumps([self._engine.model, changed, extra], sort_keys=True, default=str)
+        prompts = RowPrompts(template, chat=chat, system=system)
+        parse = None if structure is None else structure.parse
+        return RowMap(self, self._engine.config, Rows(rows), prompts, asked, told, out, extra, parse)
+
+    @takes_options(Sampling)
+    def map_sync(
+        self,
+        rows: Iterable[Any],
+        template: Template,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> RowAnswers:
+        """`map` for code without an event loop: blocks this thread until the answers are there."""
+        call = self.map(
+            rows, template, sampling, out=out, chat=chat, system=system, template_options=template_options, **options
+        )
+        return call.result_sync()

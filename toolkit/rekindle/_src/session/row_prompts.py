@@ -1,0 +1,114 @@
+"""Prompts made of the rows of a table, or of any iterable of mappings, and of a template that they fill."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+from rekindle._src.session.prompts import parse_one
+from rekindle.errors import InvalidRequest
+
+Template = str | Callable[[Mapping[str, Any]], Any]
+Messages = list[dict[str, Any]]
+
+
+class Rows:
+    """Rows as mappings, one after the other: of a pandas or polars DataFrame, or of an iterable of mappings."""
+
+    def __init__(self, rows: Any) -> None:
+        self.total: int | None = len(rows) if isinstance(rows, Sized) else None
+        self._frame = hasattr(rows, "columns") and (hasattr(rows, "iter_rows") or hasattr(rows, "itertuples"))
+        self.index: Any = getattr(rows, "index", None) if self._frame else None  # of a pandas DataFrame
+        if not self._frame and (isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable)):
+            raise InvalidRequest(
+                "rows", rows, "are no rows", "Pass a DataFrame, a list of dicts or any iterable of mappings"
+            )
+        self._rows: Any = rows
+        self._read = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._read and isinstance(self._rows, Iterator):
+            fix = "Pass a list, or call map with a new iterator and out= to go on"
+            raise InvalidRequest("rows", self._rows, "was read before and can't be read again", fix)
+        self._read = True
+        if not self._frame:
+            return iter(self._rows)
+        if hasattr(self._rows, "iter_rows"):  # polars
+            return iter(self._rows.iter_rows(named=True))
+        names = [str(name) for name in self._rows.columns]
+        return (dict(zip(names, values, strict=True)) for values in self._rows.itertuples(index=False, name=None))
+
+
+class RowPrompts:
+    """Fills a template with rows. Errors name the row."""
+
+    def __init__(self, template: Any, *, chat: bool, system: str | None) -> None:
+        if not isinstance(template, str) and not callable(template):
+            raise InvalidRequest(
+                "template",
+                template,
+                "is neither text nor a function",
+                'Pass "Summarise: {text}", or a function of a row',
+            )
+        if system is not None and not isinstance(system, str):
+            raise InvalidRequest("system", system, "is not text", "Pass a str, or leave it out")
+        if system is not None and not chat:
+            raise InvalidRequest("system", system, "is for chats", "Pass chat=True as well")
+        self._template, self._chat, self._system = template, chat, system
+        self._fields = _fields(template) if isinstance(template, str) else ()
+
+    def fill(self, index: int, row: Any) -> str | list[int] | Messages:
+        """The prompt of a row: text, token ids, or the messages of a chat."""
+        field = f"rows[{index}]"
+        if not isinstance(row, Mapping):
+            raise InvalidRequest(field, row, "is not a mapping", "Use dicts such as {'text': '…'}")
+        if isinstance(self._template, str):
+            missing = [name for name in self._fields if name not in row]
+            if missing:
+                names = ", ".join(map(repr, row)) or "none"
+                raise InvalidRequest(
+                    field, dict(row), f"has no {missing[0]!r}, which the template names", f"Its fields are {names}"
+                )
+        made: Any
+        try:
+            made = self._template.format_map(row) if isinstance(self._template, str) else self._template(row)
+        except Exception as error:
+            wrong = InvalidRequest(field, dict(row), f"does not fit the template: {error!r}", "Change one of the two")
+            wrong.__cause__ = error
+            raise wrong from error
+        if isinstance(made, Sequence) and not isinstance(made, str) and made and isinstance(made[0], Mapping):
+            return self._messages([dict(message) for message in made])
+        if self._chat and isinstance(made, str):
+            return self._messages([{"role": "user", "content": made}])
+        try:
+            given = parse_one(made)
+        except InvalidRequest as error:
+            fix = "Return text, token ids or messages"
+            raise InvalidRequest(field, made, "was made into something that is no prompt", fix) from error
+        if given.text is not None:
+            return given.text
+        assert given.token_ids is not None, "a prompt has text or token ids"
+        return [int(token) for token in given.token_ids]
+
+    def _messages(self, messages: Messages) -> Messages:
+        return messages if self._system is None else [{"role": "system", "content": self._system}, *messages]
+
+
+def _fields(template: str) -> tuple[str, ...]:
+    """The names in a format string; each once."""
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise InvalidRequest(
+            "template", template, f"is no format string: {error}", "Write {{ and }} for braces that are text"
+        ) from None
+    found = [name.split(".")[0].split("[")[0] for name in names]
+    if any(not name or name.isdigit() for name in found):
+        raise InvalidRequest(
+            "template",
+            template,
+            "has braces without a field's name",
+            "Write {text}, and {{ or }} for braces in the text",
+        )
+    return tuple(dict.fromkeys(found))

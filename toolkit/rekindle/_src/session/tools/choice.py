@@ -1,0 +1,67 @@
+"""`tool_choice`: whether the model may, must or must not call tools, and which."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.session.tools.tool import Tool
+from rekindle._src.text.replies import ReplyFormat
+from rekindle._src.text.replies.call_grammars import call_grammar
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import InvalidRequest
+
+ToolChoice = str | Mapping[str, Any] | Callable[..., Any]
+
+
+class Choice(NamedTuple):
+    """What a `tool_choice` means for given tools."""
+
+    given: ToolChoice | None
+    shown: tuple[Tool, ...]  # to the model
+    must: tuple[Tool, ...] = ()  # of these one has to be called
+    several: bool = False  # and more may be
+
+
+def chosen(choice: ToolChoice | None, tools: Sequence[Tool]) -> Choice:
+    """The choice among tools. Raises `InvalidRequest` for one that is not there."""
+    tools = tuple(tools)
+    if choice is None or choice == "auto":
+        return Choice(choice, tools)
+    if choice == "none":
+        return Choice(choice, ())
+    if not tools:
+        raise InvalidRequest("tool_choice", choice, "needs tools", "Pass tools=[…]")
+    if choice == "required":
+        return Choice(choice, tools, tools, several=True)
+    named = tuple(tool for tool in tools if _names(choice, tool))
+    if not named:
+        known = ", ".join(tool.name for tool in tools)
+        raise InvalidRequest(
+            "tool_choice", choice, "names no tool", f"Use 'auto', 'none', 'required', or one of: {known}"
+        )
+    return Choice(choice, tools, named)
+
+
+def _names(choice: ToolChoice, tool: Tool) -> bool:
+    if isinstance(choice, Mapping):
+        inner = choice.get("function")
+        choice = (inner if isinstance(inner, Mapping) else choice).get("name", "")
+    return choice == tool.name or (tool.function is not None and choice == tool.function)
+
+
+def forcing(choice: Choice, sampling: Sampling, format: ReplyFormat, tokenizer: object) -> Sampling:
+    """The options of a request whose reply has to be a call, by a grammar of the family's syntax."""
+    if sampling.structured:
+        raise InvalidRequest(
+            "tool_choice", choice.given, "can't be combined with a schema or grammar of the text", "Leave one out"
+        )
+    if format.calls is None or not isinstance(tokenizer, Tokenizer):
+        raise InvalidRequest(
+            "tool_choice", choice.given, "needs a model with a tokenizer and a chat template", "Use 'auto'"
+        )
+    schemas = [tool.schema for tool in choice.must]
+    grammar = call_grammar(format.calls, schemas, tokenizer.added_id, several=choice.several)
+    return dataclasses.replace(sampling, grammar=grammar)

@@ -1,0 +1,85 @@
+"""What a docstring says about a function and its parameters, in the styles of Google, NumPy and Sphinx."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+_SECTION = re.compile(r"(?:Args|Arguments|Parameters|Params):\s*")
+_OTHER = re.compile(r"[A-Z][A-Za-z ]+:\s*")  # another section of the Google style ends that of the parameters
+_ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+_FIELD = re.compile(r":param(?:\s+[^:]*?)?\s+(\w+)\s*:\s*(.*)")
+_NUMPY = re.compile(r"\*{0,2}(\w+(?:\s*,\s*\w+)*)\s*(?::.*)?")
+
+
+def read_docstring(documented: object) -> tuple[str, dict[str, str]]:
+    """The description, and those of the parameters by name."""
+    lines = (inspect.getdoc(documented) or "").splitlines()
+    description: list[str] = []
+    parameters: dict[str, str] = {}
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        field = _FIELD.fullmatch(line.strip())
+        if _SECTION.fullmatch(line):
+            at = _read_entries(lines, at + 1, parameters)
+        elif line.strip() == "Parameters" and at + 1 < len(lines) and re.fullmatch(r"-{3,}\s*", lines[at + 1]):
+            at = _read_numpy(lines, at + 2, parameters)
+        elif field is not None:
+            at = _read_more(lines, at + 1, parameters, field[1], field[2], 1)
+        elif line.startswith(":") or _begins_section(line, lines[at + 1] if at + 1 < len(lines) else ""):
+            break
+        else:
+            description.append(line)
+            at += 1
+    return " ".join("\n".join(description).split()), parameters
+
+
+def _begins_section(line: str, below: str) -> bool:
+    return bool(_OTHER.fullmatch(line) and below[:1] == " ") or re.fullmatch(r"-{3,}\s*", below) is not None
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _read_more(lines: list[str], at: int, found: dict[str, str], name: str, text: str, least: int) -> int:
+    """Add an entry with the lines that are indented below it; where the next one begins."""
+    parts = [text]
+    while at < len(lines) and lines[at].strip() and _indent(lines[at]) >= least:
+        parts.append(lines[at].strip())
+        at += 1
+    found[name] = " ".join(" ".join(parts).split())
+    return at
+
+
+def _read_entries(lines: list[str], at: int, found: dict[str, str]) -> int:
+    base = None
+    while at < len(lines) and (not lines[at].strip() or _indent(lines[at]) > 0):
+        if not lines[at].strip():
+            at += 1
+            continue
+        base = _indent(lines[at]) if base is None else base
+        entry = _ENTRY.fullmatch(lines[at].strip())
+        if entry is None or _indent(lines[at]) != base:
+            at += 1
+            continue
+        at = _read_more(lines, at + 1, found, entry[1], entry[2], base + 1)
+    return at
+
+
+def _read_numpy(lines: list[str], at: int, found: dict[str, str]) -> int:
+    while at < len(lines):
+        if not lines[at].strip():
+            at += 1
+            continue
+        if at + 1 < len(lines) and re.fullmatch(r"-{3,}\s*", lines[at + 1]):
+            return at  # the next section
+        entry = _NUMPY.fullmatch(lines[at])
+        if entry is None:
+            return at
+        names: dict[str, str] = {}
+        at = _read_more(lines, at + 1, names, entry[1], "", 1)
+        for name in entry[1].split(","):
+            found[name.strip()] = names[entry[1]]
+    return at

@@ -1,0 +1,229 @@
+"""A chat that runs the tools its model calls, until the model answers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from rekindle._src.core import html
+from rekindle._src.core.records import Completion, TextDelta, Usage
+from rekindle._src.core.reply import ToolCall
+from rekindle._src.dispatch.mailbox import fresh
+from rekindle._src.session.call import Call
+from rekindle._src.session.handle import Handle
+from rekindle._src.session.streams import SyncStream
+from rekindle._src.session.tools.running import run_calls
+from rekindle._src.session.tools.tool import Tool
+from rekindle.errors import InvalidRequest, RequestAborted
+
+MAX_ROUNDS = 8
+Message = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ToolRun:
+    """What `await session.chat(..., run_tools=True)` gives: the last reply, and how it came about."""
+
+    completion: Completion  # the last reply; it calls tools itself if the bound on rounds was reached
+    messages: tuple[Mapping[str, Any], ...]  # those that were given, then calls, results and the answer
+    rounds: tuple[Completion, ...]  # every reply, the last one included
+
+    @property
+    def text(self) -> str:
+        """Everything that the model wrote in its last reply."""
+        return self.completion.text
+
+    @property
+    def content(self) -> str:
+        """The answer."""
+        return self.completion.content
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning before the answer."""
+        return self.completion.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Calls that were not run any more, because the bound on rounds was reached."""
+        return self.completion.tool_calls
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all replies together."""
+        figures = [done.usage for done in self.rounds]
+        return Usage(
+            sum(one.prompt_tokens for one in figures),
+            sum(one.cached_tokens for one in figures),
+            sum(one.completion_tokens for one in figures),
+        )
+
+    def __str__(self) -> str:
+        return self.content
+
+    def __repr__(self) -> str:
+        called = sum(len(done.tool_calls) for done in self.rounds[:-1])
+        rounds = html.count(len(self.rounds), "round")
+        return f"<ToolRun: {html.shortened(self.content)!r}, {rounds}, {html.count(called, 'call')} run>"
+
+    def _repr_html_(self) -> str:
+        rows = [(message.get("role"), described(message)) for message in self.messages]
+        return str(html.block(html.line(repr(self)), html.table(["role", "content"], rows)))
+
+
+def described(message: Mapping[str, Any]) -> str:
+    """A message as one text: its content, and its calls as in Python."""
+    content = message.get("content")
+    parts = [content if isinstance(content, str) else str(content)] if content else []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) if arguments else ""
+        parts.append(f"{function.get('name')}({given})")
+    return "\n".join(parts)
+
+
+class ToolLoop(Call[ToolRun]):
+    """A chat whose tools are run: await it for the answer, or iterate over the deltas of all its replies.
+
+    Functions that fail tell the model so. Cancelling it leaves functions in worker threads to end by themselves.
+    """
+
+    # Any: the signature of a public class names no private type.
+    def __init__(self, ask: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_rounds: int) -> None:
+        if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
+            raise InvalidRequest("max_rounds", max_rounds, "is not a number of rounds", "Use 1 or more")
+        without = [tool.name for tool in tools if tool.function is None]
+        if without or not tools:
+            raise InvalidRequest(
+                "run_tools", True, f"needs functions, and has none for {without}" if without else "needs tools",
+                "Pass tools=[function, …], or run the calls of reply.tool_calls yourself",
+            )  # fmt: skip
+        self._ask: Callable[..., Handle[Completion]] = ask
+        self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
+        self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
+        self._given = len(self._messages)
+        self._max_rounds = max_rounds
+        self._rounds: list[Completion] = []
+        self._run: ToolRun | None = None
+        self._handle: Handle[Completion] | None = None
+        self._error: BaseException | None = None
+        self._ran = False  # the reply of `_handle` is among the messages
+        self._current()  # wrong messages are refused now
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is there, or an error in place of it."""
+        return self._run is not None or self.error is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended it, or None."""
+        return self._error or (None if self._handle is None else self._handle.error)
+
+    @property
+    def content(self) -> str:
+        """The content so far of the reply that is being made, or was made last."""
+        return "" if self._handle is None or self._ran else self._handle.content
+
+    @property
+    def answered(self) -> tuple[Message, ...]:
+        """The messages so far beside those that were given: complete replies with the results of their calls."""
+        whole = self._messages[self._given :]
+        if self._run is None and whole and whole[-1].get("tool_calls"):
+            whole = whole[:-1]  # its calls are being run
+        return tuple(copy.deepcopy(whole))
+
+    def completion(self) -> Completion:
+        """The last reply, once it is there."""
+        if self.error is not None:
+            raise fresh(self.error)
+        if self._run is None:
+            raise InvalidRequest("run_tools", True, "has no answer yet", "Await it")
+        return self._run.completion
+
+    def cancel(self) -> None:
+        """End the reply that is being made, from any thread."""
+        if self._handle is not None:
+            self._handle.cancel()
+
+    async def _result(self) -> ToolRun:
+        while self._run is None:
+            await self._following(await self._current())
+        return self._run
+
+    def _current(self) -> Handle[Completion]:
+        """The request of the reply that comes next, or is being made."""
+        if self._error is not None:
+            raise fresh(self._error)
+        if self._handle is None:
+            self._handle = self._ask(self._messages, free=bool(self._rounds))  # a call is forced once
+            self._ran = False
+        return self._handle
+
+    async def _following(self, done: Completion) -> None:
+        """Add a reply, and the results of its calls."""
+        try:
+            self._rounds.append(done)
+            self._messages.append(done.message)
+            self._ran = True
+            if not done.tool_calls or len(self._rounds) > self._max_rounds:
+                self._run = ToolRun(done, tuple(self._messages), tuple(self._rounds))
+                return
+            self._messages += await run_calls(done.tool_calls, self._tools)
+            self._handle = None
+        except BaseException:
+            self._error = RequestAborted("the tools of this chat were cancelled. What was said is in its rounds")
+            raise
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        return ToolStream(self)
+
+    def stream_sync(self) -> SyncStream:
+        """The deltas, blocking this thread; for code without an event loop."""
+        return SyncStream(self)
+
+    def __repr__(self) -> str:
+        state = "over" if self.done else "await it"
+        return f"<ToolLoop over {', '.join(self._tools)}: {html.count(len(self._rounds), 'round')}, {state}>"
+
+    def _repr_html_(self) -> str:
+        return str(html.line(repr(self))) if self._run is None else self._run._repr_html_()
+
+
+class ToolStream(AsyncIterator[TextDelta]):
+    """An iterator over the deltas of all replies of a `ToolLoop`; tools run between those of two replies."""
+
+    def __init__(self, loop: ToolLoop) -> None:
+        self._loop = loop
+        self._deltas: AsyncIterator[TextDelta] | None = None
+
+    async def __anext__(self) -> TextDelta:
+        """The next delta; waits for it."""
+        loop = self._loop
+        while True:
+            if self._deltas is None:
+                if loop._run is not None:
+                    raise StopAsyncIteration
+                self._deltas = aiter(loop._current())
+            try:
+                return await anext(self._deltas)
+            except StopAsyncIteration:
+                self._deltas = None
+                await loop._following(loop._current().completion())
+
+    async def aclose(self) -> None:
+        """Stop reading; the reply that is being made is aborted."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._loop.done:
+            self._loop.cancel()
+
+    def __repr__(self) -> str:
+        return f"<ToolStream of {self._loop!r}>"
+
+    def _repr_html_(self) -> str:
+        return str(html.line(repr(self)))

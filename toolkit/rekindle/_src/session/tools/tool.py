@@ -1,0 +1,116 @@
+"""Tools as `chat` takes them: functions, whose schemas are made of their signatures, or schemas."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rekindle._src.session.tools.conversions import converted
+from rekindle._src.session.tools.docstrings import read_docstring
+from rekindle._src.session.tools.schemas import NoSchema, default_of, schema_of
+from rekindle.errors import InvalidRequest
+
+ToolLike = Callable[..., Any] | Mapping[str, Any]
+MAX_TOOLS = 512
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool's name, its JSON schema, and the function that does it, if it is one."""
+
+    name: str
+    schema: Mapping[str, Any]
+    function: Callable[..., Any] | None = None
+    hints: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # types of the function's parameters
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call as the function's annotations ask for them."""
+        return {name: converted(self.hints.get(name, Any), value) for name, value in given.items()}
+
+
+def tools_of(given: Sequence[ToolLike] | None) -> tuple[Tool, ...]:
+    """The tools of a chat; raises `InvalidRequest` for what is none."""
+    if given is None:
+        return ()
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise InvalidRequest("tools", given, "is not a list of tools", "Pass [function, …], or JSON schemas as dicts")
+    if len(given) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"{len(given)} tools", f"are over {MAX_TOOLS}", "Pass fewer")
+    tools = tuple(_schema_tool(one) if isinstance(one, Mapping) else function_tool(one) for one in given)
+    seen: set[str] = set()
+    for tool in tools:
+        if tool.name in seen:
+            raise InvalidRequest("tools", tool.name, "is the name of two tools", "Give each another name")
+        seen.add(tool.name)
+    return tools
+
+
+def _schema_tool(given: Mapping[str, Any]) -> Tool:
+    inner = given.get("function")
+    function = inner if isinstance(inner, Mapping) else given
+    name = function.get("name")
+    fix = 'Pass {"type": "function", "function": {"name": …, "description": …, "parameters": JSON schema}}'
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest("tools", given, "has no name", fix)
+    if not isinstance(function.get("parameters", {}), Mapping):
+        raise InvalidRequest("tools", given, "has parameters that are no JSON schema", fix)
+    return Tool(name, given if function is inner else {"type": "function", "function": given})
+
+
+def function_tool(function: Any) -> Tool:
+    """The tool that a function is: its name, its docstring and the types of its parameters."""
+    if not callable(function):
+        raise InvalidRequest("tools", function, "is neither a function nor a dict", "Pass functions or JSON schemas")
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__name__", type(inner).__name__)
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest("tools", function, f"has no name that a model can call ({name})", "Use def name(…): …")
+    described = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
+    try:
+        signature = inspect.signature(function)
+        hints = typing.get_type_hints(inner.__init__ if inspect.isclass(inner) else described, include_extras=True)
+    except (TypeError, ValueError, NameError) as error:
+        raise InvalidRequest(
+            "tools", function, f"has no signature that can be read ({error})", "Pass its JSON schema"
+        ) from error
+    description, texts = read_docstring(inner if described is inner else type(inner))
+    properties: dict[str, Any] = {}
+    required = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        if parameter.kind not in _KEYWORDS:
+            raise InvalidRequest(
+                "tools",
+                function,
+                f"takes {parameter.name!r} by position, and a model calls by keyword",
+                "Make it a keyword parameter",
+            )
+        try:
+            schema = schema_of(hints.get(parameter.name, Any))
+        except NoSchema as error:
+            raise InvalidRequest(
+                "tools", function, f"has a parameter {parameter.name!r} without a JSON schema: {error}",
+                "Annotate it with plain types, or pass the tool's JSON schema",
+            ) from error  # fmt: skip
+        if parameter.name in texts:
+            schema.setdefault("description", texts[parameter.name])
+        if parameter.default is inspect.Parameter.empty:
+            required.append(parameter.name)
+        else:
+            schema |= default_of(parameter.default)
+        properties[parameter.name] = schema
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    schema = {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return Tool(name, schema, function, hints)

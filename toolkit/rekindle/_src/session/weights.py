@@ -1,0 +1,121 @@
+"""The weights of a session: those in use, and others that take their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.execution.runner import Runner
+from rekindle._src.kvcache import Tiers
+from rekindle._src.kvcache.persist.identity import Identity
+from rekindle._src.kvcache.persist.segment import LeafSpec
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.loading.swap_weights import replace_weights
+from rekindle._src.models.placement import Placement
+from rekindle._src.programs import kv_layout as paged
+from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.processes.team import Team
+
+
+def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
+    """What pages of this model belong to, and what those of other processes are compared with."""
+    assert config.page_size is not None, "resolved"
+    layers = paged.abstract(model.config, 1, config.page_size, config.kv_dtype)
+    leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
+    layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
+    if config.deterministic:
+        layout += " deterministic"  # others' pages hold nearly the same numbers, but not the same
+    payload = tuple(LeafSpec((len(layers), *shape), dtype) for shape, dtype in leaves[: len(leaves) // len(layers)])
+    return Identity(
+        model.fingerprint,
+        config.kv_dtype,
+        config.page_size,
+        layout,
+        name,
+        leaves=payload,
+        vocab_size=model.config.vocab_size,
+    )
+
+
+def replacement(model: LoadedModel, weights: Any, config: EngineConfig, placement: Placement | None) -> LoadedModel:
+    """`model` with other weights, which are read if they are a folder or hub id, on the devices where its own are."""
+    read = isinstance(weights, str | Path)
+    if read:
+        weights = load(weights, dtype=config.dtype, quantize=config.quantize)
+    found = replace_weights(model, weights, placement=placement)
+    if read and placement is not None:
+        delete(weights)  # they were loaded on their way to the mesh only
+    return found
+
+
+def delete(model: LoadedModel) -> None:
+    """Give the memory of its leaves back."""
+    for leaf in model.leaves:
+        leaf.delete()
+
+
+class Weights:
+    """The weights in use; those that were loaded here are freed when they are replaced or the session ends."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        runner: Runner,
+        config: EngineConfig,
+        tiers: Tiers | None,
+        *,
+        owned: bool,
+        placement: Placement | None,
+        team: Team | None = None,
+    ) -> None:
+        self._model, self._runner, self._config, self._tiers, self._owned = model, runner, config, tiers, owned
+        self._placement, self._team = placement, team
+
+    def swap(self, weights: Any) -> bytes:
+        """Put other weights in place; returns the root key of the cache for them."""
+        named = isinstance(weights, str | Path)
+        model = self._everywhere(weights) if self._team is not None else self._replacement(weights)
+        self._runner.swap_weights(model.leaves)
+        self.release()
+        self._model, self._owned = model, named or self._placement is not None
+        identity = page_identity(model, self._config, str(weights) if named else "")
+        if self._tiers is not None and self._tiers.disk is not None:
+            self._tiers.disk.identity = identity
+        return identity.root
+
+    def release(self) -> None:
+        if self._owned:
+            delete(self._model)
+
+    def _replacement(self, weights: Any) -> LoadedModel:
+        return replacement(self._model, weights, self._config, self._placement)
+
+    def _everywhere(self, weights: Any) -> LoadedModel:
+        """The weights on this process's devices, once all others have them on theirs."""
+        assert self._team is not None, "one process"
+        if not isinstance(weights, str | Path):
+            raise InvalidRequest(
+                "weights",
+                type(weights).__name__,
+                "is in this process only, and others share the model",
+                "Pass a folder or hub id that all of them can read",
+            )
+        found: list[LoadedModel] = []
+
+        def here() -> str:
+            found.append(self._replacement(weights))
+            return found[0].fingerprint
+
+        try:
+            self._team.load_weights(str(weights), here)
+        except BaseException:
+            for model in found:
+                delete(model)
+            raise
+        return found[0]

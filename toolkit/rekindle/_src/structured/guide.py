@@ -1,0 +1,106 @@
+"""A guide over llguidance's matcher: which tokens may come next, and what follows of the one that came."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rekindle._src.core.guides import Guided, Mask
+
+AHEAD = 16  # forced tokens that are told at most
+
+
+class Reasoning(NamedTuple):
+    """Tokens around what a model thinks before its answer; a grammar begins behind it."""
+
+    opens: int
+    closes: int
+    inside: bool = False  # the prompt ends inside of it; otherwise the first token may open it
+
+
+class Guide:
+    """The implementation of `GuideLike`.
+
+    Of the tokenizer's end tokens only those in `eos_ids` may come, at a place where the text is complete. Where nothing
+    else can come an end token is allowed whatever the request says, because the text is over there.
+    """
+
+    __slots__ = ("_ahead", "_barred", "_ends", "_matcher", "_reasoning", "_thinks", "accepting", "consumed", "ended")
+
+    def __init__(
+        self, matcher: Any, ends: frozenset[int], eos_ids: Collection[int], reasoning: Reasoning | None = None
+    ) -> None:
+        self._matcher = matcher
+        self._ends = ends
+        self._barred = ends.difference(eos_ids)
+        self._reasoning = reasoning
+        self._thinks = reasoning is not None and reasoning.inside
+        self._ahead: tuple[int, ...] = () if reasoning is not None else self._look_ahead()
+        self.consumed: int = 0
+        self.ended: bool = False
+        self.accepting: bool = False
+
+    def copy(self) -> Guide:
+        other = object.__new__(Guide)
+        for name in Guide.__slots__:
+            setattr(other, name, getattr(self, name))
+        other._matcher = self._matcher.deep_copy()
+        return other
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Tokens that have to follow, in the tokenizer's usual spelling."""
+        return self._ahead
+
+    def fill(self, mask: Mask) -> str:
+        if self._thinks:
+            mask.fill(-1)
+            _clear(mask, self._ends)
+            return ""
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            return first_line(self._matcher.get_error())
+        if self._barred:
+            kept = mask.copy()
+            _clear(mask, self._barred)
+            if not mask.any():
+                mask[:] = kept
+        if self._reasoning is not None:  # no token has come yet, and the first may open it
+            mask[self._reasoning.opens >> 5] |= np.int32(np.uint32(1 << (self._reasoning.opens & 31)).view(np.int32))
+        return "" if mask.any() else "the grammar allows no token"
+
+    def consume(self, token: int) -> Guided:
+        self.consumed += 1
+        reasoning = self._reasoning
+        if reasoning is not None and (self._thinks or token == reasoning.opens):
+            self._thinks = token != reasoning.closes
+            if not self._thinks:
+                self._reasoning, self._ahead = None, self._look_ahead()
+            return Guided(ahead=self._ahead)
+        self._reasoning = None
+        forced = bool(self._ahead) and self._ahead[0] == token
+        matcher = self._matcher
+        if not matcher.consume_token(token):
+            self.ended = True
+            return Guided(ended=True, problem=first_line(matcher.get_error()))
+        self.accepting = matcher.is_accepting()
+        self.ended = matcher.is_stopped()
+        self._ahead = () if self.ended else self._look_ahead()
+        by_eos = self.ended and token in self._ends
+        self.accepting |= by_eos
+        return Guided(forced, self.ended, by_eos, self.accepting, self._ahead)
+
+    def _look_ahead(self) -> tuple[int, ...]:
+        return tuple(self._matcher.compute_ff_tokens()[:AHEAD])
+
+
+def _clear(mask: Mask, tokens: Collection[int]) -> None:
+    for token in tokens:
+        mask[token >> 5] &= np.int32(np.uint32(0xFFFFFFFF ^ (1 << (token & 31))).view(np.int32))
+
+
+def first_line(message: str) -> str:
+    """What an error of llguidance says, without the state that it lists below."""
+    return message.strip().partition("\n<")[0].strip() or "it gave no reason"

@@ -1,0 +1,67 @@
+"""What a request asks of its text's structure, as a value that can be compared, kept and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.structure_checks import check_size
+from rekindle._src.structured.schemas import described
+from rekindle.errors import InvalidRequest, MissingExtra
+
+Kind = Literal["schema", "regex", "choice", "grammar", "json"]
+ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """Equal specs compile to equal grammars."""
+
+    kind: Kind
+    text: str  # a schema or choices as JSON
+    lenient: bool = False
+    whitespace_flexible: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Structure:
+    """A request's spec, and what makes an object of its whole text."""
+
+    spec: Spec
+    parse: Callable[[str], Any]
+
+
+def structure_of(sampling: Sampling) -> Structure | None:
+    """What a request asks for; None if its text is free.
+
+    Raises `InvalidRequest` for a type that can't be described as a JSON schema, and `MissingExtra` without llguidance.
+    """
+    if not sampling.structured:
+        return None
+    require()
+    options = {"lenient": sampling.lenient, "whitespace_flexible": sampling.whitespace_flexible}
+    if sampling.schema is not None:
+        schema, parse = described(sampling.schema)
+        try:
+            text = json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest("schema", schema, f"is not JSON: {error}", "Use dicts, lists, text, numbers") from None
+        check_size("schema", len(text))
+        return Structure(Spec("schema", text, **options), parse)
+    if sampling.json:
+        return Structure(Spec("json", ANY_OBJECT, **options), json.loads)
+    if sampling.regex is not None:
+        return Structure(Spec("regex", sampling.regex), str)
+    if sampling.grammar is not None:
+        return Structure(Spec("grammar", sampling.grammar), str)
+    return Structure(Spec("choice", json.dumps(sampling.choice)), str)
+
+
+def require() -> None:
+    """Raises `MissingExtra` unless llguidance is installed; it is not imported."""
+    if importlib.util.find_spec("llguidance") is None:
+        raise MissingExtra("llguidance", "structured")

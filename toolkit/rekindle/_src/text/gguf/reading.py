@@ -1,0 +1,73 @@
+"""The tokenizer, chat template and defaults of sampling that a GGUF file has in its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from rekindle._src.models.loading.gguf.files import is_gguf
+from rekindle._src.models.loading.gguf.header import read_header
+from rekindle._src.models.loading.gguf.metadata import Metadata
+from rekindle._src.models.loading.gguf.stop_tokens import stop_tokens
+from rekindle._src.text.gguf.kept import kept
+from rekindle._src.text.gguf.vocabulary import Vocabulary, read_backend
+
+_TEMPLATE = "tokenizer.chat_template"
+_SAMPLING = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"
+}  # fmt: skip
+
+
+class FileTokenizer(NamedTuple):
+    """What a `Tokenizer` is made of."""
+
+    backend: tokenizers.Tokenizer | None
+    special: dict[str, str]
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a model's text lies in a GGUF file rather than in a folder."""
+    return is_gguf(Path(path)) and Path(path).is_file()
+
+
+def metadata_of(path: str | Path) -> Metadata:
+    """The metadata of a file."""
+    return read_header(Path(path)).metadata
+
+
+def read_tokenizer(path: str | Path) -> FileTokenizer:
+    """The tokenizer of a file; one without a vocabulary only knows the ids that end a sequence."""
+    header = read_header(Path(path))
+    metadata = header.metadata
+    stops = stop_tokens(metadata)
+    backend = kept(header.raw, lambda: read_backend(metadata))
+    special = {} if backend is None else special_tokens(metadata)
+    return FileTokenizer(backend, special, tuple(stops["eos_token_id"] or ()), stops["bos_token_id"])
+
+
+def special_tokens(metadata: Metadata) -> dict[str, str]:
+    """The named special tokens, such as `{"bos_token": "<s>"}`; chat templates read them."""
+    return Vocabulary.of(metadata).special() if "tokenizer.ggml.tokens" in metadata else {}
+
+
+def read_templates(path: str | Path) -> tuple[Mapping[str, str], dict[str, str]]:
+    """The chat templates by name, and the special tokens that they may write."""
+    metadata = metadata_of(path)
+    found = {}
+    for key in metadata:
+        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
+            found[key[len(_TEMPLATE) + 1 :] or "default"] = metadata.text(key)
+    return found, special_tokens(metadata) if found else {}
+
+
+def read_sampling(path: str | Path) -> dict[str, Any]:
+    """The defaults of sampling as generation_config.json has them; empty where the file has none."""
+    metadata = metadata_of(path)
+    found = {ours: metadata.get(f"general.sampling.{theirs}") for ours, theirs in _SAMPLING.items()}
+    found = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    return {"do_sample": found.get("temperature") != 0, **found} if found else {}

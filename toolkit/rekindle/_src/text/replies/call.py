@@ -1,0 +1,125 @@
+"""A call as a family's syntax wrote it, and the tools that a reply may call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rekindle._src.text.replies.source import Malformed
+
+_DECODER = json.JSONDecoder(strict=False)  # takes raw line breaks inside strings
+ARGUMENTS = ("arguments", "parameters", "args")
+MAX_NAME = 256
+
+Known = Mapping[str, Mapping[str, Any]]  # names of tools, and for each its parameters' names and schemas
+
+
+class Call(NamedTuple):
+    """A name, arguments, and these as JSON text."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    text: str
+
+    @classmethod
+    def of(cls, name: object, arguments: object, text: str | None = None) -> Call:
+        """The call if name and arguments are such; raises `Malformed` otherwise."""
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            raise Malformed
+        if not isinstance(arguments, dict):
+            raise Malformed
+        as_json(name)
+        plain = as_json(arguments)
+        return cls(name, arguments, plain if text is None else text)
+
+
+def as_json(value: object) -> str:
+    """The value as JSON text; raises `Malformed` for one that JSON does not have."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half of a surrogate pair is no text
+    except (ValueError, TypeError):
+        raise Malformed from None
+    return text
+
+
+def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
+    """Names and parameters of tools that are given as JSON schemas, in OpenAI's shape or without its outer layer."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools or ():
+        inner = tool.get("function")
+        function = inner if isinstance(inner, Mapping) else tool
+        parameters = function.get("parameters", function.get("input_schema"))
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        if isinstance(function.get("name"), str):
+            found[function["name"]] = properties if isinstance(properties, Mapping) else {}
+    return found
+
+
+def json_call(text: str, *, complete: bool = False) -> Call:
+    """The call that a JSON object describes. Raises `Malformed` if it is none.
+
+    A call without arguments has none, or is malformed too if it has to be `complete`.
+    """
+    try:
+        return _call(text, complete)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+
+
+def named_call(name: str, text: str) -> Call:
+    """The call whose arguments are the JSON object `text`."""
+    try:
+        return _with_text(name, _DECODER.decode(text), text)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+
+
+def _call(text: str, complete: bool) -> Call:
+    if not text.startswith("{"):
+        raise Malformed
+    members = _members(text)
+    if "name" not in members and "function" in members:
+        inner, raw = members["function"]
+        if isinstance(inner, dict):
+            return _call(raw, complete)
+        members["name"] = (inner, raw)
+    name, _ = members.get("name", (None, ""))
+    given = next((members[key] for key in ARGUMENTS if key in members), None)
+    if given is None and complete:
+        raise Malformed
+    arguments, raw = given or ({}, "{}")
+    if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's messages
+        arguments, raw = _DECODER.decode(arguments), arguments
+    if arguments is None:
+        arguments, raw = {}, "{}"
+    return _with_text(name, arguments, raw)
+
+
+def _with_text(name: object, arguments: object, text: str) -> Call:
+    try:
+        json.loads(text)
+    except ValueError:  # raw line breaks
+        return Call.of(name, arguments)
+    return Call.of(name, arguments, text)
+
+
+def _members(text: str) -> dict[str, tuple[Any, str]]:
+    """The values of a valid JSON object by their keys, each with its own text."""
+    found: dict[str, tuple[Any, str]] = {}
+    at = _skip(text, 1)
+    while text[at] != "}":
+        key, at = _DECODER.raw_decode(text, at)
+        start = _skip(text, _skip(text, at) + 1)
+        value, at = _DECODER.raw_decode(text, start)
+        found[key] = (value, text[start:at])
+        at = _skip(text, at)
+        at = _skip(text, at + 1) if text[at] == "," else at
+    return found
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in " \t\r\n":
+        at += 1
+    return at

@@ -1,0 +1,42 @@
+"""What is known about a chat's reply before it begins, and the scanner for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from rekindle._src.text.replies.format import ReplyFormat
+from rekindle._src.text.replies.scanner import ReplyScanner
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplyPlan:
+    """How the reply of one chat is read; its `n` sequences have a scanner each."""
+
+    format: ReplyFormat
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas; calls are looked for only if there are some
+    continued: str | None = None  # the last message, if the reply goes on with it
+    pieces: bool = False  # calls are told while they arrive
+
+    @property
+    def visible(self) -> frozenset[str]:
+        """Special tokens that need a text, because the scanner goes by them."""
+        return self.format.markers(tools=bool(self.tools))
+
+    def scanner(self, prompt: str, token_ids: bytes, seed: int | None) -> ReplyScanner:
+        """The scanner for a reply to `prompt`, whose tokens decide with the seed on the ids of calls."""
+        key = hashlib.blake2b(token_ids, digest_size=32, person=b"tool calls")
+        key.update(str(seed).encode())
+        format, opened = self.format, self.format.opens_reasoning(prompt)
+        if self.continued is not None:
+            opened = format.reasoning is not None and is_open(self.continued, *format.reasoning)
+            if self.continued.strip() and not opened:
+                format = dataclasses.replace(format, reasoning=None)  # it is past the place where reasoning can be
+        return format.scanner(tools=self.tools, reasoning_open=opened, seed=key.digest(), pieces=self.pieces)
+
+
+def is_open(text: str, opening: str, closing: str) -> bool:
+    """Whether `text` ends inside of these tags."""
+    return text.rfind(opening) > text.rfind(closing)

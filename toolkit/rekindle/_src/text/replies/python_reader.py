@@ -1,0 +1,178 @@
+"""Reads one call in Python's notation while it arrives: a name, and in parentheses literals by keyword."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rekindle._src.text.replies.arguments import Arguments
+from rekindle._src.text.replies.call import MAX_NAME, Call
+from rekindle._src.text.replies.json_reader import MAX_DEPTH, MAX_WORD
+from rekindle._src.text.replies.source import Malformed, Reading, Source, peek, skip_space, take
+from rekindle._src.text.replies.syntax import Calls
+
+_NAME = re.compile(r"[^\W\d][\w.-]*")
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_ESCAPES = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
+    "\\": "\\", "'": "'", '"': '"', "\n": "",
+}  # fmt: skip
+_HEX = {"x": 2, "u": 4, "U": 8}
+
+
+def read_call(calls: Calls, *, only_known: bool) -> Reading[Call]:
+    """The call that comes next, after whitespace.
+
+    A positional argument is the parameter at its place, if the tool is known. With `only_known` another name than a
+    tool's is `Malformed`, which is known at the parenthesis.
+    """
+    source, known = calls.source, calls.known
+    yield from skip_space(source)
+    name = yield from _read_word(source, MAX_NAME)
+    if _NAME.fullmatch(name) is None or (only_known and name not in known):
+        raise Malformed
+    if not (yield from take(source, "(")):
+        raise Malformed
+    places = list(known.get(name, ()))
+    arguments = Arguments(calls.begin(name))
+    while not (yield from take(source, ")")):
+        key, value = yield from _read_argument(source)
+        if key is None:
+            if len(arguments) >= len(places):
+                raise Malformed
+            key = places[len(arguments)]
+        arguments.add(key, value)
+        if not (yield from take(source, ",")):
+            if not (yield from take(source, ")")):
+                raise Malformed
+            break
+    return arguments.call(name)
+
+
+def _read_argument(source: Source) -> Reading[tuple[str | None, Any]]:
+    """The name and the value of an argument; a positional one has no name."""
+    yield from skip_space(source)
+    char = yield from peek(source)
+    if char == "" or not (char.isalpha() or char == "_"):
+        return None, (yield from _read_value(source, 1))
+    word = yield from _read_word(source, MAX_NAME)
+    if (yield from take(source, "=")):
+        if _NAME.fullmatch(word) is None:
+            raise Malformed
+        return word, (yield from _read_value(source, 1))
+    if word not in _WORDS:
+        raise Malformed
+    return None, _WORDS[word]
+
+
+def _read_value(source: Source, depth: int) -> Reading[Any]:
+    yield from skip_space(source)
+    char = yield from peek(source)
+    if depth > MAX_DEPTH or char == "":
+        raise Malformed
+    if char in "'\"":
+        return (yield from _read_string(source, char))
+    if char in "[(":
+        return (yield from _read_items(source, "]" if char == "[" else ")", depth))
+    if char == "{":
+        return (yield from _read_dict(source, depth))
+    word = yield from _read_word(source, MAX_WORD)
+    if word in _WORDS:
+        return _WORDS[word]
+    if _INT.fullmatch(word):
+        return int(word)
+    if _FLOAT.fullmatch(word):
+        return float(word)
+    raise Malformed
+
+
+def _read_items(source: Source, closer: str, depth: int) -> Reading[list[Any]]:
+    source.at += 1
+    items: list[Any] = []
+    while not (yield from take(source, closer)):
+        items.append((yield from _read_value(source, depth + 1)))
+        if not (yield from take(source, ",")):
+            if not (yield from take(source, closer)):
+                raise Malformed
+            break
+    return items
+
+
+def _read_dict(source: Source, depth: int) -> Reading[dict[str, Any]]:
+    source.at += 1
+    items: dict[str, Any] = {}
+    while not (yield from take(source, "}")):
+        key = yield from _read_value(source, depth + 1)
+        if not isinstance(key, str) or not (yield from take(source, ":")):
+            raise Malformed
+        items[key] = yield from _read_value(source, depth + 1)
+        if not (yield from take(source, ",")):
+            if not (yield from take(source, "}")):
+                raise Malformed
+            break
+    return items
+
+
+def _read_string(source: Source, quote: str) -> Reading[str]:
+    source.at += 1
+    if (yield from peek(source)) == quote:
+        source.at += 1
+        if (yield from peek(source)) != quote:
+            return ""
+        source.at += 1
+        quote *= 3
+    parts: list[str] = []
+    plain = re.compile(rf"[^\\{quote[0]}]+")
+    while True:
+        char = yield from peek(source)
+        if char == "":
+            raise Malformed
+        if char == "\\":
+            source.at += 1
+            parts.append((yield from _read_escape(source)))
+        elif char == quote[0]:
+            source.at += 1
+            closed = 1
+            while closed < len(quote) and (yield from peek(source)) == char:
+                source.at += 1
+                closed += 1
+            if closed == len(quote):
+                return "".join(parts)
+            parts.append(char * closed)
+        else:
+            found = plain.match(source.text, source.at)
+            assert found is not None, "the character is neither the quote nor a backslash"
+            parts.append(found.group())
+            source.at = found.end()
+
+
+def _read_escape(source: Source) -> Reading[str]:
+    char = yield from peek(source)
+    if char == "":
+        raise Malformed
+    source.at += 1
+    if char not in _HEX:
+        return _ESCAPES.get(char, "\\" + char)
+    digits = ""
+    for _ in range(_HEX[char]):
+        digit = yield from peek(source)
+        if digit == "" or digit not in "0123456789abcdefABCDEF":
+            raise Malformed
+        digits += digit
+        source.at += 1
+    if int(digits, 16) > 0x10FFFF:
+        raise Malformed
+    return chr(int(digits, 16))
+
+
+def _read_word(source: Source, limit: int) -> Reading[str]:
+    """Letters, digits, `_`, `.`, `+` and `-`."""
+    word: list[str] = []
+    while (char := (yield from peek(source))) and (char.isalnum() or char in "_.+-"):
+        if len(word) == limit:
+            raise Malformed
+        word.append(char)
+        source.at += 1
+    return "".join(word)

@@ -1,0 +1,117 @@
+"""The text that a scanner reads while it arrives.
+
+Readers are generators: they `yield` where they need more text, and go on once there is some or the text has ended. What
+they do therefore depends on the characters alone, never on the pieces in which these came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+SPACE = " \t\r\n"
+
+
+class Malformed(Exception):
+    """What follows a marker is no call."""
+
+
+class Source:
+    """Text with a position, and the beginning of what may have to be given back as it stands."""
+
+    def __init__(self) -> None:
+        self.text: str = ""
+        self.at: int = 0
+        self.ended: bool = False
+        self._marked = 0  # where the mark is in `text`; what was read since and is no longer in `text` is in `_before`
+        self._before: list[str] = []
+
+    def push(self, text: str) -> None:
+        """Add text; what was read is forgotten, except since the mark."""
+        self._before.append(self.text[self._marked : self.at])
+        self.text = self.text[self.at :] + text
+        self.at = self._marked = 0
+
+    def mark(self) -> None:
+        """Begin to remember what is read."""
+        self._before.clear()
+        self._marked = self.at
+
+    def since_mark(self) -> str:
+        """What was read since the mark."""
+        return "".join(self._before) + self.text[self._marked : self.at]
+
+
+def peek(source: Source) -> Reading[str]:
+    """The next character, which stays unread; "" at the end."""
+    while source.at == len(source.text):
+        if source.ended:
+            return ""
+        yield
+    return source.text[source.at]
+
+
+def skip_space(source: Source) -> Reading[None]:
+    """Read whitespace."""
+    while (char := (yield from peek(source))) and char in SPACE:
+        source.at += 1
+
+
+def ahead(source: Source, *literals: str) -> Reading[int]:
+    """How many characters these texts take if they come next in this order, with whitespace before each; else 0."""
+    length = 0
+    for literal in literals:
+        while True:
+            at = source.at + length
+            while at < len(source.text) and source.text[at] in SPACE:
+                at += 1
+            length = at - source.at
+            if source.text.startswith(literal, at):
+                length += len(literal)
+                break
+            if source.ended or not literal.startswith(source.text[at : at + len(literal)]):
+                return 0
+            yield
+    return length
+
+
+def take(source: Source, *literals: str) -> Reading[bool]:
+    """Read these texts if they come next, as in `ahead`; else read nothing."""
+    length = yield from ahead(source, *literals)
+    source.at += length
+    return length > 0
+
+
+def close(source: Source, literal: str) -> Reading[bool]:
+    """Read a closing tag if it comes next, after whitespace, or as much of it as there is at the end of the text."""
+    if (yield from take(source, literal)):
+        return True
+    rest = source.text[source.at :].lstrip(SPACE)
+    cut = source.ended and len(rest) > 0 and literal.startswith(rest)
+    if cut:
+        source.at = len(source.text)
+    return cut
+
+
+def told(source: Source, reading: Reading[T], tell: Callable[[str], object]) -> Reading[T]:
+    """Do a reading, and tell each piece of text that it has read as soon as it needs more."""
+    start = source.at
+    while True:
+        try:
+            next(reading)
+        except StopIteration as done:
+            tell(source.text[start : source.at])
+            value: T = done.value
+            return value
+        tell(source.text[start : source.at])
+        yield
+        start = source.at  # what was read before is forgotten by now, so that this is 0; or the text has ended
+
+
+def captured(source: Source, reading: Reading[None]) -> Reading[str]:
+    """Do a reading; the text that it has read."""
+    parts: list[str] = []
+    yield from told(source, reading, parts.append)
+    return "".join(parts)

@@ -1,0 +1,139 @@
+# %% [markdown]
+# # 13 Serving what a notebook has open
+#
+# *How do my colleagues' tools use the model that I have open here, while I go on working with it?*
+#
+# Editors, agents and evaluation suites speak OpenAI's API: they want a URL. A session has one, if you ask for it. The server
+# runs in a thread beside the cells and works on the same session, so that both share its programs, its prefix cache
+# and its dashboard. It needs the extra `serve`: `pip install "rekindle[serve]"`.
+
+# %%
+import json
+import urllib.request
+
+import anyio.to_thread
+
+import rekindle
+
+session = await rekindle.open("tiny", max_requests=8)
+ready = await session.generate(["warm up"] * 8, max_tokens=8)  # compiles what this page needs
+server = await session.serve()
+server
+
+# %% [markdown]
+# These commands are for copying. Here we use nothing but Python's own HTTP client, in a thread, as another program would.
+
+
+# %%
+def post(path: str, body: dict) -> dict:
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
+
+
+question = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_tokens": 40}
+answer = await anyio.to_thread.run_sync(post, "/v1/chat/completions", question)
+print(answer["choices"][0]["message"]["content"])
+
+# %% [markdown]
+# The same question in a cell gives the same answer: it is the same model in the same session.
+
+# %%
+own = await session.chat(question["messages"], temperature=0, max_tokens=40)
+print(own.text == answer["choices"][0]["message"]["content"])
+
+# %% [markdown]
+# ## One prefix cache
+#
+# A cell reads a long text once. A client that asks about the same text finds its pages computed.
+
+# %%
+story = (
+    "Tom had a red ball. Anna had a blue ball. They played in the garden every day, and the dog ran after them. " * 4
+)
+read = await session.generate(story, max_tokens=1)
+body = {"prompt": story + "Then", "max_tokens": 24, "temperature": 0}
+done = await anyio.to_thread.run_sync(post, "/v1/completions", body)
+print(done["choices"][0]["text"])
+usage = done["usage"]
+print(f"{usage['prompt_tokens_details']['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached")
+
+# %% [markdown]
+# ## One batch, one dashboard
+#
+# Four clients and four cells at once: the engine batches them as if they came from one place. `session.watch()` shows all of
+# them; so do the figures.
+
+# %%
+session.watch()
+
+# %%
+handles = [session.submit(f"Story {n}:", max_tokens=120, ignore_eos=True, temperature=0.8) for n in range(4)]
+async with anyio.create_task_group() as group:
+    for n in range(4):
+        told = {"prompt": f"Tale {n}:", "max_tokens": 120, "ignore_eos": True, "temperature": 0.8}
+        group.start_soon(anyio.to_thread.run_sync, post, "/v1/completions", told)
+    await anyio.sleep(0.2)
+    print(session.stats().running, "requests run")
+    mine = [await handle for handle in handles]
+
+# %% [markdown]
+# ## Streams
+#
+# With `"stream": true` an answer comes as events, one for each piece of text. A client that goes away in the middle aborts its
+# request, as `break` does in a cell.
+
+
+# %%
+def first_pieces(count: int) -> list[str]:
+    asked = json.dumps({**body, "max_tokens": 500, "stream": True, "ignore_eos": True}).encode()
+    request = urllib.request.Request(server.url + "/v1/completions", asked, {"Content-Type": "application/json"})
+    pieces = []
+    with urllib.request.urlopen(request) as response:
+        for line in response:
+            if line.startswith(b"data: "):
+                pieces.append(json.loads(line[6:])["choices"][0]["text"])
+            if len(pieces) == count:
+                return pieces  # and the connection is closed
+    return pieces
+
+
+print(await anyio.to_thread.run_sync(first_pieces, 8))
+await anyio.sleep(0.3)
+print(session.stats().running, "requests run")
+
+# %% [markdown]
+# ## Mistakes are told by name
+#
+# What the server can't do it refuses with OpenAI's error object, which names the client's field. What asks for nothing, such as
+# `user`, is ignored.
+
+# %%
+import urllib.error
+
+try:
+    await anyio.to_thread.run_sync(post, "/v1/completions", {"prompt": "Hello", "top_p": 7})
+except urllib.error.HTTPError as error:
+    print(error.code, json.load(error)["error"])
+
+# %% [markdown]
+# ## What it costs to look
+#
+# `/metrics` is for Prometheus. `rekindle serve --grafana` prints a dashboard for it, and `metrics_names="vllm"` names the figures
+# as published dashboards expect them.
+
+# %%
+with urllib.request.urlopen(server.url + "/metrics") as response:
+    lines = response.read().decode().splitlines()
+print("\n".join(line for line in lines if line.startswith(("rekindle_request_success", "rekindle_generation_tokens"))))
+
+# %% [markdown]
+# ## Closing
+#
+# Closing the session closes its servers. `await server.aclose(drain=10)` lets answers finish first. Without a notebook,
+# `rekindle serve FOLDER --api-key …` does the same; give it a key before you let other hosts reach it with `--host`.
+
+# %%
+await server.aclose()
+await session.aclose()
+print(server.closed)
