@@ -1,38 +1,81 @@
 """The operations of a transformer's step for JAX on CPU, GPU and TPU, each behind one call that picks a kernel."""
 
-from rekindle_kernels.activations import activate, gated
-from rekindle_kernels.implementations import OPERATIONS
-from rekindle_kernels.ops.attention import (
-    AttentionCall,
-    AttentionInputs,
-    AttentionOptions,
-    implementation_names,
-    paged_attention,
-)
-from rekindle_kernels.ops.linear import LinearCall, LinearOptions, linear
-from rekindle_kernels.ops.memory import abstract_pages, fill_pages, give_up_zeros, init_pages, zeros
-from rekindle_kernels.ops.norm import NormCall, rms_norm
-from rekindle_kernels.ops.programs import (
-    BackgroundBuild,
-    Traits,
-    build_kernels,
-    configure,
-    ensure_kernels,
-    environment,
-    fuse,
-    kernel_being_compiled,
-    kernels_for,
-    kernels_in,
-    plain_kernels,
-    traits,
-    unavailable_reason,
-)
-from rekindle_kernels.ops.registry import Implementation, Registry, current_platform
-from rekindle_kernels.ops.rope import RopeCall, rope
-from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, SamplingCall, Wanted, draw, greedy, top_k
-from rekindle_kernels.ops.write_kv import WriteCall, write_kv
-from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
-from rekindle_kernels.xla.linear import exact_precision, narrow_dtype, quantize_rows
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rekindle_kernels.activations import activate, gated
+    from rekindle_kernels.ops.attention import (
+        AttentionCall,
+        AttentionInputs,
+        AttentionOptions,
+        implementation_names,
+        paged_attention,
+    )
+    from rekindle_kernels.ops.implementations import OPERATIONS
+    from rekindle_kernels.ops.linear import LinearCall, LinearOptions, linear
+    from rekindle_kernels.ops.memory import abstract_pages, fill_pages, give_up_zeros, init_pages, zeros
+    from rekindle_kernels.ops.norm import NormCall, rms_norm
+    from rekindle_kernels.ops.programs import (
+        BackgroundBuild,
+        Traits,
+        build_kernels,
+        configure,
+        ensure_kernels,
+        environment,
+        fuse,
+        kernel_being_compiled,
+        kernels_for,
+        kernels_in,
+        plain_kernels,
+        traits,
+        unavailable_reason,
+    )
+    from rekindle_kernels.ops.registry import Implementation, Registry, current_platform
+    from rekindle_kernels.ops.rope import RopeCall, rope
+    from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, SamplingCall, Wanted, draw, greedy, top_k
+    from rekindle_kernels.ops.write_kv import WriteCall, write_kv
+    from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
+    from rekindle_kernels.xla.linear import exact_precision, narrow_dtype, quantize_rows
+
+_HOMES = {  # modules and the names that they give; loaded at first use, since they import JAX
+    "activations": ("activate", "gated"),
+    "ops.implementations": ("OPERATIONS",),
+    "ops.attention": (
+        "AttentionCall",
+        "AttentionInputs",
+        "AttentionOptions",
+        "implementation_names",
+        "paged_attention",
+    ),
+    "ops.linear": ("LinearCall", "LinearOptions", "linear"),
+    "ops.memory": ("abstract_pages", "fill_pages", "give_up_zeros", "init_pages", "zeros"),
+    "ops.norm": ("NormCall", "rms_norm"),
+    "ops.programs": (
+        "BackgroundBuild",
+        "Traits",
+        "build_kernels",
+        "configure",
+        "ensure_kernels",
+        "environment",
+        "fuse",
+        "kernel_being_compiled",
+        "kernels_for",
+        "kernels_in",
+        "plain_kernels",
+        "traits",
+        "unavailable_reason",
+    ),
+    "ops.registry": ("Implementation", "Registry", "current_platform"),
+    "ops.rope": ("RopeCall", "rope"),
+    "ops.sampling": ("SMALL_TOP_K", "Choice", "SamplingCall", "Wanted", "draw", "greedy", "top_k"),
+    "ops.write_kv": ("WriteCall", "write_kv"),
+    "pages": ("LayerKV", "gather_pages", "scatter_pages", "storage_dtype"),
+    "xla.linear": ("exact_precision", "narrow_dtype", "quantize_rows"),
+}
+_MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AttentionCall",
@@ -88,3 +131,13 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "write_kv",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'rekindle_kernels' has no attribute {name!r}")
+    return globals().setdefault(name, getattr(importlib.import_module(_MODULES[name]), name))
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

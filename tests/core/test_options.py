@@ -124,7 +124,7 @@ def test_any_value_of_a_sampling_option_is_taken_or_refused(name: str, value: An
 def test_any_value_of_an_option_of_open_is_taken_or_refused(name: str, value: Any) -> None:
     error = refusal(lambda: EngineConfig.of({name: value}), ConfigError)
     if error is not None:
-        assert error.field == name
+        assert error.field == name or {error.field, name} == {"processes", "coordinator"}
         assert len(str(error)) < 400
 
 

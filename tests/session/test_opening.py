@@ -128,3 +128,12 @@ def test_a_start_that_finds_everything_needs_neither_flax_nor_orbax(tmp_path: Pa
     )
     assert first.splitlines()[1] == "flax orbax"
     assert second.splitlines() == [first.splitlines()[0], ""]
+
+
+def test_jax_is_not_imported_before_a_model_is_opened() -> None:
+    """It takes a second, which would pass in the caller's thread, where it can't be shown."""
+    program = "import sys, rekindle; rekindle.open('tiny'); print('jax' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "False\n", done.stderr

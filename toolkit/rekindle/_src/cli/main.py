@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE
 from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle._src.core.options import GenerationConfig, KVDType
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
     """Run one subcommand and return the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
-        command = importlib.import_module(f"rekindle._src.cli.{arguments.command.replace('-', '_')}")
+        with Activity(lambda: State("importing JAX")):
+            command = importlib.import_module(f"rekindle._src.cli.{arguments.command.replace('-', '_')}")
         imported()
         return int(command.run(arguments))
     except KeyboardInterrupt:

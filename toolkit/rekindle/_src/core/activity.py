@@ -207,4 +207,4 @@ def _line(state: State, seconds: float) -> str:
 def _picture(state: State, seconds: float) -> str:
     done = state.fraction
     bar = "" if done is None else html.bar({"done": done, "to do": 1.0 - done}, rest="to do", legend=False)
-    return html.block(bar, html.line(_line(state, seconds)))
+    return str(html.block(bar, html.line(_line(state, seconds))))  # encoders take no subclass of str

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.progress import in_marimo
-from rekindle_kernels import kernel_being_compiled
 
 
 class ProgramWait:
@@ -44,9 +43,12 @@ class ProgramWait:
 
     def describe(self) -> str:
         """What is being compiled, in words; empty if nothing is."""
-        program, kernel = self.program, kernel_being_compiled()
+        program = self.program
         if not program:
             return ""
+        from rekindle_kernels import kernel_being_compiled  # which imports JAX, as programs did before
+
+        kernel = kernel_being_compiled()
         return f"compiling program {program}" + (f", kernel {kernel}" if kernel else "")
 
     def _state(self) -> State | None:
