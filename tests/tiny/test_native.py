@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.tiny_training import native, optimizer
 from rekindle._src.tiny_training.batches import PAD
 from rekindle._src.tiny_training.objective import mean_loss
@@ -31,7 +31,7 @@ SMALL = Recipe(
 
 @pytest.fixture(scope="module")
 def model() -> tuple:
-    graph, leaves = initial(SMALL, ModelConfig.from_hf(SMALL.config([0], 0)))
+    graph, leaves = initial(SMALL, config_from_hf(SMALL.config([0], 0)))
     rng = np.random.default_rng(0)
     # Some of the initial weights are zero, and so would be their gradients' parts.
     return graph, tuple(leaf + jnp.asarray(0.05 * rng.standard_normal(leaf.shape), jnp.float32) for leaf in leaves)

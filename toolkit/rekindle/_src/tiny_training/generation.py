@@ -66,7 +66,7 @@ def continued(
 ) -> list[str]:
     """What follows each prompt, up to an end token or `new` tokens."""
     # Native kernels cannot be mapped over prompts.
-    graph = dataclasses.replace(model.graph, precision=dataclasses.replace(model.graph.precision, implementation=None))
+    graph = dataclasses.replace(model.graph, precision=dataclasses.replace(model.graph.precision, implementation="xla"))
     encoded = [encoding.ids for encoding in words.encode_batch(list(prompts))]
     length = -(-max(map(len, encoded)) // ROUND) * ROUND
     padded = np.zeros((len(encoded), length), np.int32)
