@@ -148,15 +148,15 @@ def agreement(case: str, folder: Path, tokens: int) -> dict[str, Any]:
 def perplexity() -> None:
     from tokenizers import Tokenizer
 
+    from rekindle import tiny
     from rekindle._src.models.loading import checkpoint
-    from rekindle._src.session.builder import TINY
     from rekindle._src.tiny_training.evaluate import held_out
 
-    words = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    words = Tokenizer.from_file(str(tiny.folder() / "tokenizer.json"))
     print("\n| tiny, held-out documents | perplexity | first guesses right | MB |")
     print("|---|---|---|---|")
     for variant, options in {"float32": {"dtype": "float32"}, **VARIANTS}.items():
-        model = checkpoint.load(TINY, **options)
+        model = checkpoint.load(tiny.folder(), **options)
         score = held_out(model.graph, model.leaves, words, BATCHES)
         print(f"| {variant} | {score.perplexity:.4f} | {score.accuracy:.2%} | {model.nbytes / 1e6:.1f} |", flush=True)
 

@@ -5,12 +5,12 @@ often the likeliest token is that of float32 on random checkpoints of 30 million
 weights are the hardest case, since their logits are nearly flat. With random experts the share is lower, 73 % for
 bfloat16 and 35 to 59 % in 8 bits, because a token that is routed to other experts ends up as another token.
 
-    float32                                   1.5010     100 %
-    bfloat16                                  1.5010      91 to 99 %
-    "int8", embedding and head kept           1.5013      66 to 91 %
-    "int8"                                    1.5013      64 to 90 %
-    "int8-weight", embedding and head kept    1.5012      77 to 94 %
-    "int8-weight"                             1.5012      72 to 93 %
+    float32                                   1.5440     100 %
+    bfloat16                                  1.5440      91 to 99 %
+    "int8", embedding and head kept           1.5441      66 to 91 %
+    "int8"                                    1.5445      64 to 90 %
+    "int8-weight", embedding and head kept    1.5441      77 to 94 %
+    "int8-weight"                             1.5441      72 to 93 %
 
 Four bits: `quantize_int4.py`.
 """
