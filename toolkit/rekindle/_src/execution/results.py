@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rekindle._src.core.records import Row, RowResult, StepPlan, TokenLogprobs
 from rekindle._src.core.sampling import MAX_LOGPROBS
 from rekindle._src.execution.guiding import dead_end
+from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.finite import NOT_FINITE
 from rekindle._src.programs.token_masks import NO_TOKEN
 
@@ -60,6 +61,23 @@ def row_results(
         results.append(_result(row, rows[index], tokens[index], prompts))
         at += row.length
     return tuple(results)
+
+
+def results_by_shard(
+    shards: DataShards,
+    plan: StepPlan,
+    rows: Packed,
+    prompt: Packed | None,
+    decode_rows: int,
+    pooled: NDArray[np.float32] | None = None,
+) -> tuple[RowResult, ...]:
+    """`row_results` where each data shard has computed some of the rows: its part of each array is that of its rows."""
+    found = []
+    for shard, part in enumerate(shards.split(plan)):
+        own = None if prompt is None else shards.part(shard, prompt)
+        vectors = None if pooled is None else shards.part(shard, pooled, axis=1)
+        found.append(row_results(part, shards.part(shard, rows), own, decode_rows, vectors))
+    return shards.join(plan, found)
 
 
 def without(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:

@@ -94,7 +94,7 @@ class Scheduler:
         waiting = self._admission.waiting
         if waiting >= self.limits.max_queue:
             raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
-        sequence = Sequence(request, self._counts["submitted"], limit, reason, self.limits.page_size)
+        sequence = Sequence(request, self._arrival(), limit, reason, self.limits.page_size)
         self._counts["submitted"] += 1
         self._alive[request.id] = sequence
         self._admission.submit(sequence)
@@ -385,6 +385,9 @@ class Scheduler:
             self._counts["prompt_tokens"] += sequence.request.prompt_length
             self._counts["cached_tokens"] += sequence.cached_tokens
         self._counts["prefill_tokens"] += sequence.target - start
+
+    def _arrival(self) -> int:
+        return self._counts["submitted"]
 
     def _collect_released(self) -> None:
         self._ledger.collect(self._flights[0].plan.step if self._flights else None)
