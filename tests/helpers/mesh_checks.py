@@ -366,7 +366,8 @@ def data_shards_restore(folder: Path) -> None:
         with opened(model, mesh, restore=saved, **options) as session:
             done = session.generate_sync(prompts, max_tokens=6, logprobs=3)
             assert [one.usage.cached_tokens for one in done] == [32 if saved else 0] * 3, mesh
-            first = done if saved is None else first
+            if saved is None:
+                first = done
             saved = f"number-{number}"
             report = session.save(saved).result_sync()
             assert report.pages == 12 and (number == 0 or report.written == 0), (mesh, report)

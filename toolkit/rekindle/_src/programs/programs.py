@@ -353,7 +353,7 @@ class Programs:
                 pools=key.pools,
             )
             arguments = (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats))
-            results = (PAGES, ROWS, StepOutput(ROWS, ROWS, POOLED))
+            results = (PAGES, ROWS, StepOutput._make((ROWS, ROWS, POOLED)))
             return Recipe(step, arguments, (1, 2), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), results)
         if key == MEMORY:
             return Recipe(lambda: zeros((self._kv, self.state)), (), (), (), (PAGES, ROWS))

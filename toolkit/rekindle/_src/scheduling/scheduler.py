@@ -267,22 +267,22 @@ class Scheduler:
         return explanation(sequence, self._admission.older(sequence))
 
     def statistics(self) -> SchedulerStatistics:
-        pool = self.pool
         return SchedulerStatistics(
             waiting=self._admission.waiting,
             parked=self._admission.parked,
             running=len(self._running_set.running),
             leaving=len(self._running_set.leaving),
             steps_in_flight=len(self._flights),
-            pages_total=pool.total,
-            pages_free=pool.free,
-            pages_held=pool.held,
-            pages_cached=pool.cached,
+            pages_total=self.pool.total,
+            pages_free=self.pool.free,
+            pages_held=self.pool.held,
+            pages_cached=self.pool.cached,
             reserve_fraction=self._admission.reserve.fraction,
             preemptions=self._admission.preemptions,
             steps=self._step,
             drafted_tokens=self._drafts.drafted,
             cache=self.cache.statistics() if self.cache is not None else None,
+            shards=(),
             **self._counts,
         )
 

@@ -182,10 +182,9 @@ class SessionStats(Figures):
     def __str__(self) -> str:
         figures = self.as_dict()
         shards = {f"shard {number}": one for number, one in enumerate(figures.pop("shards", ()))}
-        told = {
-            name: f"{s.running} running, {s.waiting} waiting, {s.pages_free} pages free" for name, s in shards.items()
-        }
-        return "\n".join(f"{name:24}{_shown(value)}" for name, value in {**figures, **told}.items())
+        for name, one in shards.items():
+            figures[name] = f"{one.running} running, {one.waiting} waiting, {one.pages_free} pages free"
+        return "\n".join(f"{name:24}{_shown(value)}" for name, value in figures.items())
 
     def __repr__(self) -> str:
         figures = self.as_dict()
