@@ -25,7 +25,7 @@ from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, wai
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
-from rekindle._src.execution.results import needs_pooled, needs_prompt, results_by_shard, with_refused, without
+from rekindle._src.execution.results import needs_pooled, needs_prompt, row_results, with_refused, without
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
@@ -169,7 +169,7 @@ class Runner:
             if in_flight.masks is not None:
                 self._masks[bucket].append(in_flight.masks)
             pooled = None if output.pooled is None else np.asarray(output.pooled)
-            results = results_by_shard(self._shards, plan, packed, prompt, bucket.rows, pooled)
+            results = row_results(plan, packed, prompt, bucket.rows, pooled, self._shards)
             rows = consumed(plan, results, in_flight.stuck)
         ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from its end.
