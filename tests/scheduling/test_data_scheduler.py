@@ -146,7 +146,7 @@ def test_ids_are_those_of_all_shards() -> None:
         loop.scheduler.submit(make_request("b", id=request.id))
     assert loop.scheduler.status(request.id) is Status.QUEUED
     found = loop.scheduler.explain(request.id)
-    assert found is not None and found.id == request.id
+    assert found is not None and found.id == request.id and found.text.endswith("; data shard 0")
     event = loop.scheduler.abort(request.id)
     assert event is not None and event.finish_reason is FinishReason.ABORTED
     assert loop.scheduler.abort(request.id) is None and loop.scheduler.abort("never") is None
@@ -268,7 +268,7 @@ def test_a_random_load_is_exact(seed: int) -> None:
                 before = draw.choice(done)
                 prompt = [*before.token_ids.tolist(), *loop.output(before), draw.randrange(6)][:longest]
             else:
-                prompt = (draw.choice(texts)[: draw.randint(1, 60)] + [draw.randrange(6)])[:longest]
+                prompt = [*draw.choice(texts)[: draw.randint(1, 60)], draw.randrange(6)][:longest]
             for index in range(draw.choice([1, 1, 3])):
                 request = make_request(
                     prompt, max_tokens=draw.randint(1, 40), temperature=draw.choice([0.0, 1.0]), seed=index

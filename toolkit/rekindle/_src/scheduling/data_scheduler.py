@@ -118,12 +118,15 @@ class DataScheduler:
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
         decode, prefill = iter(result.rows[: len(flight.plan.decode)]), iter(result.rows[len(flight.plan.decode) :])
         events: list[TokenEvent] = []
+        most = max(part.tokens for part in flight.parts if part is not None)  # decides how long all of them take
         for shard, part in zip(self.shards, flight.parts, strict=True):
             if part is None:
                 continue
+            seconds = result.device_seconds * part.tokens / most
             rows = (*(next(decode) for _ in part.decode), *(next(prefill) for _ in part.prefill))
             lost = tuple(lost for lost in result.lost if lost.move in part.restore)
-            events += shard.commit(dataclasses.replace(result, plan=part, rows=rows, lost=lost))
+            own = dataclasses.replace(result, plan=part, rows=rows, device_seconds=seconds, lost=lost)
+            events += shard.commit(own)
         return tuple(events)
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
@@ -169,7 +172,11 @@ class DataScheduler:
 
     def explain(self, request_id: str) -> Explanation | None:
         """Explain why a request waits, was preempted, or hit or missed the cache; the latest ended ones are kept."""
-        return self._first(lambda shard: shard.explain(request_id))
+        for number, shard in enumerate(self.shards):
+            found = shard.explain(request_id)
+            if found is not None:
+                return dataclasses.replace(found, text=f"{found.text}; data shard {number}")
+        return None
 
     def statistics(self) -> SchedulerStatistics:
         """The sums over the shards, whose own figures are in `shards`."""
