@@ -105,7 +105,8 @@ def sums_of_a_step(folder: Path) -> None:
 @check
 def every_family(folder: Path) -> None:
     """All cases on two devices, experts in groups, and one case of each family on four and eight."""
-    wide = {"llama", "gpt2", "olmo2", "gemma2", "qwen3", "phi3", "mixtral", "qwen3-moe", "smollm3"}
+    wide = {"llama", "gpt2", "olmo2", "gemma2", "gemma3", "qwen2-window", "qwen3", "phi3", "mistral-window", "mixtral"}
+    wide |= {"qwen3-moe", "smollm3"}
     for name in sorted(set(checkpoints.CASES) - mesh_models.LEFT_OUT):
         meshes: list[Any] = [2, 4, 8] if name in wide else [2]
         if any(case(name).config.moe):
