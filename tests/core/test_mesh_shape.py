@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.mesh_shape import MeshShape
+from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle.errors import ConfigError
 
 
@@ -22,6 +22,13 @@ def test_axes_are_kept_by_name() -> None:
     mesh = EngineConfig(mesh={"expert": 2, "model": 4}).mesh
     assert isinstance(mesh, MeshShape) and mesh.size == 8
     assert repr(mesh) == "{'model': 4, 'expert': 2}"
+
+
+def test_data_shards_are_devices_too() -> None:
+    mesh = EngineConfig(mesh={"data": 2, "model": 4}).mesh
+    assert isinstance(mesh, MeshShape) and mesh.size == 8
+    assert repr(mesh) == "{'model': 4, 'data': 2}"
+    assert parsed_mesh("data=2,model=4") == mesh
 
 
 def test_configs_with_a_mesh_can_be_compared_and_hashed() -> None:
@@ -44,7 +51,8 @@ def test_a_mesh_of_jax_is_kept_as_it_is() -> None:
         (1 << 40, "asks for"),
         ({}, "has no axes"),
         ({"tensor": 2}, "has the axis 'tensor'"),
-        ({"data": 2}, "has the axis 'data'"),
+        ({"data": 0}, "asks for 0 devices"),
+        ({"batch": 2}, "has the axis 'batch'; known are 'model', 'expert' and 'data'"),
         ({"model": "2"}, "is no number of devices"),
         ({"model": 0}, "asks for 0 devices"),
     ],

@@ -22,6 +22,10 @@ HERE = "127.0.0.1:9000"
         ({"processes": 2, "mesh": 4, "coordinator": "here"}, "coordinator='here': is no address"),
         ({"processes": 2, "coordinator": HERE}, "mesh=None: has to say how many devices"),
         ({"processes": 2, "mesh": 3, "coordinator": HERE}, "has 3 devices, which 2 processes can't share evenly"),
+        (
+            {"processes": 2, "mesh": {"data": 2, "model": 2}, "coordinator": HERE},
+            "has data shards, which 2 processes can't have together yet",
+        ),
         ({"processes": 1 << 20, "mesh": 4, "coordinator": HERE}, "are more than there can be"),
         ({"coordinator": HERE}, "coordinator='127.0.0.1:9000': is for several processes"),
     ],

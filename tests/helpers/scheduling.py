@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner
 from rekindle._src.core.records import FinishReason, Request, StepPlan, TokenEvent
 from rekindle._src.kvcache import PagePool, PrefixCache, root_digest
+from rekindle._src.scheduling.data_scheduler import DataScheduler
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.shard_scheduler import ShardScheduler
 
 
 class NoReserve(Reserve):
@@ -44,7 +47,9 @@ class Loop:
         fail: Callable[[StepPlan], BaseException | None] | None = None,
         prompt_lookup: int = 0,
         max_beside_decode: int = 1 << 30,
+        shards: int = 1,
     ) -> None:
+        """`pages`, `max_requests` and what bounds a step are those of each of the data shards."""
         self.model = model if model is not None else FakeModel()
         self.overlap = overlap
         limits = Limits(
@@ -57,27 +62,34 @@ class Loop:
             prompt_lookup,
             max_beside_decode,
         )
-        self.pool = PagePool(pages + 1)
+        self.pools = [PagePool(pages + 1, first=shard * (pages + 1)) for shard in range(shards)]
+        self.pool = self.pools[0]
         self.pool_page_size = page_size
         self.ticks = itertools.count(1)
-        self.cache = PrefixCache(
-            self.pool, page_size, root_digest("fake"), host_tier=host_tier, clock=lambda: float(next(self.ticks))
-        )
-        self.scheduler = Scheduler(
-            limits,
-            self.pool,
-            cache=self.cache if prefix_cache else None,
-            policy=policy,
-            seed=seed,
-            max_overtakes=max_overtakes,
-            reserve=reserve,
-        )
+        self.caches = [
+            PrefixCache(
+                pool, page_size, root_digest("fake"), host_tier=host_tier, clock=lambda: float(next(self.ticks))
+            )
+            for pool in self.pools
+        ]
+        self.cache = self.caches[0]
+        options: dict[str, Any] = {"policy": policy, "seed": seed, "max_overtakes": max_overtakes, "reserve": reserve}
+        cached = [cache if prefix_cache else None for cache in self.caches]
+        self.scheduler = Scheduler(limits, self.pool, cache=cached[0], **options)
+        self.shards: list[ShardScheduler] = []
+        if shards > 1:
+            arrivals = itertools.count()
+            self.shards = [
+                ShardScheduler(limits, pool, arrivals, first_slot=shard * max_requests, cache=cached[shard], **options)
+                for shard, pool in enumerate(self.pools)
+            ]
+            self.scheduler = cast(Any, DataScheduler(self.shards))  # it answers to the same
         self.runner = FakeRunner(
-            num_pages=pages + 1,
+            num_pages=shards * (pages + 1),
             page_size=page_size,
-            max_requests=max_requests,
-            max_tokens_per_step=max_tokens_per_step,
-            max_prefill_rows=max_prefill_rows,
+            max_requests=max_requests if shards == 1 else shards * max(max_requests, 2),  # drafts fill up two rows
+            max_tokens_per_step=shards * max_tokens_per_step,
+            max_prefill_rows=shards * max_prefill_rows,
             model=self.model,
             host_tier=host_tier,
             fail=fail,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from helpers.driving import TINY
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.kv_layout import abstract, page_bytes
-from rekindle._src.session.resolve import resolve
+from rekindle._src.session.resolve import of_one_shard, resolve
 from rekindle.errors import ConfigError, OutOfMemory
 
 MODEL = config_from_hf(TINY)
@@ -67,3 +69,16 @@ def test_given_pages_are_kept() -> None:
 def test_what_cannot_work_is_refused(changes: dict[str, int], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         resolve(EngineConfig(**changes), MODEL)
+
+
+def test_data_shards_have_equal_shares_of_a_step() -> None:
+    """Sizes are rounded up, so that the session has what was asked for; pages are those of each device."""
+    placement: Any = SimpleNamespace(data=3, local=SimpleNamespace(config=MODEL))
+    asked = EngineConfig(max_requests=4, max_tokens_per_step=32, device_pages=9, mesh={"data": 3})
+    resolved = resolve(asked, MODEL, placement=placement)
+    assert (resolved.max_requests, resolved.max_tokens_per_step, resolved.device_pages) == (6, 33, 9)
+    own = of_one_shard(resolved, 3)
+    assert (own.max_requests, own.max_tokens_per_step, own.device_pages) == (2, 11, 9)
+    assert of_one_shard(resolved, 1) is resolved
+    with pytest.raises(ConfigError, match=r"makes 2 rows in each of 3 data shards"):
+        resolve(dataclasses.replace(asked, prompt_lookup=2), MODEL, placement=placement)

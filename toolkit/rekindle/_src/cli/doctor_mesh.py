@@ -63,7 +63,8 @@ def plan(
         quantize=quantize,
         context=context,
     )
-    yield from told(found, f"{shape} on {found.devices} × {device}")
+    shards = sizes.get("data", 1)  # each has the whole model, and requests of its own
+    yield from told(found, f"{shape} on {found.devices} × {device}" + (f", {shards} times" if shards > 1 else ""))
 
 
 def told(found: Plan, title: str) -> Iterator[Check]:

@@ -71,6 +71,7 @@ class EngineConfig(html.Record):
         generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks; "greedy" does not.
         structured (False): precompile also the programs of structured output; otherwise its first request does.
         mesh (None): devices that share the model: 4, {"model": 4, "expert": 2} or a jax.sharding.Mesh; None is one.
+            {"data": 2, "model": 4} has two such groups, with pages of their own, which share the requests.
         processes (1): that share the model, each with as many devices of `mesh`; the others run `rekindle follow`.
         coordinator (None): "host:port" at which this process waits for the others.
     """

@@ -19,7 +19,7 @@ class MeshReport(html.Record):
     kv_copies: int  # devices that have the same KV heads
     weight_bytes: int  # on each device
     page_bytes: int  # of a KV page, on each device
-    sums: int  # sums over all devices in a step; its logits are gathered once more
+    sums: int  # in a step, over the devices that one model is divided over; its logits are gathered once more
     bytes_per_token: int  # that every device adds to those sums for each token of a step
     processes: int = 1  # that have these devices, equally many each
 

@@ -2,22 +2,30 @@
 
 "model"   devices that share every layer: heads, the rows of products, the vocabulary
 "expert"  groups of such devices, each with its own experts; everything else is divided over all of them
+"data"    shards of such devices that each have the whole model, and pages and requests of their own
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from rekindle.errors import ConfigError
 
-AXES = ("expert", "model")  # devices next to each other share a model axis
+AXES = ("expert", "model")  # that one model is divided over; devices next to each other share a model axis
+DATA = "data"
+KNOWN = (DATA, *AXES)
 MAX_DEVICES = 1 << 16  # a number beyond is a slip
-_FIX = 'Pass the number of devices, {"model": 4, "expert": 2}, or a jax.sharding.Mesh with these axes'
+_NAMES = f"{', '.join(map(repr, AXES[::-1]))} and {DATA!r}"
+_FIX = (
+    'Pass the number of devices, {"model": 4, "expert": 2}, '
+    '{"data": 2, "model": 4}, or a jax.sharding.Mesh with such axes'
+)
 
 
 class DeviceMesh(Protocol):
-    """Devices with named axes, as `jax.sharding.Mesh` is: its axes are "model", "expert" or both."""
+    """Devices with named axes, as `jax.sharding.Mesh` is: its axes are some of "model", "expert" and "data"."""
 
     @property
     def axis_names(self) -> tuple[Any, ...]: ...
@@ -31,7 +39,7 @@ class MeshShape(Mapping[str, int]):
     __slots__ = ("_sizes",)
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._sizes = {name: sizes[name] for name in AXES[::-1] if name in sizes}
+        self._sizes = {name: sizes[name] for name in KNOWN[::-1] if name in sizes}
 
     def __getitem__(self, name: str) -> int:
         return self._sizes[name]
@@ -51,7 +59,7 @@ class MeshShape(Mapping[str, int]):
     @property
     def size(self) -> int:
         """Devices in all."""
-        return self.get("model", 1) * self.get("expert", 1)
+        return math.prod(self._sizes.values())
 
 
 def checked_mesh(value: Any) -> MeshShape | DeviceMesh | None:
@@ -61,19 +69,19 @@ def checked_mesh(value: Any) -> MeshShape | DeviceMesh | None:
     if isinstance(value, Mapping):
         try:
             names = list(value)
-            unknown = [name for name in names if not isinstance(name, str) or name not in AXES]
+            unknown = [name for name in names if not isinstance(name, str) or name not in KNOWN]
         except Exception:
             raise ConfigError("mesh", value, "can't be read as a dict", _FIX) from None
         if unknown or not names:
             told = f"has the axis {unknown[0]!r}" if unknown else "has no axes"
-            raise ConfigError("mesh", value, f"{told}; known are {' and '.join(map(repr, AXES[::-1]))}", _FIX)
+            raise ConfigError("mesh", value, f"{told}; known are {_NAMES}", _FIX)
         return MeshShape({name: _count(value, value[name]) for name in names})
     if is_device_mesh(value):
         axes = tuple(value.axis_names)
-        unknown = [name for name in axes if name not in AXES]
+        unknown = [name for name in axes if name not in KNOWN]
         if unknown or not axes:
             told = f"has the axis {unknown[0]!r}" if unknown else "has no axes"
-            raise ConfigError("mesh", value, f"{told}; known are {' and '.join(map(repr, AXES[::-1]))}", _FIX)
+            raise ConfigError("mesh", value, f"{told}; known are {_NAMES}", _FIX)
         mesh: DeviceMesh = value
         return mesh
     return MeshShape({"model": _count(value, value)})
@@ -81,7 +89,7 @@ def checked_mesh(value: Any) -> MeshShape | DeviceMesh | None:
 
 def parsed_mesh(text: str) -> MeshShape:
     """A mesh as the command line gives it: `4`, or `model=4,expert=2`. Raises ConfigError for anything else."""
-    fix = "Use --mesh 4, or --mesh model=4,expert=2"
+    fix = "Use --mesh 4, --mesh model=4,expert=2, or --mesh data=2,model=4"
     try:
         if "=" not in text:
             return MeshShape({"model": _count(text, int(text))})

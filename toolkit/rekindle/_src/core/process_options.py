@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle._src.core.mesh_shape import MeshShape
+from rekindle._src.core.mesh_shape import DATA, MeshShape
 from rekindle.errors import ConfigError
 
 MAX_PROCESSES = 1 << 12  # a number beyond is a slip
@@ -30,6 +30,13 @@ def check_processes(processes: int, coordinator: Any, mesh: Any) -> None:
             mesh,
             "has to say how many devices the processes share",
             'Pass a number, or {"model": 8, "expert": 2}',
+        )
+    if mesh.get(DATA, 1) > 1:
+        raise ConfigError(
+            "mesh",
+            mesh,
+            f"has data shards, which {processes} processes can't have together yet",
+            f"Leave {DATA!r} out, or open a session in each process",
         )
     if mesh.size % processes:
         raise ConfigError(

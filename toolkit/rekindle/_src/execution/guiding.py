@@ -9,6 +9,7 @@ import numpy as np
 
 from rekindle._src.core.guides import GuideLike, Mask
 from rekindle._src.core.records import Row, RowResult, StepPlan
+from rekindle._src.programs.data_shards import ALONE, DataShards
 from rekindle._src.programs.packing import Layout
 from rekindle.errors import NoTokenLeft, RekindleError
 
@@ -18,14 +19,22 @@ def waits(plan: StepPlan) -> bool:
     return any(guide.consumed < row.generated for _, row, guide in _guided(plan, 0) if not row.draft)
 
 
-def fill_masks(plan: StepPlan, layout: Layout, masks: Mask) -> dict[str, Exception]:
-    """Write the masks [N, W] of a step's rows; returns the errors of requests whose guides can't go on.
+def fill_masks(plan: StepPlan, layout: Layout, masks: Mask, shards: DataShards = ALONE) -> dict[str, Exception]:
+    """Write the masks [N, W] of a step's rows, N for each data shard.
+
+    Returns the errors of requests whose guides can't go on.
 
     Rows of requests that ended meanwhile get any mask: their results are dropped. A draft's mask is that behind the
     draft; where the drafts leave the grammar, no row behind can be accepted.
     """
     masks.fill(-1)
     errors: dict[str, Exception] = {}
+    for shard, part in enumerate(shards.split(plan)):
+        _fill(part, layout, shards.part(shard, masks), errors)
+    return errors
+
+
+def _fill(plan: StepPlan, layout: Layout, masks: Mask, errors: dict[str, Exception]) -> None:
     ahead: GuideLike | None = None
     for index, row, guide in _guided(plan, layout.rows):
         if not row.draft:
@@ -44,7 +53,6 @@ def fill_masks(plan: StepPlan, layout: Layout, masks: Mask) -> dict[str, Excepti
         if problem:
             masks[index].fill(-1)
             ahead = None
-    return errors
 
 
 def consumed(plan: StepPlan, results: tuple[RowResult, ...], errors: dict[str, Exception]) -> tuple[RowResult, ...]:
@@ -99,8 +107,8 @@ def _limits(row: Row) -> str:
                          + [name for name, value in given.items() if value])  # fmt: skip
 
 
-def new_masks(layout: Layout, words: int) -> Mask:
-    return np.full((layout.sequences, words), -1, np.int32)
+def new_masks(layout: Layout, words: int, shards: DataShards = ALONE) -> Mask:
+    return np.full((shards.count * layout.sequences, words), -1, np.int32)
 
 
 def _stuck(row: Row, problem: str) -> RekindleError:

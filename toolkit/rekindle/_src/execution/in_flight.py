@@ -11,7 +11,7 @@ from rekindle._src.core.records import LostPage, StepPlan
 from rekindle._src.execution.device_calls import Forwarded
 from rekindle._src.execution.page_transfers import Leaving
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.packing import Upload
+from rekindle._src.programs.data_upload import AnyUpload
 from rekindle._src.programs.step import StepOutput
 
 
@@ -32,7 +32,7 @@ class InFlight:
     plan: StepPlan
     bucket: Bucket | None  # None: the step ran no rows, it only moved pages
     output: StepOutput | None
-    upload: Upload | None
+    upload: AnyUpload | None
     leaving: Leaving
     dispatched: float
     host_seconds: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,12 +11,13 @@ import numpy as np
 from rekindle._src.core.records import LostPage, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.data_shards import Batch
 from rekindle._src.programs.programs import MOVED_PAGES
 from rekindle.errors import StoreError
 
 MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
 
-Leaving = list[tuple[tuple[PageMove, ...], paged.Payload]]  # pages read out together, not yet on the host
+Leaving = list[tuple[Batch, paged.Payload]]  # pages read out together, not yet on the host
 
 
 class PayloadStore(Protocol):
@@ -38,36 +39,34 @@ class PageTransfers:
 
     def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
         self._calls, self._host_tier = calls, host_tier
-        self._parts = calls.programs.parts
+        self._parts, self._shards = calls.programs.parts, calls.programs.shards
         self._layout = self._parts.payload_layout(calls.programs.kv)
         self._restores = 0
 
     def read_out(self, moves: Sequence[PageMove]) -> Leaving:
         """Begin to copy pages out of the device, before a later step may overwrite them."""
-        leaving = []
-        for at in range(0, len(moves), MOVED_PAGES):
-            part = tuple(moves[at : at + MOVED_PAGES])
-            leaving.append((part, self._calls.gather(_ids(part))))
-        return leaving
+        if not moves:
+            return []
+        return [(batch, self._calls.gather(batch.ids)) for batch in self._shards.batches(moves, MOVED_PAGES)]
 
     def store(self, leaving: Leaving) -> None:
         """Hand what was read out to the host tier; waits for the copies."""
-        for part, payload in leaving:
+        for batch, payload in leaving:
             assert self._host_tier is not None, "a page was offloaded without a host tier"
             self._calls.arrive(payload)
             arrays = self._parts.to_host(payload)
-            for index, move in enumerate(part):
-                self._host_tier.put(move.digest, tuple(array[index : index + 1] for array in arrays))
+            for move, place in zip(batch.moves, batch.places, strict=True):
+                self._host_tier.put(move.digest, tuple(array[place : place + 1] for array in arrays))
 
     def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
         """Fill pages from the host tier; returns those whose payload is missing or does not fit."""
         if not moves:
             return ()
-        found: list[tuple[PageMove, paged.Payload]] = []
+        found: dict[PageMove, paged.Payload] = {}
         lost: list[LostPage] = []
         for move in moves:
             try:
-                found.append((move, self._payload(move)))
+                found[move] = self._payload(move)
             except Exception as error:
                 lost.append(LostPage(move, error))
         # Measuring waits for the device, so it is done now and then; the very first transfer compiles its program.
@@ -76,15 +75,24 @@ class PageTransfers:
         if measured:
             self._calls.wait(self._calls.kv)
         start = time.perf_counter()
-        for at in range(0, len(found), MOVED_PAGES):
-            part = found[at : at + MOVED_PAGES]
-            pages = [self._parts.to_device(payload) for _, payload in part]
-            self._calls.scatter(_ids([move for move, _ in part]), pages)
+        for batch in self._shards.batches(tuple(found), MOVED_PAGES):
+            pages = {place: found[move] for move, place in zip(batch.moves, batch.places, strict=True)}
+            self._calls.scatter(batch.ids, [self._parts.to_device(page) for page in self._by_shard(pages)])
         if measured and found:
             self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"
             self._host_tier.copied(len(found), time.perf_counter() - start)
         return tuple(lost)
+
+    def _by_shard(self, pages: Mapping[int, paged.Payload]) -> list[paged.Payload]:
+        """The pages by place as `scatter` takes them: one for each place of a shard, with those of all shards in it."""
+        if self._shards.count == 1:
+            return list(pages.values())
+        padding = next(iter(pages.values()))  # goes to page 0
+        used = 1 + max(place % MOVED_PAGES for place in pages)
+        shards = range(0, self._shards.count * MOVED_PAGES, MOVED_PAGES)
+        rows = [[pages.get(first + place, padding) for first in shards] for place in range(used)]
+        return [tuple(map(np.concatenate, zip(*row, strict=True))) for row in rows]
 
     def _payload(self, move: PageMove) -> paged.Payload:
         """What the host tier has for a page. Raises `StoreError` if that is nothing, or a page of another layout."""
@@ -102,12 +110,6 @@ class PageTransfers:
                 f"{_described(self._layout)}. Submit the request again; the page is computed then"
             )
         return payload
-
-
-def _ids(moves: Sequence[PageMove]) -> np.ndarray:
-    ids = np.zeros(MOVED_PAGES, np.int32)
-    ids[: len(moves)] = [move.page for move in moves]
-    return ids
 
 
 def _described(layout: list[tuple[tuple[int, ...], Any]]) -> str:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rekindle._src.core.records import Row, RowResult, StepPlan, TokenLogprobs
 from rekindle._src.core.sampling import MAX_LOGPROBS
 from rekindle._src.execution.guiding import dead_end
+from rekindle._src.programs.data_shards import ALONE, DataShards
 from rekindle._src.programs.finite import NOT_FINITE
 from rekindle._src.programs.token_masks import NO_TOKEN
 
@@ -38,10 +39,10 @@ def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
     )
 
 
-def row_results(
-    plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows: int, pooled: NDArray[np.float32] | None = None
+def _row_results(
+    plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows: int, pooled: NDArray[np.float32] | None
 ) -> tuple[RowResult, ...]:
-    """The results in the order of `plan.rows`; row R + s of the output belongs to the s-th prefill.
+    """The results of one data shard; row R + s of the output belongs to the s-th prefill.
 
     `pooled` [2, S, E] are the sums and the last states of the prefills.
     """
@@ -60,6 +61,23 @@ def row_results(
         results.append(_result(row, rows[index], tokens[index], prompts))
         at += row.length
     return tuple(results)
+
+
+def row_results(
+    plan: StepPlan,
+    rows: Packed,
+    prompt: Packed | None,
+    decode_rows: int,
+    pooled: NDArray[np.float32] | None = None,
+    shards: DataShards = ALONE,
+) -> tuple[RowResult, ...]:
+    """The results in the order of `plan.rows`. Of each array, a data shard's part is that of the rows it computed."""
+    found = []
+    for shard, part in enumerate(shards.split(plan)):
+        own = None if prompt is None else shards.part(shard, prompt)
+        vectors = None if pooled is None else shards.part(shard, pooled, axis=1)
+        found.append(_row_results(part, shards.part(shard, rows), own, decode_rows, vectors))
+    return shards.join(plan, found)
 
 
 def without(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:

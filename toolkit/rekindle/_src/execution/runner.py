@@ -29,6 +29,7 @@ from rekindle._src.execution.results import needs_pooled, needs_prompt, row_resu
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
+from rekindle._src.programs.data_upload import AnyUpload, DataUpload
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import ADMIT, Key, Programs
@@ -65,10 +66,12 @@ class Runner:
         self._calls = DeviceCalls(programs, model.leaves, recorder)
         self._transfers = PageTransfers(self._calls, host_tier)
         self.prefer_ready = prefer_ready  # a larger program that is ready is used before the one that fits is compiled
-        self._constants = Constants(config.max_requests, tuple(p.name for p in programs.processors))
-        self._owners: list[Request | None] = [None] * (config.max_requests + 1)
-        self._epochs = [-1] * (config.max_requests + 1)
-        self._uploads: dict[Bucket, collections.deque[Upload]] = collections.defaultdict(collections.deque)
+        self._shards = programs.shards
+        slots = self._shards.count * self._shards.slots
+        self._constants = Constants(slots, tuple(p.name for p in programs.processors))
+        self._owners: list[Request | None] = [None] * (slots + 1)
+        self._epochs = [-1] * (slots + 1)
+        self._uploads: dict[Bucket, collections.deque[AnyUpload]] = collections.defaultdict(collections.deque)
         self._counts: collections.Counter[str] = collections.Counter()
         self._buckets: collections.Counter[str] = collections.Counter()
         self._sizes: collections.Counter[int] = collections.Counter()
@@ -138,7 +141,7 @@ class Runner:
         if choice is None or bucket is None or upload is None:
             return
         try:
-            in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks)
+            in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks, self._shards)
             scores, prompt, pooled = choice.forwarded
             rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.masks)
             in_flight.output, in_flight.masks = StepOutput(rows, prompt, pooled), choice.masks
@@ -166,7 +169,8 @@ class Runner:
             if in_flight.masks is not None:
                 self._masks[bucket].append(in_flight.masks)
             pooled = None if output.pooled is None else np.asarray(output.pooled)
-            rows = consumed(plan, row_results(plan, packed, prompt, bucket.rows, pooled), in_flight.stuck)
+            results = row_results(plan, packed, prompt, bucket.rows, pooled, self._shards)
+            rows = consumed(plan, results, in_flight.stuck)
         ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
@@ -194,7 +198,7 @@ class Runner:
     def prefault(self, pages: int) -> None:
         """Start to prefault the memory of so many pages, because they are likely to be restored soon."""
         parts = [shard.data for leaf in jax.tree.leaves(self._calls.kv) for shard in leaf.addressable_shards]
-        prefault(parts, min(pages, self.programs.kv[0].num_pages - 1))
+        prefault(parts, min(pages, self._shards.pages - 1))
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
         """Use other weights from the next step on, without compiling; steps in flight end with the old ones."""
@@ -213,12 +217,13 @@ class Runner:
     def read_pages(self, pages: Sequence[int]) -> list[paged.Payload]:
         """Copies of the content of pages; called between steps."""
         moves = tuple(PageMove(page, b"") for page in pages)
-        payloads: list[paged.Payload] = []
-        for part, payload in self._transfers.read_out(moves):
+        payloads: dict[int, paged.Payload] = {}
+        for batch, payload in self._transfers.read_out(moves):
             self._calls.arrive(payload)
             arrays = self.programs.parts.to_host(payload)
-            payloads += [tuple(array[at : at + 1].copy() for array in arrays) for at in range(len(part))]
-        return payloads
+            for move, at in zip(batch.moves, batch.places, strict=True):
+                payloads[move.page] = tuple(array[at : at + 1].copy() for array in arrays)
+        return [payloads[page] for page in pages]
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
@@ -267,7 +272,8 @@ class Runner:
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         processed = any(row.request.sampling.processors for row in plan.rows)
-        size = {"rows": len(plan.decode), "tokens": plan.prefill_tokens, "prefills": len(plan.prefill)}
+        sizes = [(len(part.decode), part.prefill_tokens, len(part.prefill)) for part in self._shards.split(plan)]
+        size = dict(zip(("rows", "tokens", "prefills"), map(max, zip(*sizes, strict=True)), strict=True))
         most = self.config.max_requests
         lattice = self.programs.lattice_for(guided=plan.guided, pools=needs_pooled(plan))
         best = bucket_for(lattice, most, **size, processed=processed)
@@ -328,7 +334,7 @@ class Runner:
                 refused[request.id] = error
         return without(plan, refused), admissions, refused
 
-    def _pack(self, upload: Upload, plan: StepPlan, refused: dict[str, Exception]) -> StepPlan:
+    def _pack(self, upload: AnyUpload, plan: StepPlan, refused: dict[str, Exception]) -> StepPlan:
         """Pack the rows; those that raise are added to `refused`. Returns the plan that was packed."""
         try:
             upload.pack(plan, self._constants)
@@ -353,7 +359,7 @@ class Runner:
                 self._owners[row.slot] = None
                 continue
             if packed is not None:
-                self._calls.admit(self._program(ADMIT), *packed)
+                self._calls.admit(self._program(ADMIT), *self._shards.admission(*packed))
             self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
 
     def _program(self, key: Key) -> Any:
@@ -363,17 +369,18 @@ class Runner:
         with self.program_wait.waiting(key.name):
             return self._calls.program(key)
 
-    def _take_upload(self, bucket: Bucket) -> Upload:
+    def _take_upload(self, bucket: Bucket) -> AnyUpload:
         try:
             return self._uploads[bucket].popleft()
         except IndexError:
-            return Upload(self.programs.layout(bucket))
+            layout, shards = self.programs.layout(bucket), self._shards
+            return Upload(layout) if shards.count == 1 else DataUpload(layout, shards)
 
     def _take_masks(self, bucket: Bucket) -> Mask:
         try:
             return self._masks[bucket].popleft()
         except IndexError:
-            return new_masks(self.programs.layout(bucket), mask_words(self.programs.model.vocab_size))
+            return new_masks(self.programs.layout(bucket), mask_words(self.programs.model.vocab_size), self._shards)
 
     def _count(self, in_flight: InFlight, seconds: float) -> None:
         plan, bucket = in_flight.ran, in_flight.bucket
@@ -382,7 +389,7 @@ class Runner:
         self._counts["pages_in"] += len(plan.restore) - len(in_flight.lost)
         if bucket is not None:
             self._counts["tokens"] += plan.tokens
-            self._counts["padding"] += bucket.cost - plan.tokens
+            self._counts["padding"] += self._shards.count * bucket.cost - plan.tokens
             self._buckets[bucket.name] += 1
             self._sizes[1 << (plan.tokens - 1).bit_length()] += 1
         self._host_seconds += in_flight.host_seconds

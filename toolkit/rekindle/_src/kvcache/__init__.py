@@ -1,5 +1,6 @@
 """The prefix cache: page pool, radix tree, and the tiers that pages move through."""
 
+from rekindle._src.kvcache.caches import AnyCache, PrefixCaches, distinct, trees
 from rekindle._src.kvcache.costs import CostModel
 from rekindle._src.kvcache.digest import page_digest, page_keys, root_digest
 from rekindle._src.kvcache.node import Node
@@ -11,18 +12,22 @@ from rekindle._src.kvcache.tiers.tiers import Tiers
 from rekindle._src.kvcache.tree import PrefixCache, PrefixMatch, Published
 
 __all__ = [
+    "AnyCache",
     "CacheStatistics",
     "CostModel",
     "HostTier",
     "Node",
     "PagePool",
     "PrefixCache",
+    "PrefixCaches",
     "PrefixMatch",
     "Published",
     "TierLike",
     "Tiers",
+    "distinct",
     "page_digest",
     "page_keys",
     "pages_for",
     "root_digest",
+    "trees",
 ]

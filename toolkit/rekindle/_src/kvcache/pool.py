@@ -22,21 +22,25 @@ def pages_for(length: int, page_size: int) -> int:
 
 
 class PagePool:
-    """Reference counts over `num_pages` device pages. Page 0 is scratch for padding and never handed out."""
+    """Reference counts over `pages` device pages, which are numbered from `first` on.
 
-    def __init__(self, num_pages: int) -> None:
-        assert num_pages >= 2, f"a pool needs the scratch page and one more, got {num_pages}"
-        self.num_pages = num_pages
-        self._refs: NDArray[np.int32] = np.zeros(num_pages, np.int32)
-        self._kept: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
-        self._free = list(range(num_pages - 1, 0, -1))  # a stack, lowest page on top
+    The first one is scratch for padding and never handed out.
+    """
+
+    def __init__(self, pages: int, first: int = 0) -> None:
+        assert pages >= 2, f"a pool needs the scratch page and one more, got {pages}"
+        self._first = first
+        self.num_pages = first + pages  # every number is below; arrays by page have as many entries
+        self._refs: NDArray[np.int32] = np.zeros(self.num_pages, np.int32)
+        self._kept: NDArray[np.bool_] = np.zeros(self.num_pages, np.bool_)
+        self._free = list(range(self.num_pages - 1, first, -1))  # a stack, lowest page on top
         self._cached = 0
         self.kept = 0  # pages that the prefix cache references, held or not
 
     @property
     def total(self) -> int:
         """Pages that can be handed out: all but the scratch page."""
-        return self.num_pages - 1
+        return self.num_pages - 1 - self._first
 
     @property
     def free(self) -> int:
@@ -125,10 +129,11 @@ class PagePool:
         free = np.zeros(self.num_pages, np.bool_)
         free[self._free] = True
         assert len(self._free) == int(free.sum()), "a page is free twice"
-        assert not free[0], "the scratch page is on the free list"
-        assert self._refs[0] == 0, "the scratch page was handed out"
-        assert (self._refs[1:] >= 0).all(), "a page has a negative count"
-        assert ((self._refs[1:] == 0) == free[1:]).all(), "a page is both free and referenced, or neither"
+        own = slice(self._first + 1, None)
+        assert not free[: self._first + 1].any(), "the scratch page is on the free list"
+        assert not self._refs[: self._first + 1].any(), "the scratch page was handed out"
+        assert (self._refs[own] >= 0).all(), "a page has a negative count"
+        assert ((self._refs[own] == 0) == free[own]).all(), "a page is both free and referenced, or neither"
         assert not (self._kept & free).any(), "a cached page is free"
         assert self._cached == int(np.count_nonzero(self._kept & (self._refs == 1))), "the cached count drifted"
         assert self.kept == int(np.count_nonzero(self._kept)), "the kept count drifted"

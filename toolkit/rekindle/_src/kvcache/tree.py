@@ -125,9 +125,9 @@ class PrefixCache:
 
     # -- looking up
 
-    def probe(self, keys: Sequence[int]) -> int:
-        """About how many leading pages are on the device. Quick: it looks at keys alone, not at tokens."""
-        return self._table.depth(keys, on_device=True)
+    def probe(self, keys: Sequence[int], *, on_device: bool = True) -> int:
+        """About how many leading pages are on the device, or known at all. Quick: it looks at keys, not at tokens."""
+        return self._table.depth(keys, on_device=on_device)
 
     def match(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> PrefixMatch:
         """The longest prefix of `tokens` with pages on the device or in host memory; tokens are compared exactly."""

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from rekindle._src.core.mesh_report import MeshReport
-from rekindle._src.core.mesh_shape import AXES, DeviceMesh, MeshShape
+from rekindle._src.core.mesh_shape import AXES, DATA, KNOWN, DeviceMesh, MeshShape
 from rekindle._src.models.base import Graph, LoadedModel, leaf_shapes
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
@@ -29,11 +29,15 @@ from rekindle.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The devices that share one model. `mesh` has the axes "expert" and "model"."""
+    """The devices that share one model. `mesh` has the axes "expert" and "model".
+
+    With several data shards it has the axis "data" before them, and each shard has the whole model.
+    """
 
     mesh: Mesh
     partition: Partition
     graph: Graph  # of the whole model
+    data: int = 1  # shards that have pages and requests of their own
 
     @property
     def config(self) -> ModelConfig:
@@ -76,9 +80,15 @@ class Placement:
         role, sizes = self.roles[path], self.partition.sizes
         array = np.asarray(array)
         described = self.abstract(path, array)
+        shared: dict[tuple[int, ...], NDArray[Any]] = {}  # parts that other data shards have too, by place
         parts = []
         for device, at in self._places():
-            part = array if role == REPLICATED else cut(role, array, sizes, at, aligned)
+            place = tuple(at.values())
+            part = shared.get(place)
+            if part is None:
+                part = array if role == REPLICATED else cut(role, array, sizes, at, aligned)
+            if self.data > 1:
+                shared[place] = part
             parts.append(jax.device_put(part, device, may_alias=True))
         return jax.make_array_from_single_device_arrays(described.shape, described.sharding, parts)
 
@@ -147,8 +157,9 @@ class Placement:
         config, local = self.config, self.local.config
         norms = config.num_layers if config.model_type == "olmo2" else 0  # means of squares, over all heads
         width = jnp.dtype(self.graph.precision.stream).itemsize
+        sizes = {DATA: self.data, **self.partition.sizes}
         return MeshReport(
-            axes={name: count for name, count in self.partition.sizes.items() if count > 1} or {"model": 1},
+            axes={name: count for name, count in sizes.items() if count > 1} or {"model": 1},
             devices=tuple(str(device) for device in self.devices),
             heads=local.num_heads,
             kv_heads=local.num_kv_heads,
@@ -161,13 +172,14 @@ class Placement:
         )
 
     def __repr__(self) -> str:
-        return f"<Placement {self.partition.size} devices: {self.partition.sizes}>"
+        shards = f", {self.data} times" if self.data > 1 else ""
+        return f"<Placement {self.partition.size} devices: {self.partition.sizes}{shards}>"
 
     def _places(self) -> list[tuple[Any, dict[str, int]]]:
-        """This process's devices, and their places on the mesh."""
+        """This process's devices, and their places in their data shards."""
         mine = jax.process_index()
         found = np.ndenumerate(self.mesh.devices)
-        return [(device, dict(zip(AXES, at, strict=True))) for at, device in found if device.process_index == mine]
+        return [(device, dict(zip(AXES, at[-2:], strict=True))) for at, device in found if device.process_index == mine]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,7 +217,7 @@ def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int 
     if mesh is None or (isinstance(mesh, MeshShape) and mesh.size == 1):
         return None
     if isinstance(mesh, MeshShape):
-        sizes = {axis: mesh.get(axis, 1) for axis in AXES}
+        sizes = {axis: mesh.get(axis, 1) for axis in KNOWN}
         present = _devices() if processes == 1 else _devices_of_all(mesh, processes)
         if mesh.size > len(present):
             raise ConfigError(
@@ -219,24 +231,32 @@ def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int 
                     else ""
                 ),
             )
-        partition = Partition(**sizes)
+        data, partition = sizes.pop(DATA), Partition(**sizes)
         partition.check(graph.config)
         partition.check_packed(graph)
-        shape = tuple(sizes[axis] for axis in AXES)
-        made = jax.make_mesh(shape, AXES, (AxisType.Auto,) * 2, devices=present[: mesh.size])
-        return Placement(made, partition, graph)
+        axes = _axes(data)
+        shape = tuple(mesh.get(axis, 1) for axis in axes)
+        made = jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes), devices=present[: mesh.size])
+        return Placement(made, partition, graph, data)
     given = np.asarray(mesh.devices)
     if any(device.process_index != jax.process_index() for device in given.flat):
         raise ConfigError(
             "mesh", mesh, "has devices of other processes", "Use jax.local_devices(): a session has one process"
         )
     sizes = dict(zip(mesh.axis_names, given.shape, strict=True))
-    partition = Partition(**sizes)
+    data = sizes.get(DATA, 1)
+    partition = Partition(**{axis: sizes.get(axis, 1) for axis in AXES})
     partition.check(graph.config)
     partition.check_packed(graph)
-    ordered = np.moveaxis(given, [mesh.axis_names.index(axis) for axis in AXES if axis in sizes], range(given.ndim))
-    made = Mesh(ordered.reshape([sizes.get(axis, 1) for axis in AXES]), AXES, axis_types=(AxisType.Auto,) * 2)
-    return Placement(made, partition, graph)
+    ordered = np.moveaxis(given, [mesh.axis_names.index(axis) for axis in KNOWN if axis in sizes], range(given.ndim))
+    axes = _axes(data)
+    made = Mesh(ordered.reshape([sizes.get(axis, 1) for axis in axes]), axes, axis_types=(AxisType.Auto,) * len(axes))
+    return Placement(made, partition, graph, data)
+
+
+def _axes(data: int) -> tuple[str, ...]:
+    """The axes of the mesh that programs know: one data shard alone has none for it."""
+    return KNOWN if data > 1 else AXES
 
 
 def _devices_of_all(mesh: MeshShape, processes: int) -> list[Any]:

@@ -102,6 +102,7 @@ class Constants:
     """Values that are constant while a request has its slot, in arrays by slot, so that a step gathers them at once."""
 
     def __init__(self, slots: int, processors: tuple[str, ...]) -> None:
+        self.scratch = slots
         self.ints = np.zeros((slots + 1, _CONSTANT), np.int32)
         self.floats = np.tile(NEUTRAL, (slots + 1, 1))
         self.flags = [0] * (slots + 1)
@@ -124,11 +125,21 @@ class Constants:
 
 
 class Upload:
-    """The two host buffers of one layout; they are written again only after the step that read them has ended."""
+    """The two host buffers of one layout; they are written again only after the step that read them has ended.
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.ints, self.floats = np.zeros(layout.ints, np.int32), np.zeros(layout.floats, np.float32)
+    Those of a data shard are given `buffers`, and the numbers at which its slots and pages begin.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        buffers: tuple[np.ndarray, np.ndarray] | None = None,
+        *,
+        first_slot: int = 0,
+        first_page: int = 0,
+    ) -> None:
+        self.layout, self._first_slot, self._first_page = layout, first_slot, first_page
+        self.ints, self.floats = buffers or (np.zeros(layout.ints, np.int32), np.zeros(layout.floats, np.float32))
         views = sections(layout, self.ints)
         self._wanted, self._varying, self._constant, self._table, self._offsets, self._tokens, self._targets = views
         self._floats = self.floats.reshape(layout.sequences, _FLOATS)
@@ -136,7 +147,7 @@ class Upload:
     def pack(self, plan: StepPlan, constants: Constants) -> None:
         """Write a plan into the buffers."""
         layout = self.layout
-        empty = (layout.slots, 0, 0, 0)
+        empty = (constants.scratch, 0, 0, 0)
         decode = [self._columns(row, constants) for row in plan.decode]
         prefill = [self._columns(row, constants) for row in plan.prefill]
         varying = decode + [empty] * (layout.rows - len(decode))
@@ -146,6 +157,9 @@ class Upload:
         slots = self._varying[:, 0]
         constants.ints.take(slots, axis=0, out=self._constant, mode="clip")
         constants.floats.take(slots, axis=0, out=self._floats, mode="clip")
+        if constants.scratch != layout.slots:  # the slots of other shards are numbered, too
+            slots -= self._first_slot
+            slots[len(decode) : layout.rows] = slots[layout.rows + len(prefill) :] = layout.slots
         for index, row in enumerate(plan.decode):
             self._write_pages(index, row.pages)
         at = 0
@@ -165,6 +179,15 @@ class Upload:
         self._offsets[len(prefill) + 1 :] = at
         self._tokens[at:] = 0
 
+    @property
+    def wanted(self) -> int:
+        """The union of the rows' flags."""
+        return int(self._wanted[0])
+
+    @wanted.setter
+    def wanted(self, flags: int) -> None:
+        self._wanted[0] = flags
+
     def _columns(self, row: Row, constants: Constants) -> tuple[int, int, int, int]:
         flags = constants.flags[row.slot]
         if not row.samples:
@@ -183,6 +206,8 @@ class Upload:
     def _write_pages(self, index: int, pages: IntArray) -> None:
         used = min(len(pages), self.layout.width)
         self._table[index, :used] = pages[:used]
+        if self._first_page:
+            self._table[index, :used] -= self._first_page
 
 
 class StepInputs(NamedTuple):

@@ -7,7 +7,12 @@ A program is written for one device: its shapes are local ones, and what it need
     WEIGHTS   the leaves of the model, each as its role says
     PAGES     KV pages (a pytree of them), divided by kv heads
     PAYLOAD   pages on their way to or from the host, divided by kv heads
-    WHOLE     the same on every device: uploads, request state, masks, tokens and everything that the host reads
+    ROWS      uploads, request state, masks, tokens and what else belongs to rows or slots: the same on every device,
+              and with several data shards one part for each of them along the first axis
+    POOLED    the same with the parts along the second axis
+    WHOLE     the same on every device
+
+A recipe's arguments that are ROWS or PAYLOAD have the shapes of one data shard.
 
 Without a placement nothing is wrapped, and programs are what they are for one device.
 """
@@ -25,6 +30,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from rekindle._src.core.mesh_shape import DATA
 from rekindle._src.models.placement import Placement
 from rekindle._src.models.roles import ALL
 from rekindle._src.programs import kv_layout as paged
@@ -36,10 +42,13 @@ class Lies(enum.Enum):
     WEIGHTS = enum.auto()
     PAGES = enum.auto()
     PAYLOAD = enum.auto()
+    ROWS = enum.auto()
+    POOLED = enum.auto()
     WHOLE = enum.auto()
 
 
-WEIGHTS, PAGES, PAYLOAD, WHOLE = Lies.WEIGHTS, Lies.PAGES, Lies.PAYLOAD, Lies.WHOLE
+WEIGHTS, PAGES, PAYLOAD = Lies.WEIGHTS, Lies.PAGES, Lies.PAYLOAD
+ROWS, POOLED, WHOLE = Lies.ROWS, Lies.POOLED, Lies.WHOLE
 _KV_HEADS = 2  # the axis of a layer's pages, and of their scales
 PAYLOAD_HEADS = 3
 
@@ -48,10 +57,10 @@ class Recipe(NamedTuple):
     """A program as it is traced for one device, and how what it takes and gives lies on several."""
 
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # shapes as the caller passes them: those of whole arrays
+    arguments: tuple[Any, ...]  # shapes as the caller of one data shard passes them: those of whole arrays
     donated: tuple[int, ...]
     operands: tuple[Lies, ...]
-    results: Lies | tuple[Lies, ...]
+    results: Any  # Lies, or a tree of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +76,7 @@ class Partitioning:
         operands = tuple(
             self._spec(kind, argument) for kind, argument in zip(recipe.operands, recipe.arguments, strict=True)
         )
-        results: Any = recipe.results
-        made = tuple(map(self._spec, results)) if isinstance(results, tuple) else self._spec(results)
+        made = jax.tree.map(self._spec, recipe.results)
         wrapped: Callable[..., Any] = jax.shard_map(
             function, mesh=self.placement.mesh, in_specs=operands, out_specs=made, check_vma=False
         )
@@ -92,11 +100,17 @@ class Partitioning:
 
         def whole(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = list(leaf.shape)
+            shape[0] *= self.shards
             shape[_KV_HEADS] *= count
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
         pages: paged.KV = jax.tree.map(whole, one)
         return pages
+
+    @property
+    def shards(self) -> int:
+        """How many data shards there are."""
+        return 1 if self.placement is None else self.placement.data
 
     @property
     def several(self) -> bool:
@@ -151,9 +165,14 @@ class Partitioning:
         assert self.placement is not None, "one device"
         if kind is WEIGHTS:
             return self.placement.specs(argument)
+        over = DATA if self.shards > 1 else None
         if kind is PAGES:
-            return PartitionSpec(*[None] * _KV_HEADS, ALL)
-        return PartitionSpec(*[None] * PAYLOAD_HEADS, ALL) if kind is PAYLOAD else PartitionSpec()
+            return PartitionSpec(over, *[None] * (_KV_HEADS - 1), ALL)
+        if kind is PAYLOAD:
+            return PartitionSpec(over, *[None] * (PAYLOAD_HEADS - 1), ALL)
+        if over is None or kind is WHOLE:
+            return PartitionSpec()
+        return PartitionSpec(None, over) if kind is POOLED else PartitionSpec(over)
 
     def _placed(self, kind: Lies, argument: Any) -> Any:
         assert self.placement is not None, "one device"
@@ -164,4 +183,10 @@ class Partitioning:
                 for leaf, one in zip(argument, spec, strict=True)
             )
         sharding = placement.sharding(spec)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), argument)
+        times = self.shards if kind in (ROWS, PAYLOAD) else 1
+
+        def lying(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = (leaf.shape[0] * times, *leaf.shape[1:]) if times > 1 else leaf.shape
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(lying, argument)

@@ -29,11 +29,12 @@ from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import request_state
 from rekindle._src.programs.buckets import FORWARD, SMALLEST_ROWS, Bucket, guided_lattice, lattice, pooling_lattice
+from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.partitioning import PAGES, PAYLOAD, WEIGHTS, WHOLE, Partitioning, Recipe
+from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
-from rekindle._src.programs.step import Scores, make_choice, make_forward, make_step
+from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_step
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
     deprecated,
@@ -98,7 +99,7 @@ class Programs:
         store: Store | None = None,
         placement: Placement | None = None,
     ) -> None:
-        """`leaves` are those of the whole model as they lie on the devices of `placement`, None for one device."""
+        """`leaves` are those of the whole model, as they lie on `placement`; `config` is that of one data shard."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
@@ -114,6 +115,7 @@ class Programs:
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.parts = Partitioning(placement)
+        self.shards = DataShards(self.parts.shards, config.max_requests, config.device_pages)
         self._graph = graph if placement is None else placement.local  # what one device computes
         self._kv = paged.abstract(self._graph.config, config.device_pages, config.page_size, config.kv_dtype)
         self.kv = self.parts.pages(self._kv)
@@ -159,8 +161,7 @@ class Programs:
         return self.pooling if pools else self.lattice
 
     def kernels(self) -> list[str]:
-        """The native kernels that step programs call, as far as shapes tell; none where another implementation is asked
-        for, or another platform computes."""
+        """The native kernels that steps call, as far as shapes tell; none for other implementations and platforms."""
         wanted = {self.config.kernels, self.graph.precision.implementation}
         if not wanted <= {None, "native"} or jax.default_backend() != "cpu":
             return []
@@ -352,19 +353,19 @@ class Programs:
                 pools=key.pools,
             )
             arguments = (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats))
-            return Recipe(step, arguments, (1, 2), (WEIGHTS, PAGES, WHOLE, WHOLE, WHOLE), (PAGES, WHOLE, WHOLE))
+            results = (PAGES, ROWS, StepOutput._make((ROWS, ROWS, POOLED)))
+            return Recipe(step, arguments, (1, 2), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), results)
         if key == MEMORY:
-            return Recipe(lambda: zeros((self._kv, self.state)), (), (), (), (PAGES, WHOLE))
+            return Recipe(lambda: zeros((self._kv, self.state)), (), (), (), (PAGES, ROWS))
         if key == ADMIT:
             ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
             slot = (self.state, _ints(ints), _floats(floats))
-            return Recipe(request_state.admit, slot, (0,), (WHOLE, WHOLE, WHOLE), WHOLE)
+            return Recipe(request_state.admit, slot, (0,), (ROWS, ROWS, ROWS), ROWS)
         ids = _ints(MOVED_PAGES)
         if key == GATHER:
-            return self.parts.leaving(Recipe(paged.gather, (self.kv, ids), (), (PAGES, WHOLE), PAYLOAD))
+            return self.parts.leaving(Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD))
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
-        pages = (page,) * MOVED_PAGES
-        return Recipe(paged.scatter, (self.kv, ids, pages), (0,), (PAGES, WHOLE, PAYLOAD), PAGES)
+        return Recipe(paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
 
     def _half(self, key: Bucket) -> Recipe:
         """One of the two programs of a guided step."""
@@ -373,14 +374,13 @@ class Programs:
         if key.part == FORWARD:
             forward = make_forward(self._graph, layout, page_size, implementation=self.config.kernels, pools=key.pools)
             arguments = (self.leaves, self.kv, self.state.last_token, *upload)
-            operands, results = (WEIGHTS, PAGES, WHOLE, WHOLE, WHOLE), (PAGES, WHOLE, WHOLE, WHOLE)
-            return Recipe(forward, arguments, (1,), operands, results)
+            return Recipe(forward, arguments, (1,), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), (PAGES, ROWS, ROWS, POOLED))
         implementation, stream = self.graph.precision.implementation, self.graph.precision.stream
         sizes = ((self.model.vocab_size, "float32"), (self.model.hidden_size, stream))
         scores = Scores._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)
         masks = jax.ShapeDtypeStruct((layout.sequences, mask_words(self.model.vocab_size)), jnp.int32)
         choice = make_choice(layout, page_size, implementation=implementation, processors=processors)
-        return Recipe(choice, (self.state, scores, *upload, masks), (0,), (WHOLE,) * 5, (WHOLE, WHOLE))
+        return Recipe(choice, (self.state, scores, *upload, masks), (0,), (ROWS,) * 5, (ROWS, ROWS))
 
 
 def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import Status
 from rekindle._src.kvcache.pool import pages_for
@@ -162,6 +163,32 @@ class Admission:
             self.abandon(sequence)
             self.reserve.finished(sequence)
             self._running_set.leave(sequence)
+
+    @property
+    def foremost(self) -> Sequence | None:
+        """The sequence that would be admitted next, unless the last step of its last epoch is still in flight."""
+        sequence = self._queue.next()
+        return None if sequence is None or sequence in self._running_set.leaving else sequence
+
+    def has_room(self, sequence: Sequence, beside: Items[Sequence] = ()) -> bool:
+        """Whether the sequence could be admitted now, and `beside` others with it that have no slot yet."""
+        if self._running_set.free_slots <= len(beside):
+            return False
+        running, size = self._running_set.running, self._limits.page_size
+        needed = sum(pages_for(one.known, size) for one in (*beside, sequence)) - self._ledger.cached(sequence)
+        spare = self.reserve.pages((*running, *beside, sequence)) if running or beside else 0
+        longest = pages_for(sequence.request.prompt_length + max(1, sequence.limit) - 1, size)
+        return needed + spare <= self._ledger.available and longest <= self._ledger.usable(sequence.request)
+
+    def take(self, sequence: Sequence) -> None:
+        """Queue a sequence that waited in another shard."""
+        sequence.queued_at = None
+        self._wake((sequence,))
+
+    def remembered(self, keys: list[int]) -> int:
+        """How many leading pages are known, in whichever tier, or being computed; approximate."""
+        cache = self._ledger.cache
+        return self._claims.reach(keys, cache.probe(keys, on_device=False) if cache is not None else 0)
 
     def older(self, sequence: Sequence) -> int:
         """Return how many older requests are in the queue."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Items
 
 from rekindle._src.core import html
 from rekindle._src.core.records import Status
-from rekindle._src.kvcache.tree import CacheStatistics
+from rekindle._src.kvcache.caches import summed
+from rekindle._src.kvcache.statistics import CacheStatistics
 from rekindle._src.scheduling.sequence import Sequence
 
 
@@ -37,6 +39,7 @@ class SchedulerStatistics(html.Record):
     drafted_tokens: int  # proposed by prompt_lookup and computed
     accepted_tokens: int  # drafted tokens that the model sampled as well
     cache: CacheStatistics | None
+    shards: tuple[SchedulerStatistics, ...] = ()  # of a mesh with several data shards: the figures of each
 
     @property
     def hit_rate(self) -> float:
@@ -128,3 +131,18 @@ _WORDS = {
     Status.FAILED: "has failed",
     Status.ABORTED: "was aborted",
 }
+
+
+def summed_figures(shards: Items[SchedulerStatistics], steps: int, in_flight: int) -> SchedulerStatistics:
+    """The figures of several data shards as those of one scheduler; a step is one of all shards together."""
+    own = {"reserve_fraction", "steps", "steps_in_flight", "cache", "shards"}
+    names = [field.name for field in dataclasses.fields(SchedulerStatistics) if field.name not in own]
+    caches = [shard.cache for shard in shards if shard.cache is not None]
+    return SchedulerStatistics(
+        **{name: sum(getattr(shard, name) for shard in shards) for name in names},
+        reserve_fraction=sum(shard.reserve_fraction for shard in shards) / len(shards),
+        steps=steps,
+        steps_in_flight=in_flight,
+        cache=summed(caches) if caches else None,
+        shards=tuple(shards),
+    )

@@ -48,13 +48,17 @@ class PrefixClaims:
         Sharing a page or two of a long prompt does not pay: the wait costs the latency of steps, so it has to save at
         least half of what is left to compute, or 256 tokens.
         """
-        shared = cached
-        owners = self._owners
-        while shared < len(keys) and keys[shared] in owners:
-            shared += 1
+        shared = self.reach(keys, cached)
         saved = (shared - cached) * self._page_size
         left = length - cached * self._page_size
         return shared if saved and (saved >= _WORTH_WAITING or 2 * saved >= left) else 0
+
+    def reach(self, keys: list[int], cached: int) -> int:
+        """How many leading pages there are with those that others compute, behind `cached` ones."""
+        shared, owners = cached, self._owners
+        while shared < len(keys) and keys[shared] in owners:
+            shared += 1
+        return shared
 
     def park(self, sequence: Sequence, key: int) -> Sequence:
         """Park the sequence until the page with this key is published; returns the sequence that computes it."""

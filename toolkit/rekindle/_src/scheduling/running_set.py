@@ -20,7 +20,7 @@ class RunningSet:
     def __init__(self, slots: int, ledger: PageLedger, seniority: Callable[[Sequence], Rank]) -> None:
         self.running: list[Sequence] = []  # the most senior first
         self.leaving: set[Sequence] = set()
-        self._slots = slots
+        self._slots, self._first = slots, 0
         self._free = list(range(slots - 1, -1, -1))
         self._ledger, self._seniority = ledger, seniority
 
@@ -32,6 +32,12 @@ class RunningSet:
     def holders(self) -> list[Sequence]:
         """All sequences that own a slot and pages, running or leaving."""
         return [*self.running, *self.leaving]
+
+    def number_from(self, first: int) -> None:
+        """Number the slots from `first` on, before the first one is taken."""
+        assert len(self._free) == self._slots, "slots are numbered while some are taken"
+        self._first = first
+        self._free = [first + slot for slot in self._free]
 
     def enter(self, sequence: Sequence, start: int) -> None:
         sequence.begin(self._free.pop(), start)
@@ -51,7 +57,7 @@ class RunningSet:
 
     def check_integrity(self) -> None:
         slots = sorted([*self._free, *(sequence.slot for sequence in self.holders)])
-        assert slots == list(range(self._slots)), f"slots drifted: {slots}"
+        assert slots == list(range(self._first, self._first + self._slots)), f"slots drifted: {slots}"
         assert all(sequence.in_flight for sequence in self.leaving), "a leaving sequence kept its slot"
         ranks = [self._seniority(sequence) for sequence in self.running]
         assert ranks == sorted(ranks), "the running sequences are out of order"

@@ -94,7 +94,7 @@ class Scheduler:
         waiting = self._admission.waiting
         if waiting >= self.limits.max_queue:
             raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
-        sequence = Sequence(request, self._counts["submitted"], limit, reason, self.limits.page_size)
+        sequence = Sequence(request, self._arrival(), limit, reason, self.limits.page_size)
         self._counts["submitted"] += 1
         self._alive[request.id] = sequence
         self._admission.submit(sequence)
@@ -267,22 +267,22 @@ class Scheduler:
         return explanation(sequence, self._admission.older(sequence))
 
     def statistics(self) -> SchedulerStatistics:
-        pool = self.pool
         return SchedulerStatistics(
             waiting=self._admission.waiting,
             parked=self._admission.parked,
             running=len(self._running_set.running),
             leaving=len(self._running_set.leaving),
             steps_in_flight=len(self._flights),
-            pages_total=pool.total,
-            pages_free=pool.free,
-            pages_held=pool.held,
-            pages_cached=pool.cached,
+            pages_total=self.pool.total,
+            pages_free=self.pool.free,
+            pages_held=self.pool.held,
+            pages_cached=self.pool.cached,
             reserve_fraction=self._admission.reserve.fraction,
             preemptions=self._admission.preemptions,
             steps=self._step,
             drafted_tokens=self._drafts.drafted,
             cache=self.cache.statistics() if self.cache is not None else None,
+            shards=(),
             **self._counts,
         )
 
@@ -385,6 +385,9 @@ class Scheduler:
             self._counts["prompt_tokens"] += sequence.request.prompt_length
             self._counts["cached_tokens"] += sequence.cached_tokens
         self._counts["prefill_tokens"] += sequence.target - start
+
+    def _arrival(self) -> int:
+        return self._counts["submitted"]
 
     def _collect_released(self) -> None:
         self._ledger.collect(self._flights[0].plan.step if self._flights else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +13,15 @@ from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner
-from rekindle._src.kvcache import CostModel, HostTier, PagePool, PrefixCache, Tiers
+from rekindle._src.kvcache import CostModel, HostTier, Tiers
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import prefill_rows
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.warming import needed_after_restart, warm
-from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.parts import OpenRequest, Parts, make_parts
+from rekindle._src.session.schedulers import make_scheduling
 from rekindle._src.session.weights import Weights, page_identity
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
@@ -31,7 +29,7 @@ from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling, told
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
-from rekindle_kernels import configure, traits
+from rekindle_kernels import configure
 
 if TYPE_CHECKING:
     from rekindle._src.processes.team import Team
@@ -82,24 +80,13 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
     if team is not None:
         request.shown.stage = "the other processes"
         team.begin(programs)  # when all have their weights
-    runner = Runner(loaded, config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready, recorder=team)
-    assert config.device_pages is not None, "resolved"
-    most = prefill_rows(config.max_tokens_per_step, config.max_requests)
-    padded = not traits(loaded.graph.precision.implementation).skips_padding
-    limits = Limits.of(config, max_prefill_rows=most, padded=padded)
-    # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.
-    limits = dataclasses.replace(
-        limits, max_queue=config.max_queue + config.max_requests, longest=model.max_position_embeddings
-    )
-    assert config.page_size is not None, "resolved"
-    pool = PagePool(config.device_pages)
-    cache = None
-    if tiers is not None:
-        cache = PrefixCache(pool, config.page_size, page_identity(loaded, config).root, host_tier=tiers)
-        if config.restore is not None:
-            request.shown.stage = f"restoring {config.restore}"
-            # Before waiting for programs, so that pages are read meanwhile.
-            runner.prefault(restore(cache, tiers, config.restore).pages)
+    own = programs.config
+    runner = Runner(loaded, own, host_tier=tiers, programs=programs, prefer_ready=prefer_ready, recorder=team)
+    scheduler, cache = make_scheduling(config, loaded, programs, tiers)
+    if tiers is not None and config.restore is not None:
+        request.shown.stage = f"restoring {config.restore}"
+        # Before waiting for programs, so that pages are read meanwhile.
+        runner.prefault(restore(cache, tiers, config.restore).pages)
     request.shown.stage = "programs"
     try:
         warming.opened()
@@ -107,7 +94,6 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
         if tiers is not None:
             tiers.close()
         raise
-    scheduler = Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed)
     if tiers is not None:
         tiers.busy = lambda: scheduler.has_work
     folder = loaded.folder

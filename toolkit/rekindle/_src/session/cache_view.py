@@ -12,7 +12,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.bounds import check_salt
 from rekindle._src.core.records import IntArray
-from rekindle._src.kvcache import Node, PrefixCache, Tiers
+from rekindle._src.kvcache import AnyCache, Node, Tiers
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.session.cache_report import TIERS, CacheStats, CacheTree, NodeView, PrefixExplanation, Snapshots
 from rekindle._src.session.call import Call, Once
@@ -170,7 +170,7 @@ class CacheView:
         if tier in (None, "disk") and tiers is not None and tiers.disk is not None:
             await self._client.writer.run(tiers.disk.clear)
 
-    def _parts(self) -> tuple[PrefixCache, Tiers | None]:
+    def _parts(self) -> tuple[AnyCache, Tiers | None]:
         writer = self._client.writer
         if writer.cache is None:
             raise ConfigError("prefix_cache", False, "leaves nothing to look at", "Open the session with prefix_cache")
@@ -184,7 +184,7 @@ class CacheView:
         return text if len(text) <= _PREVIEW else text[: _PREVIEW - 1] + "…"
 
 
-def _tier(cache: PrefixCache, tiers: Tiers | None, node: Node) -> str:
+def _tier(cache: AnyCache, tiers: Tiers | None, node: Node) -> str:
     if node.page:
         return "device"
     if tiers is None:
@@ -193,7 +193,7 @@ def _tier(cache: PrefixCache, tiers: Tiers | None, node: Node) -> str:
     return "host" if digest in tiers else "disk" if tiers.knows(digest) else "gone"
 
 
-def _runs(cache: PrefixCache, tiers: Tiers | None, limit: int) -> list[tuple[NodeView, IntArray]]:
+def _runs(cache: AnyCache, tiers: Tiers | None, limit: int) -> list[tuple[NodeView, IntArray]]:
     """Runs of pages with the tokens they begin with, depth first, at most `limit`."""
     below: dict[Node, list[Node]] = {}
     for node in cache:

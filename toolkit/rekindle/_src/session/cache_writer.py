@@ -25,7 +25,7 @@ from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine, Exclusive
-from rekindle._src.kvcache import Node, PrefixCache, Tiers
+from rekindle._src.kvcache import AnyCache, Node, Tiers, distinct
 from rekindle._src.kvcache.digest import is_salted
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
@@ -83,7 +83,7 @@ class CacheWriter:
     def __init__(self, host: Host, engine: Engine) -> None:
         self._host, self._engine = host, engine
         cache = engine.scheduler.cache
-        self.cache: PrefixCache | None = cache if isinstance(cache, PrefixCache) else None
+        self.cache: AnyCache | None = cache if isinstance(cache, AnyCache) else None
         tiers = self.cache.host_tier if self.cache is not None else None
         self.tiers: Tiers | None = tiers if isinstance(tiers, Tiers) else None
         self.saved_bytes: int = 0  # in the background
@@ -295,9 +295,9 @@ class CacheWriter:
                 host.put(page.digest, payload)
         else:
             disk.write(pairs)
-        return self._host.ask(lambda: snapshot.graft(cache, [page for page, _ in pairs])) * cache.page_size
+        return self._host.ask(lambda: snapshot.graft_all(cache, [page for page, _ in pairs])) * cache.page_size
 
-    def _parts(self) -> tuple[PrefixCache, DiskTier]:
+    def _parts(self) -> tuple[AnyCache, DiskTier]:
         if self.cache is None or self._disk is None:
             raise ConfigError("disk_memory", 0, "is needed to export and import prefixes", "Open with disk_memory")
         return self.cache, self._disk
@@ -310,7 +310,7 @@ class CacheWriter:
         assert cache is not None
         # Listed once per walk: that alone took 4 ms of the loop with 100,000 nodes, as much as the slices of a tick.
         resumed = most is not None and 0 < self._at < len(self._walk)
-        nodes: list[Node] = self._walk if resumed else self._host.ask(lambda: list(cache))
+        nodes: list[Node] = self._walk if resumed else self._host.ask(lambda: list(distinct(cache)))
 
         def look(part: Sequence[Node]) -> list[_Wanted]:
             now = cache.clock()

@@ -30,7 +30,7 @@ from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
 from rekindle._src.programs.warming import Warming
 from rekindle._src.session.opening_progress import OpeningProgress
-from rekindle._src.session.resolve import resolve
+from rekindle._src.session.resolve import of_one_shard, resolve
 
 Agree = Callable[[Facts], int]  # with the other processes; returns the KV pages that all of them have room for
 
@@ -146,6 +146,7 @@ def stored_programs(
     placement: Placement | None = None,
 ) -> Programs:
     """The programs of a resolved config, including those of earlier sessions. Only the shapes of leaves are read."""
+    config = of_one_shard(config, 1 if placement is None else placement.data)
     fields = {
         "environment": program_key.environment(),
         "model": model.digest(),

@@ -42,6 +42,8 @@ def resolve(
             f"is beyond the {model.max_position_embeddings} positions of the model",
             f"Use at most {model.max_position_embeddings}",
         )
+    shards = 1 if placement is None else placement.data
+    config = _evenly(config, shards)
     if config.max_tokens_per_step < config.max_requests:
         raise ConfigError(
             "max_tokens_per_step",
@@ -52,12 +54,13 @@ def resolve(
     if config.kernels is not None and config.kernels not in implementation_names():
         known = ", ".join(map(repr, implementation_names()))
         raise ConfigError("kernels", config.kernels, "is not an implementation", f"Use one of {known}, or None")
-    rows = max(config.max_requests, SMALLEST_ROWS)
+    rows = max(config.max_requests // shards, SMALLEST_ROWS)
     if config.prompt_lookup >= rows:
         raise ConfigError(
             "prompt_lookup",
             config.prompt_lookup,
-            f"is beyond what fits a step: max_requests={config.max_requests} makes {rows} rows, one is the request's",
+            f"is beyond what fits a step: max_requests={config.max_requests} makes {rows} rows{_each(shards)}, one is "
+            "the request's",
             f"Use at most {rows - 1}, or raise max_requests",
         )
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
@@ -71,6 +74,26 @@ def resolve(
         mesh=None if placement is None else config.mesh,
     )
     return dataclasses.replace(resolved, **_pages(resolved, model, platform, weight_bytes, placement))
+
+
+def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:
+    """The part of a resolved config that one data shard has: its share of the requests and of a step's tokens."""
+    if shards == 1:
+        return config
+    requests, tokens = config.max_requests // shards, config.max_tokens_per_step // shards
+    return dataclasses.replace(config, max_requests=requests, max_tokens_per_step=tokens)
+
+
+def _evenly(config: EngineConfig, shards: int) -> EngineConfig:
+    """Requests and tokens rounded up, so that every data shard has as many."""
+    if shards == 1:
+        return config
+    requests, tokens = (-(-size // shards) * shards for size in (config.max_requests, config.max_tokens_per_step))
+    return dataclasses.replace(config, max_requests=requests, max_tokens_per_step=tokens)
+
+
+def _each(shards: int) -> str:
+    return f" in each of {shards} data shards" if shards > 1 else ""
 
 
 def _shareable(model: ModelConfig, length: int) -> bool:
@@ -105,7 +128,8 @@ def _pages(
         pages = config.device_memory // size
     else:
         budget = _free_memory(platform, weight_bytes, placement)
-        pages = min(budget // size, 1 + CACHED_CONTEXTS * config.max_requests * per_request)
+        shards = 1 if placement is None else placement.data
+        pages = min(budget // size, 1 + CACHED_CONTEXTS * config.max_requests // shards * per_request)
     if pages < 2:
         raise OutOfMemory(
             f"KV pages of {size:,} bytes do not fit: there is room for {pages}, and two are needed. "

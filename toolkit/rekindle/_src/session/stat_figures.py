@@ -143,6 +143,11 @@ class Figures:
         return self.scheduler.accepted_tokens
 
     @property
+    def shards(self) -> tuple[SchedulerStatistics, ...]:
+        """The figures of each data shard of a mesh that has several; their sums are those of the session."""
+        return self.scheduler.shards
+
+    @property
     def cache(self) -> CacheStatistics | None:
         """Counts of the prefix cache; None without one."""
         return self.scheduler.cache

@@ -174,10 +174,17 @@ class SessionStats(Figures):
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.mesh is None:
             own.pop("mesh")
-        return {**as_mapping(own.pop("runner")), **as_mapping(own.pop("scheduler")), **own}
+        found = {**as_mapping(own.pop("runner")), **as_mapping(own.pop("scheduler")), **own}
+        if not found.get("shards"):
+            found.pop("shards", None)
+        return found
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:24}{_shown(value)}" for name, value in self.as_dict().items())
+        figures = self.as_dict()
+        shards = {f"shard {number}": one for number, one in enumerate(figures.pop("shards", ()))}
+        for name, one in shards.items():
+            figures[name] = f"{one.running} running, {one.waiting} waiting, {one.pages_free} pages free"
+        return "\n".join(f"{name:24}{_shown(value)}" for name, value in figures.items())
 
     def __repr__(self) -> str:
         figures = self.as_dict()
@@ -190,6 +197,7 @@ class SessionStats(Figures):
         parts: list[str] = [foremost(figures)]
         mesh = figures.pop("mesh", None)
         parts += [html.line(str(mesh))] if mesh is not None else []
+        parts += [_shards(figures.pop("shards"))] if "shards" in figures else []
         parts += [html.line("paused")] if self.paused else []
         parts += [html.line("stalled", self.stalled)] if self.stalled else []
         if figures.get("pages_total"):
@@ -207,6 +215,15 @@ class SessionStats(Figures):
             folded.append(html.line("steps by tokens", *(f"up to {size:,}: {sizes[size]:,}" for size in sorted(sizes))))
         parts.append(html.folded("all figures", *folded))
         return str(html.block(*parts, title=f"Session over {self.model}"))
+
+
+def _shards(shards: Sequence[SchedulerStatistics]) -> html.Markup:
+    """The figures of data shards side by side."""
+    rows = [
+        (number, one.running, one.waiting, one.pages_held, one.pages_cached, one.pages_free, f"{one.hit_rate:.0%}")
+        for number, one in enumerate(shards)
+    ]
+    return html.table(["shard", "running", "waiting", "pages held", "cached", "free", "prompt tokens cached"], rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.atomic_checkpoint import is_finished, remove
+from rekindle._src.kvcache.caches import AnyCache, trees
 from rekindle._src.kvcache.digest import is_salted
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.persist.identity import Identity, verify
@@ -217,6 +218,11 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
                 seen.add(run[-1].digest)
                 todo.append((run[-1].digest, nodes[-1]))
     return count
+
+
+def graft_all(cache: AnyCache, pages: Sequence[Page]) -> int:
+    """`graft` for the trees of all data shards: any of them may bring the pages back. Returns what one tree took."""
+    return max(graft(one, pages) for one in trees(cache))
 
 
 def _all(folder: Path) -> list[Path]:

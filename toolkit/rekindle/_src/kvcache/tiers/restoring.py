@@ -6,17 +6,17 @@ import heapq
 import logging
 from collections.abc import Sequence
 
+from rekindle._src.kvcache.caches import AnyCache
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.persist.snapshot import Restored
 from rekindle._src.kvcache.tiers.tiers import Tiers
-from rekindle._src.kvcache.tree import PrefixCache
 from rekindle.errors import ConfigError
 
 log = logging.getLogger("rekindle.cache")
 
 
-def restore(cache: PrefixCache | None, tiers: Tiers | None, name: str) -> Restored:
+def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> Restored:
     """`name` is a snapshot's, or "auto": every page that is kept for this model, however its session ended.
 
     A snapshot that is missing raises StoreError, one for something else SnapshotRefused; "auto" starts fresh instead.
@@ -38,7 +38,7 @@ def restore(cache: PrefixCache | None, tiers: Tiers | None, name: str) -> Restor
                 "version) are left alone",
                 len(others),
             )
-    grafted = snapshot.graft(cache, there)
+    grafted = snapshot.graft_all(cache, there)
     if grafted < len(pages):
         log.info("snapshot %r: %d of its %d pages are no longer kept", name, len(pages) - grafted, len(pages))
     tiers.read_ahead(likeliest(there))

@@ -1,0 +1,105 @@
+"""Data shards: numbers on the host and on the devices, and the buffers of a step for all shards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rekindle._src.core.records import PageMove, Request, Row, StepPlan
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.programs.data_shards import ALONE, DataShards
+from rekindle._src.programs.data_upload import DataUpload
+from rekindle._src.programs.flags import Flag
+from rekindle._src.programs.packing import Constants, Layout, Upload, sections
+from rekindle._src.programs.request_state import NOWHERE
+
+SHARDS = DataShards(count=3, slots=4, pages=10)
+LAYOUT = Layout(rows=2, prefills=2, tokens=8, width=3, slots=4)
+
+
+def row(slot: int, start: int, length: int, pages: list[int], **sampling: object) -> Row:
+    tokens = np.arange(100 * slot, 100 * slot + start + length, dtype=np.int32)
+    request = Request(f"r{slot}", tokens, Sampling(seed=slot + 1, **sampling))  # type: ignore[arg-type]
+    return Row(request, 1, slot, start, length, np.array(pages, np.int32), tokens[start:], samples=True)
+
+
+DECODE = (row(1, 9, 1, [3, 4]), row(9, 4, 1, [21], temperature=0.5), row(8, 2, 1, [22], logprobs=3))
+PREFILL = (row(3, 0, 3, [5]), row(4, 0, 5, [11, 12]), row(11, 0, 2, [29], top_p=0.5, temperature=1.0))
+PLAN = StepPlan(7, DECODE, PREFILL)
+
+
+def test_rows_are_split_by_slot_and_joined_in_their_order() -> None:
+    parts = SHARDS.split(PLAN)
+    assert [[row.slot for row in part.decode] for part in parts] == [[1], [], [9, 8]]
+    assert [[row.slot for row in part.prefill] for part in parts] == [[3], [4], [11]]
+    assert all(part.step == 7 for part in parts)
+    assert SHARDS.join(PLAN, [[row.slot for row in part.rows] for part in parts]) == (1, 9, 8, 3, 4, 11)
+
+
+def test_one_shard_changes_nothing() -> None:
+    assert ALONE.split(PLAN) == (PLAN,) and ALONE.split(PLAN)[0] is PLAN
+    ints, floats = np.arange(5, dtype=np.int32), np.zeros(2, np.float32)
+    assert ALONE.admission(ints, floats)[0] is ints
+    assert ALONE.part(0, ints) is ints
+    moves = [PageMove(0, bytes([number])) for number in range(1, 7)]
+    found = list(DataShards(1, 4, 10).batches([PageMove(n, bytes([n])) for n in range(1, 7)], 4))
+    assert [batch.places for batch in found] == [(0, 1, 2, 3), (0, 1)]
+    assert [batch.ids.tolist() for batch in found] == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    assert sum(len(batch.moves) for batch in found) == len(moves)
+
+
+def test_pages_move_in_batches_of_all_shards() -> None:
+    pages = [1, 2, 3, 25, 13, 21]
+    first, second = SHARDS.batches([PageMove(page, bytes([page])) for page in pages], 2)
+    assert first.ids.tolist() == [1, 2, 3, 0, 5, 1]
+    assert [(move.page, place) for move, place in zip(first.moves, first.places, strict=True)] == [
+        (1, 0), (2, 1), (13, 2), (25, 4), (21, 5),
+    ]  # fmt: skip
+    assert second.ids.tolist() == [3, 0, 0, 0, 0, 0] and second.places == (0,)
+    assert not list(SHARDS.batches([], 2))
+
+
+def test_a_slot_is_admitted_in_its_own_shard_and_others_write_scratch() -> None:
+    ints, floats = np.array([9, 3, 70, 71], np.int32), np.array([0.5], np.float32)
+    all_ints, all_floats = SHARDS.admission(ints, floats)
+    nothing = [4, 0, NOWHERE, NOWHERE]
+    assert all_ints.reshape(3, -1).tolist() == [nothing, nothing, [1, 3, 70, 71]]
+    assert all_floats.tolist() == [0.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_each_shard_gets_the_buffers_that_it_would_have_alone(again: bool) -> None:
+    constants = Constants(SHARDS.count * SHARDS.slots, ())
+    for each in PLAN.rows:
+        constants.put(each)
+    upload = DataUpload(LAYOUT, SHARDS)
+    if again:  # what an earlier step left must not shine through
+        upload.pack(
+            StepPlan(6, tuple(dataclasses.replace(one, slot=one.slot % 4) for one in DECODE[:2]), ()), constants
+        )
+    upload.pack(PLAN, constants)
+    wanted = int(Flag.SAMPLES | Flag.CHOOSES | Flag.DRAWS | Flag.LOGPROBS | Flag.TOP_P)
+    for shard, part in enumerate(SHARDS.split(PLAN)):
+        own = StepPlan(
+            7,
+            tuple(dataclasses.replace(one, slot=one.slot % 4, pages=one.pages % 10) for one in part.decode),
+            tuple(dataclasses.replace(one, slot=one.slot % 4, pages=one.pages % 10) for one in part.prefill),
+        )
+        alone, here = Upload(LAYOUT), Constants(4, ())
+        for each in own.rows:
+            here.put(each)
+        alone.pack(own, here)
+        expected = sections(LAYOUT, alone.ints)
+        found = sections(LAYOUT, SHARDS.part(shard, upload.ints))
+        assert int(found.wanted[0]) & ~wanted == 0 and found.wanted[0] == sections(LAYOUT, upload.ints).wanted[0]
+        used = [len(part.decode), len(part.prefill)]
+        for name in ("varying", "offsets", "tokens", "targets"):
+            assert (getattr(found, name) == getattr(expected, name)).all(), (shard, name)
+        for index, each in enumerate((*part.decode, *part.prefill)):
+            place = index if index < used[0] else LAYOUT.rows + index - used[0]
+            assert (found.constant[place] == expected.constant[place]).all()
+            assert found.table[place, : len(each.pages)].tolist() == (each.pages % 10).tolist()
+        floats = SHARDS.part(shard, upload.floats).reshape(LAYOUT.sequences, -1)
+        assert (floats == alone.floats.reshape(LAYOUT.sequences, -1)).all()

@@ -1,0 +1,204 @@
+"""The scheduler of a mesh with several data shards: one scheduler for each, and their plans in one step.
+
+A request is placed on a shard when it is submitted, and runs there from its admission on: its pages and its slot are of
+that shard's devices. While it waits it may still move: a shard that has room takes what another one has no room for,
+preempted requests included.
+
+A step runs in all shards at once, in the same program: the smallest that holds what each of them has planned. So
+requests are spread evenly, and the shard that knows a prompt gets it as long as that does not undo the spreading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import NamedTuple, TypeVar
+
+from rekindle._src.core.records import FinishReason, IntArray, Request, Status, StepPlan, StepResult, TokenEvent
+from rekindle._src.kvcache.caches import PrefixCaches
+from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, summed_figures
+from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.shard_scheduler import ShardScheduler
+from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
+
+T = TypeVar("T")
+# Prompt tokens that a shard has to know so that it gets a request although it has one more than the others.
+WORTH_A_REQUEST = 256
+
+
+class _Flight(NamedTuple):
+    plan: StepPlan
+    parts: tuple[StepPlan | None, ...]  # of each shard; None: it had nothing to do
+
+
+class DataScheduler:
+    """The implementation of `SchedulerLike` over several shards."""
+
+    def __init__(self, shards: Items[ShardScheduler]) -> None:
+        self.shards = tuple(shards)
+        caches = [shard.cache for shard in self.shards if shard.cache is not None]
+        self.cache = PrefixCaches(caches) if caches else None
+        self.limits = self.shards[0].limits
+        self.moved = 0  # requests that went to another shard while they waited
+        self._flights: deque[_Flight] = deque()
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return any(shard.has_work for shard in self.shards)
+
+    def submit(self, request: Request) -> None:
+        """Queue it. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
+        if any(shard.has(request.id) for shard in self.shards):
+            raise InvalidRequest("id", request.id, "is the id of a request that is still alive", "Use a new id")
+        waiting = sum(shard.waiting for shard in self.shards)
+        if waiting >= self.limits.max_queue:
+            raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
+        refused: OutOfPages | None = None
+        for index in self.places(request):
+            try:
+                self.shards[index].submit(request)
+            except OutOfPages as error:  # other prefixes may be pinned elsewhere
+                refused = refused or error
+            else:
+                return
+        assert refused is not None, "there is a shard"
+        raise refused
+
+    def places(self, request: Request) -> list[int]:
+        """The shards in the order in which they should have a request."""
+        sampling, keys = request.sampling, list[int]()
+        if self.cache is not None and request.pooling is None and sampling.prompt_logprobs is None:
+            keys = self.cache.shards[0].keys(request.token_ids, sampling.salt)
+
+        def cost(index: int) -> tuple[bool, int, int, int]:
+            shard = self.shards[index]
+            known = shard.remembered(keys) * self.limits.page_size
+            return not shard.has_pages(request), shard.live * WORTH_A_REQUEST - known, shard.live, index
+
+        return sorted(range(len(self.shards)), key=cost)
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End it wherever it is. Pages that a step in flight still writes return when that step is committed."""
+        return self.finish(request_id, FinishReason.ABORTED)
+
+    def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
+        """End a running request from outside: the detokenizer found a stop string."""
+        return self._first(lambda shard: shard.finish(request_id, reason))
+
+    # -- one step
+
+    def plan(self) -> StepPlan | None:
+        """The next step, assuming that every step planned before succeeds; none while drafts are in flight."""
+        if self._flights and self._flights[-1].plan.drafted:
+            return None
+        parts = [shard.plan() for shard in self.shards]
+        for index, shard in enumerate(self.shards):
+            if self._fill(shard) and parts[index] is None:
+                parts[index] = shard.plan()
+        planned = [part for part in parts if part is not None]
+        if not planned:
+            return None
+        plan = StepPlan(
+            self._step,
+            tuple(row for part in planned for row in part.decode),
+            tuple(row for part in planned for row in part.prefill),
+            tuple(move for part in planned for move in part.offload),
+            tuple(move for part in planned for move in part.restore),
+        )
+        self._flights.append(_Flight(plan, tuple(parts)))
+        self._step += 1
+        return plan
+
+    def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
+        """Apply a step's result, in the order in which the steps were planned."""
+        flight = self._flights.popleft()
+        assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
+        decode, prefill = iter(result.rows[: len(flight.plan.decode)]), iter(result.rows[len(flight.plan.decode) :])
+        events: list[TokenEvent] = []
+        most = max(part.tokens for part in flight.parts if part is not None)  # decides how long all of them take
+        for shard, part in zip(self.shards, flight.parts, strict=True):
+            if part is None:
+                continue
+            seconds = result.device_seconds * part.tokens / most
+            rows = (*(next(decode) for _ in part.decode), *(next(prefill) for _ in part.prefill))
+            lost = tuple(lost for lost in result.lost if lost.move in part.restore)
+            own = dataclasses.replace(result, plan=part, rows=rows, device_seconds=seconds, lost=lost)
+            events += shard.commit(own)
+        return tuple(events)
+
+    def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
+        """End the requests of a planned step that raised with `StepFailed`; all others go on."""
+        flight = next(flight for flight in self._flights if flight.plan is plan)
+        self._flights.remove(flight)
+        events: list[TokenEvent] = []
+        for shard, part in zip(self.shards, flight.parts, strict=True):
+            if part is not None:
+                events += shard.fail(part, cause)
+        return tuple(events)
+
+    # -- the caches, from outside
+
+    def pin(self, tokens: IntArray, salt: str | None = None) -> int:
+        """Keep the cached pages of `tokens` until `unpin`, in every shard; returns how many tokens one has of them.
+
+        Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
+        """
+        covered = []
+        for index, shard in enumerate(self.shards):
+            try:
+                covered.append(shard.pin(tokens, salt))
+            except OutOfPages:
+                for other in self.shards[:index]:
+                    other.unpin(tokens, salt)
+                raise
+        return max(covered)
+
+    def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
+        """Undo one `pin`; returns how many tokens are no longer pinned."""
+        return max(shard.unpin(tokens, salt) for shard in self.shards)
+
+    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
+        """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests."""
+        for shard in self.shards:
+            shard.flush_cache(root_key, recompute=recompute)
+
+    # -- statistics
+
+    def status(self, request_id: str) -> Status | None:
+        return self._first(lambda shard: shard.status(request_id))
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Explain why a request waits, was preempted, or hit or missed the cache; the latest ended ones are kept."""
+        for number, shard in enumerate(self.shards):
+            found = shard.explain(request_id)
+            if found is not None:
+                return dataclasses.replace(found, text=f"{found.text}; data shard {number}")
+        return None
+
+    def statistics(self) -> SchedulerStatistics:
+        """The sums over the shards, whose own figures are in `shards`."""
+        return summed_figures([shard.statistics() for shard in self.shards], self._step, len(self._flights))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless free + held + cached pages are all pages, each with its right count."""
+        for shard in self.shards:
+            shard.check_integrity()
+
+    # -- inside
+
+    def _fill(self, shard: ShardScheduler) -> bool:
+        """Give a shard with room what others have no room for, the fullest first; whether there was anything."""
+        taken: list[Sequence] = []
+        for other in sorted(self.shards, key=lambda other: -other.waiting):
+            while other is not shard and (sequence := other.stuck) is not None and shard.has_room(sequence, taken):
+                other.give(sequence)
+                shard.take(sequence)
+                taken.append(sequence)
+        self.moved += len(taken)
+        return bool(taken)
+
+    def _first(self, ask: Callable[[ShardScheduler], T | None]) -> T | None:
+        return next((found for found in map(ask, self.shards) if found is not None), None)
