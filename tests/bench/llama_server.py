@@ -26,7 +26,7 @@ class LlamaServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
         places = ["-np", str(rows), "-c", str(rows * context), "-t", str(len(os.sched_getaffinity(0)))]
         command = [str(program), "-m", str(file), "--port", str(port), "--no-webui", *places, *options]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
@@ -40,14 +40,16 @@ class LlamaServer:
                     return self
             except (urllib.error.URLError, ConnectionError):
                 if self._process.poll() is not None or time.monotonic() > end:
+                    said = self.said()
                     self.__exit__()
-                    raise SystemExit(f"llama.cpp's server did not start: {self.said()}") from None
+                    raise SystemExit(f"llama.cpp's server did not start: {said}") from None
                 time.sleep(0.2)
 
     def __exit__(self, *error: object) -> None:
         self._callers.shutdown(cancel_futures=True)
         self._process.kill()
         self._process.wait()
+        self._log.close()
 
     def said(self) -> str:
         """The end of its log."""

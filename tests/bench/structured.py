@@ -6,8 +6,8 @@
 `any text` follows an expression that allows everything, so that it makes as many tokens as a free request and every
 mask is computed. `strings` follows a schema of long strings, `record` one whose names are most of the text, so that
 drafts of forced tokens pay. Ratios are medians over rounds in which the kinds take turns. Weights are random, and the
-tokenizer is trained on Python's own sources to the size of the model's vocabulary. With llama.cpp's server, which gets the
-same weights and schemas, the last columns are its tokens/s, what its grammar costs it, and ours over its tokens/s.
+tokenizer is trained on Python's own sources to the size of the model's vocabulary. With llama.cpp's server, which gets
+the same weights and schemas, the last columns are its tokens/s, what its grammar costs it, and ours over its tokens/s.
 """
 
 from __future__ import annotations
@@ -134,9 +134,7 @@ def main() -> None:
         peer: LlamaServer | None = None
         if given.llama_server is not None:
             file = gguf(model, given.quantize)
-            peer = LlamaServer(
-                given.llama_server, file, rows=given.rows, context=1024, options=given.llama_options
-            )
+            peer = LlamaServer(given.llama_server, file, rows=given.rows, context=1024, options=given.llama_options)
             opened.enter_context(peer)
         for seed in range(given.repeat + 1):
             for kind, asked in kinds.items():
@@ -153,11 +151,16 @@ def main() -> None:
     )
     print(f"compiled while serving: {after.compilations - before.compilations}")
     for kind in kinds:
-        line = f"{kind:9} {statistics.median(found[kind][1:]):7.1f} tokens/s, ratio {compared(found[kind], found['free'])}"
+        line = f"{kind:9} {rate_of(found[kind])}, ratio {compared(found[kind], found['free'])}"
         if theirs.get(kind):
-            line += f"; llama.cpp {statistics.median(theirs[kind][1:]):7.1f}, ratio {compared(theirs[kind], theirs['free'])}"
+            line += f"; llama.cpp {rate_of(theirs[kind])}, ratio {compared(theirs[kind], theirs['free'])}"
             line += f"; ours over theirs {compared(found[kind], theirs[kind])}"
         print(line)
+
+
+def rate_of(rates: list[float]) -> str:
+    """The median of all rounds but the first."""
+    return f"{statistics.median(rates[1:]):7.1f} tokens/s"
 
 
 def compared(ones: list[float], others: list[float]) -> str:

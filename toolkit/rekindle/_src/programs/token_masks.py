@@ -25,7 +25,7 @@ def plainly(logits: Array, choose: Choose) -> Array:
 
 
 def among(masks: Array) -> Take:
-    """Tokens [N] that the masks [N, W] allow, and the logits that they were chosen with: minus infinity if forbidden."""
+    """Tokens [N] that the masks [N, W] allow, and the logits that they were chosen with; minus infinity is "never"."""
 
     def take(logits: Array, choose: Choose) -> tuple[Array, Array]:
         tokens = choose(logits, masks)
