@@ -66,7 +66,7 @@ class Guide:
         whole = [mask[word] for word, _ in self._barred]
         for word, others in self._barred:
             mask[word] &= others
-        some = np.count_nonzero(mask) > 0  # a tenth of what `any` takes
+        some = bool(np.count_nonzero(mask))  # an eighth of what `any` takes
         if not some:
             for (word, _), bits in zip(self._barred, whole, strict=True):
                 mask[word] = bits
