@@ -35,7 +35,16 @@ if TYPE_CHECKING:
     )
     from rekindle_kernels.ops.registry import Implementation, Registry, current_platform
     from rekindle_kernels.ops.rope import RopeCall, rope
-    from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, SamplingCall, Wanted, draw, greedy, top_k
+    from rekindle_kernels.ops.sampling import (
+        SMALL_TOP_K,
+        Choice,
+        SamplingCall,
+        Wanted,
+        draw,
+        draws_in_one_call,
+        greedy,
+        top_k,
+    )
     from rekindle_kernels.ops.write_kv import WriteCall, write_kv
     from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
     from rekindle_kernels.xla.linear import exact_precision, narrow_dtype, quantize_rows
@@ -70,7 +79,7 @@ _HOMES = {  # modules and the names that they give; loaded at first use, since t
     ),
     "ops.registry": ("Implementation", "Registry", "current_platform"),
     "ops.rope": ("RopeCall", "rope"),
-    "ops.sampling": ("SMALL_TOP_K", "Choice", "SamplingCall", "Wanted", "draw", "greedy", "top_k"),
+    "ops.sampling": ("SMALL_TOP_K", "Choice", "SamplingCall", "Wanted", "draw", "draws_in_one_call", "greedy", "top_k"),
     "ops.write_kv": ("WriteCall", "write_kv"),
     "pages": ("LayerKV", "gather_pages", "scatter_pages", "storage_dtype"),
     "xla.linear": ("exact_precision", "narrow_dtype", "quantize_rows"),
@@ -102,6 +111,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "configure",
     "current_platform",
     "draw",
+    "draws_in_one_call",
     "ensure_kernels",
     "environment",
     "exact_precision",

@@ -1,18 +1,22 @@
 """What a grammar costs: tokens/s of guided requests against free ones, and of texts of which much is forced.
 
     python tests/bench/structured.py [135m] [--rows 16] [--quantize int8] [--tokens 96] [--repeat 5]
+                                     [--llama-server PROGRAM [--llama-options=--no-repack]]
 
 `any text` follows an expression that allows everything, so that it makes as many tokens as a free request and every
 mask is computed. `strings` follows a schema of long strings, `record` one whose names are most of the text, so that
 drafts of forced tokens pay. Ratios are medians over rounds in which the kinds take turns. Weights are random, and the
-tokenizer is trained on Python's own sources to the size of the model's vocabulary.
+tokenizer is trained on Python's own sources to the size of the model's vocabulary. With llama.cpp's server, which gets
+the same weights and schemas, the last columns are its tokens/s, what its grammar costs it, and ours over its tokens/s.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import shutil
 import statistics
 import sysconfig
 import tempfile
@@ -21,10 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from llama_server import LlamaServer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import rekindle
+from rekindle._src.bench.folder import write_checkpoint
 from rekindle._src.bench.shapes import random_shape
+from rekindle._src.session.exporting import export
 
 NAMES = ["identifier", "description", "category_name", "priority_level", "responsible_person", "department"]
 SHORT, LONG = {"enum": ["low", "high", "none"]}, {"type": "string", "minLength": 200, "maxLength": 2000}
@@ -65,9 +72,30 @@ def tokenizer(vocab: int, folder: Path) -> Path:
     return folder
 
 
+def checkpoint(shape: str, folder: Path) -> Path:
+    """A folder with weights of that shape and the trained tokenizer."""
+    weights = write_checkpoint(shape, folder / f"{shape}-weights")
+    config = json.loads((weights / "config.json").read_text())
+    for file in tokenizer(config["vocab_size"], folder / shape).iterdir():
+        shutil.copy(file, weights)
+    return weights
+
+
+def gguf(weights: Path, quantize: str | None) -> Path:
+    """The same weights for llama.cpp."""
+    kind = {None: "bf16", "int8": "q8_0"}[quantize]
+    file = weights.parent / f"{weights.name}-{kind}.gguf"
+    return file if file.exists() else export(weights, file, type=kind)
+
+
+def prompts_of(seed: int, rows: int) -> list[str]:
+    """Short prompts that have nothing in common with those of other seeds."""
+    return [f"def example_{seed}_{row}(" for row in range(rows)]
+
+
 def rate(session: rekindle.Session, rows: int, tokens: int, seed: int, options: dict[str, Any]) -> float:
     """Generated tokens per second of so many requests at once."""
-    prompts = [f"def example_{seed}_{row}(" for row in range(rows)]
+    prompts = prompts_of(seed, rows)
     start = time.perf_counter()
     done = session.generate_sync(
         prompts, max_tokens=tokens, temperature=1.0, seed=seed, ignore_eos=True, errors="return", **options
@@ -83,18 +111,37 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--quantize")
+    parser.add_argument("--quantize", choices=["int8"])
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "rekindle-structured-bench")
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's program of that name")
+    parser.add_argument("--llama-options", nargs="+", default=[], help="for that program")
     given = parser.parse_args()
-    model = random_shape(given.shape, quantize=given.quantize)
-    folder = tokenizer(model.config.vocab_size, given.folder / given.shape)
-    model = dataclasses.replace(model, folder=folder)
+    kinds = {kind: KINDS[kind] for kind in dict.fromkeys(["free", *given.kinds])}
     options: dict[str, Any] = {"max_requests": max(8, given.rows), "max_model_len": 1024, "cache_dir": given.folder}
-    with rekindle.open_sync(model, quiet=True, disk_memory=0, generation_config="greedy", **options) as session:
-        found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    model: Any
+    if given.llama_server is None:
+        model = random_shape(given.shape, quantize=given.quantize)
+        model = dataclasses.replace(model, folder=tokenizer(model.config.vocab_size, given.folder / given.shape))
+    else:
+        model, options["quantize"] = checkpoint(given.shape, given.folder), given.quantize
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    theirs: dict[str, list[float]] = {kind: [] for kind in kinds if "regex" not in kinds[kind]}
+    with contextlib.ExitStack() as opened:
+        session = opened.enter_context(
+            rekindle.open_sync(model, quiet=True, disk_memory=0, generation_config="greedy", **options)
+        )
+        peer: LlamaServer | None = None
+        if given.llama_server is not None:
+            file = gguf(model, given.quantize)
+            peer = LlamaServer(given.llama_server, file, rows=given.rows, context=1024, options=given.llama_options)
+            opened.enter_context(peer)
         for seed in range(given.repeat + 1):
-            for kind, asked in KINDS.items():
+            for kind, asked in kinds.items():
                 found[kind].append(rate(session, given.rows, given.tokens, seed, asked))
+                if peer is not None and kind in theirs:
+                    prompts = prompts_of(seed, given.rows)
+                    theirs[kind].append(peer.rate(prompts, given.tokens, seed, asked.get("schema")))
             if not seed:
                 before = session.stats()
         after = session.stats()
@@ -103,12 +150,23 @@ def main() -> None:
         f"{given.shape} {given.quantize or '16 bits'}, {given.rows} rows; guided programs were {' and '.join(origins)}"
     )
     print(f"compiled while serving: {after.compilations - before.compilations}")
-    for kind, rates in found.items():
-        ratios = [one / free for one, free in zip(rates[1:], found["free"][1:], strict=True)]
-        spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-        print(
-            f"{kind:9} {statistics.median(rates[1:]):7.1f} tokens/s, ratio {statistics.median(ratios):.3f} ({spread})"
-        )
+    for kind in kinds:
+        line = f"{kind:9} {rate_of(found[kind])}, ratio {compared(found[kind], found['free'])}"
+        if theirs.get(kind):
+            line += f"; llama.cpp {rate_of(theirs[kind])}, ratio {compared(theirs[kind], theirs['free'])}"
+            line += f"; ours over theirs {compared(found[kind], theirs[kind])}"
+        print(line)
+
+
+def rate_of(rates: list[float]) -> str:
+    """The median of all rounds but the first."""
+    return f"{statistics.median(rates[1:]):7.1f} tokens/s"
+
+
+def compared(ones: list[float], others: list[float]) -> str:
+    """The median of the ratios of each round but the first, and their range."""
+    ratios = [one / other for one, other in zip(ones[1:], others[1:], strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 if __name__ == "__main__":

@@ -88,6 +88,15 @@ for rows in (3, 40, 300):
             product = jax.jit(native.multiply_int4)
             product(floats(rows, 128), weight, scale, count=jnp.int32(far)).block_until_ready()
 """,
+    "masks": """
+draw = jax.jit(native.draw, static_argnums=7)
+for width in (1, 33, 300, 5000):
+    for far in FAR:
+        row, seed, masks = jnp.ones(3), jnp.zeros((3, 2), jnp.uint32), jnp.full((3, -(-width // 32)), far, jnp.int32)
+        for warm in (0 * row, row):
+            got = draw(floats(3, width), warm, ints([far] * 3), 0.9 * row, 0 * row, seed, ints([far] * 3), 64, masks)
+            assert ((np.asarray(got) >= 0) & (np.asarray(got) < width)).all(), got
+""",
     "chain": """
 def function(x, weight, kv, lens, ends, prompts, table):
     q = native.multiply(x, weight).reshape(-1, 4, 64)

@@ -1,4 +1,4 @@
-"""Masks on the device: bits to logits, and rows that are left without a token."""
+"""Masks on the device: tokens among those that are allowed, and rows that are left without one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rekindle._src.core.guides import mask_words
-from rekindle._src.programs.token_masks import NO_TOKEN, among, masked, with_dead_ends
+from rekindle._src.programs.token_masks import NO_TOKEN, among, plainly, with_dead_ends
+from rekindle_kernels import greedy
 
 
 def mask_of(allowed: list[list[int]], vocab: int) -> np.ndarray:
@@ -17,20 +18,19 @@ def mask_of(allowed: list[list[int]], vocab: int) -> np.ndarray:
     return masks.view(np.int32)
 
 
-def test_a_bit_of_zero_is_minus_infinity() -> None:
-    for vocab in (5, 32, 70):
-        logits = jnp.arange(2 * vocab, dtype=jnp.float32).reshape(2, vocab)
-        found = np.asarray(masked(logits, jnp.asarray(mask_of([[0, 3], [vocab - 1]], vocab))))
-        assert np.flatnonzero(np.isfinite(found[0])).tolist() == [0, 3]
-        assert np.flatnonzero(np.isfinite(found[1])).tolist() == [vocab - 1]
-        free = masked(logits, jnp.full((2, mask_words(vocab)), -1, jnp.int32))
-        assert np.array_equal(free, logits), "a row without a guide keeps every logit"
+def test_tokens_come_with_the_logits_that_they_were_chosen_with() -> None:
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 70)), jnp.float32)
+    tokens, values = among(jnp.asarray(mask_of([[3, 69], [31, 32], []], 70)))(logits, greedy)
+    rows = np.asarray(logits)
+    assert np.asarray(tokens).tolist() == [max(3, 69, key=rows[0].__getitem__), max(31, 32, key=rows[1].__getitem__), 0]
+    assert np.asarray(values).tolist() == [rows[0, tokens[0]], rows[1, tokens[1]], -np.inf]
+    assert np.array_equal(plainly(logits, greedy), rows.argmax(axis=1))
 
 
 def test_a_row_without_a_token_is_told_and_no_other() -> None:
     logits = jnp.asarray([[1.0, 2.0, -1e9], [1.0, 2.0, -1e9], [-1e9, -1e9, -1e9], [0.0, 1.0, 2.0]], jnp.float32)
     masks = mask_of([[2], [0, 2], [], []], 3)
     masks[2] = -1  # unguided, with a bias on everything
-    tokens, values = among(jnp.asarray(masks))(logits, lambda found: jnp.argmax(found, axis=-1))
+    tokens, values = among(jnp.asarray(masks))(logits, greedy)
     told = with_dead_ends(tokens, jnp.asarray(masks), values)
     assert np.asarray(told).tolist() == [NO_TOKEN, 0, 0, NO_TOKEN]

@@ -175,9 +175,19 @@ def splits(call: RopeCall) -> str | None:
     return f"{call.qk.dtype.name} heads of {call.qk.shape[-1]} are not float32 in whole vectors, or {NOT_BUILT}"
 
 
-def draw(logits: jax.Array, choice: Choice, wanted: Wanted) -> jax.Array:
+def greedy(logits: jax.Array, masks: jax.Array | None = None) -> jax.Array:
+    """`ops.sampling.greedy`; a masked row is chosen by the kernel that draws."""
+    if masks is None:
+        return native.largest_index(logits)
+    rows = logits.shape[0]
+    off, none = jnp.zeros((rows,), jnp.float32), jnp.zeros((rows,), jnp.int32)
+    seed = jnp.zeros((rows, 2), jnp.uint32)
+    return native.draw(logits, *Choice(off, none, off, off, seed, none), block_size(logits.shape[-1]), masks)
+
+
+def draw(logits: jax.Array, choice: Choice, wanted: Wanted, masks: jax.Array | None = None) -> jax.Array:
     """`ops.sampling.draw`; each row looks at its own options, whatever is `wanted`."""
-    return native.draw(logits, *choice, block_size(logits.shape[-1]))
+    return native.draw(logits, *choice, block_size(logits.shape[-1]), masks)
 
 
 def chooses(call: SamplingCall) -> str | None:
@@ -229,7 +239,7 @@ WRITE_KV = Implementation("native", rope_kv.write, writes)
 LINEAR = Implementation("native", linear, multiplies, deterministic=True)
 RMS_NORM = Implementation("native", rms_norm, norms)
 ROPE = Implementation("native", rope, splits)
-GREEDY = Implementation("native", native.largest_index, chooses)
-DRAW = Implementation("native", draw, chooses)
+GREEDY = Implementation("native", greedy, chooses, one_call=True)
+DRAW = Implementation("native", draw, chooses, one_call=True)
 ZEROS = Implementation("native", untouched, has_untouched, give_up=partial(native.give_up, zeros.NAME))
 FILL_PAGES = Implementation("native", fill, fills)

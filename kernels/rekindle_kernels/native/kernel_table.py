@@ -1,7 +1,8 @@
 """The tables of all kernels, and a kernel's table by its name.
 
 Axes: T tokens of the step, R rows, E width, N outputs of a matrix, M results of a row, V vocabulary, F frequencies,
-H query heads, K kv heads or the width of a matrix, D head size, P pages, S page size, W page-table width.
+H query heads, K kv heads or the width of a matrix, D head size, P pages, S page size, W page-table width or words of a
+mask.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ PREFILL = KernelSpec(
 # The first index of each row's largest; the last one in a row of NaN.
 ARGMAX = KernelSpec("argmax", (Operand("x", "R V"),), (Result("out", "R", "int32"),))
 
-# A token for each row; `block` is how many tokens the first of a draw's two uniforms tells apart from others.
+# A token for each row; `block` is how many tokens the first of a draw's two uniforms tells apart from others. A token
+# may come where its bit in `masks` is 1, the lowest bit of a word first.
 SAMPLE = KernelSpec(
     "sample",
     operands=(
@@ -131,6 +133,7 @@ SAMPLE = KernelSpec(
         Operand("min_p", "R"),
         Operand("seed", "R 2", "uint32"),
         Operand("position", "R", "int32"),
+        Operand("masks", "R W", "int32", optional=True),
     ),
     results=(Result("out", "R", "int32"),),
     settings={"block": "int32"},

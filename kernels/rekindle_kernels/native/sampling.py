@@ -30,9 +30,16 @@ def draw(
     seed: jax.Array,
     position: jax.Array,
     block: int,
+    masks: jax.Array | None = None,
 ) -> jax.Array:
     """Tokens [R] drawn from logits [R, V], those of rows with temperature 0 by `largest_index`; seed is uint32 [R, 2],
-    `block` how many tokens the first of a draw's two uniforms does not tell apart."""
+    `block` how many tokens the first of a draw's two uniforms does not tell apart. `masks` int32 [R, ceil(V / 32)] have
+    a bit for each token, the lowest first: where it is 0, the logit counts as minus infinity."""
+    if masks is not None:
+        assert block % 32 == 0, f"a block of {block} tokens is not made of whole words of a mask"
+        words = -(-logits.shape[1] // 32)
+        if masks.shape[1] != words:
+            raise ValueError(f"masks have {masks.shape[1]} words a row, and {logits.shape[1]} logits need {words}")
     (tokens,) = call(
         SAMPLE.variant(),
         {
@@ -43,6 +50,7 @@ def draw(
             "min_p": min_p,
             "seed": seed,
             "position": position,
+            "masks": masks,
         },
         {"block": block},
     )

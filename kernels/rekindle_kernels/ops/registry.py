@@ -33,6 +33,7 @@ class Implementation:
     supports: Callable[[Any], str | None]  # None, or the reason why it can't serve a call with these facts
     give_up: Callable[[Exception], bool] | None = None  # after a failure at run time: refuse from now on
     deterministic: bool = False  # serves calls whose results may not depend on what is computed beside them
+    one_call: bool = False  # it is a single operation of the program, whatever it computes
 
     def reason_against(self, call: Facts) -> str | None:
         """Why it can't serve a call; None if it can."""

@@ -1,4 +1,5 @@
-"""The next token of each row of logits, `greedy(logits)` and `draw(logits, choice, wanted)`, and `top_k(values, k)`.
+"""The next token of each row of logits, `greedy(logits, masks)` and `draw(logits, choice, wanted, masks)`, and
+`top_k(values, k)`.
 
 Axes: N rows, V vocabulary.
 
@@ -20,8 +21,8 @@ import jax
 
 from rekindle_kernels.ops.registry import Registry, current_platform
 
-GREEDY = Registry("greedy")  # run(logits) -> int32 [N]
-DRAW = Registry("draw")  # run(logits, choice, wanted) -> int32 [N]
+GREEDY = Registry("greedy")  # run(logits, masks or None) -> int32 [N]
+DRAW = Registry("draw")  # run(logits, choice, wanted, masks or None) -> int32 [N]
 TOP_K = Registry("top_k")  # run(values, k) -> values [N, k], indices int32 [N, k]
 SMALL_TOP_K = 64  # lax.top_k of 64 costs 1.3 ms for [16, 49152] on CPU; a larger k is found by bisection
 
@@ -59,9 +60,24 @@ def block_size(vocab: int) -> int:
     return 1 << max(5, round(math.log2(vocab) / 2))
 
 
-def greedy(logits: jax.Array, *, implementation: str | None = None, platform: str | None = None) -> jax.Array:
-    """The first index of the largest logit of each row: int32 [N] for logits [N, V]."""
-    tokens: jax.Array = GREEDY.choose(_call(logits, platform), implementation).run(logits)
+def mask_words(vocab: int) -> int:
+    """Length of a row's mask in integers of 32 bits: a bit for each token, the lowest first. 1 allows the token."""
+    return -(-vocab // 32)
+
+
+def greedy(
+    logits: jax.Array,
+    masks: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """The first index of the largest logit of each row: int32 [N] for logits [N, V].
+
+    `masks` int32 [N, mask_words(V)] make the logits of some tokens minus infinity.
+    """
+    _check(logits, masks)
+    tokens: jax.Array = GREEDY.choose(_call(logits, platform), implementation).run(logits, masks)
     return tokens
 
 
@@ -69,13 +85,20 @@ def draw(
     logits: jax.Array,
     choice: Choice,
     wanted: Wanted,
+    masks: jax.Array | None = None,
     *,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Tokens int32 [N] drawn from logits [N, V]; rows with temperature 0 are greedy."""
-    tokens: jax.Array = DRAW.choose(_call(logits, platform), implementation).run(logits, choice, wanted)
+    """Tokens int32 [N] drawn from logits [N, V]; rows with temperature 0 are greedy. `masks` are those of `greedy`."""
+    _check(logits, masks)
+    tokens: jax.Array = DRAW.choose(_call(logits, platform), implementation).run(logits, choice, wanted, masks)
     return tokens
+
+
+def draws_in_one_call(logits: jax.Array, *, implementation: str | None = None, platform: str | None = None) -> bool:
+    """Whether a draw from these logits is a single operation, so that a program may as well have it in two branches."""
+    return DRAW.choose(_call(logits, platform), implementation).one_call
 
 
 def top_k(
@@ -84,6 +107,13 @@ def top_k(
     """The k largest values of each row [N, V], falling, and where they are; of equal ones the first comes first."""
     largest, indices = TOP_K.choose(_call(values, platform), implementation).run(values, k)
     return largest, indices
+
+
+def _check(logits: jax.Array, masks: jax.Array | None) -> None:
+    wanted = (logits.shape[0], mask_words(logits.shape[-1]))
+    if masks is not None and (masks.shape != wanted or masks.dtype.name != "int32"):
+        given, needed = f"{masks.dtype.name}{list(masks.shape)}", f"int32{list(wanted)}"
+        raise ValueError(f"masks are {given}, and logits {list(logits.shape)} need {needed}")
 
 
 def _call(logits: jax.Array, platform: str | None) -> SamplingCall:

@@ -20,8 +20,18 @@ from rekindle_kernels.xla.random import uniforms
 MOST_ROUNDS = 64  # each round of rejection halves the candidates at least, on average; a row of NaN never ends
 
 
-def greedy(logits: Array) -> Array:
+def masked(logits: Array, masks: Array | None) -> Array:
+    """The logits [N, V], minus infinity where a token's bit in the masks [N, words] is 0."""
+    if masks is None:
+        return logits
+    bits = (masks[:, :, None] >> lax.iota(jnp.int32, 32)) & 1
+    allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
+    return jnp.where(allowed != 0, logits, -jnp.inf)
+
+
+def greedy(logits: Array, masks: Array | None = None) -> Array:
     """`ops.sampling.greedy`. `jnp.argmax` reduces pairs and is 8 times slower on CPU."""
+    logits = masked(logits, masks)
     return _first_equal(logits, logits.max(axis=-1, keepdims=True))
 
 
@@ -37,8 +47,9 @@ def _smallest(hit: Array, otherwise: int) -> Array:
     return jnp.where(hit, index, float(otherwise)).min(axis=-1).astype(jnp.int32)
 
 
-def draw(logits: Array, choice: Choice, wanted: Wanted) -> Array:
+def draw(logits: Array, choice: Choice, wanted: Wanted, masks: Array | None = None) -> Array:
     """`ops.sampling.draw`."""
+    logits = masked(logits, masks)
     largest = logits.max(axis=-1, keepdims=True)
     best = _first_equal(logits, largest)
     with jax.named_scope("draw"):

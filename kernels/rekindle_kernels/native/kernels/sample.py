@@ -14,6 +14,7 @@ import numpy as np
 
 from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.kernels.argmax import first_largest
+from rekindle_kernels.native.kernels.masked_row import allows_all, first_never, gather
 from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32, free, i32, malloc, set_f32, set_i32
@@ -37,6 +38,8 @@ JOB = job_layout(
         "seed": "uint32 [rows, 2]",
         "position": "int32 [rows]",
         "block_size": "tokens that the first uniform of a draw does not tell apart",
+        "masks": "int32 [rows, words]; 0 for none",
+        "words": "of a row's mask",
         "out": "int32 [rows]",
         "vocabulary": "",
     },
@@ -156,9 +159,9 @@ def inverse_cdf(
 
 
 @inline
-def draw(job: Any, r: int, values: int, weights: int, sums: int, best: int) -> int:
-    """A token of row r by its weights, of which top-p and min-p allow some; the best one where no draw is accepted."""
-    count, size = job.vocabulary, job.block_size
+def draw(job: Any, r: int, count: int, values: int, weights: int, sums: int, best: int) -> int:
+    """An index of row r by its weights, of which top-p and min-p allow some; the best one where no draw is accepted."""
+    size = job.block_size
     top_p, least = f32(job.top_p, r), f32(job.min_p, r)
     level = -INFINITY
     nucleus = top_p * mass_above(values, weights, count, level) if top_p < ONE else ZERO
@@ -176,6 +179,39 @@ def draw(job: Any, r: int, values: int, weights: int, sums: int, best: int) -> i
     return best
 
 
+@jit
+def choose(job: Any, r: int, logits: int, count: int) -> int:
+    """The index that row r takes of so many logits."""
+    best, temperature, k = first_largest(logits, count), f32(job.temperature, r), i32(job.top_k, r)
+    if not temperature > ZERO:
+        return best
+    padded = (count + LANES - 1) // LANES * LANES
+    values = malloc(3 * padded * 4)
+    weights, sums = values + padded * 4, values + 2 * padded * 4
+    weigh(logits, count, f32(logits, best), temperature, values, weights)
+    if k > 0 and k < job.vocabulary:
+        keep_largest(values, weights, count, k)
+    index = draw(job, r, count, values, weights, sums, best)
+    free(values)
+    return index
+
+
+@inline
+def choose_allowed(job: Any, r: int, logits: int, mask: int) -> int:
+    """The token that row r takes of those that its mask allows."""
+    vocabulary, size = job.vocabulary, job.block_size
+    most = (vocabulary + size - 1) // size
+    values = malloc(most * (size + 1) * 4)
+    blocks = values + most * size * 4
+    count, token = gather(logits, mask, vocabulary, size, values, blocks), -1
+    if count > 0:
+        index = choose(job, r, values, count)
+        if f32(values, index) > -INFINITY:
+            token = i32(blocks, index // size) * size + index % size
+    free(values)
+    return token if token >= 0 else first_never(logits, mask, vocabulary)
+
+
 def kernel() -> Kernel:
     """A token for every row of logits."""
 
@@ -189,24 +225,18 @@ def kernel() -> Kernel:
         job.seed = frame.seed.data
         job.position = frame.position.data
         job.block_size = frame.settings.block
+        job.masks = frame.masks.data if frame.has_masks else 0
+        job.words = dim(frame.masks, 1) if frame.has_masks else 0
         job.out = frame.out.data
         job.vocabulary = dim(frame.logits, 1)
         return dim(frame.logits, 0)
 
     @jit
     def block(job: Any, r: int) -> None:
-        count, temperature, k = job.vocabulary, f32(job.temperature, r), i32(job.top_k, r)
-        logits = job.logits + r * count * 4
-        token = first_largest(logits, count)
-        if temperature > ZERO:
-            padded = (count + LANES - 1) // LANES * LANES
-            values = malloc(3 * padded * 4)
-            weights, sums = values + padded * 4, values + 2 * padded * 4
-            weigh(logits, count, f32(logits, token), temperature, values, weights)
-            if k > 0 and k < count:
-                keep_largest(values, weights, count, k)
-            token = draw(job, r, values, weights, sums, token)
-            free(values)
-        set_i32(job.out, r, token)
+        logits, mask = job.logits + r * job.vocabulary * 4, job.masks + r * job.words * 4
+        if job.masks == 0 or allows_all(mask, job.words):
+            set_i32(job.out, r, choose(job, r, logits, job.vocabulary))
+        else:
+            set_i32(job.out, r, choose_allowed(job, r, logits, mask))
 
     return Kernel(kernel_table.SAMPLE, JOB, prepare, block, nothing)

@@ -194,3 +194,14 @@ def store_bf16(typing_context: Any, address: Any, index: Any, value: Any) -> Any
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, VECTOR), codegen
+
+
+@intrinsic
+def where_bits(typing_context: Any, bits: Any, value: Any, otherwise: Any) -> Any:
+    """The lanes of `value` whose bit is 1, the lowest bit being that of the first lane, and `otherwise` in the rest."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = builder.bitcast(builder.trunc(args[0], ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
+        return builder.select(lanes, args[1], args[2])
+
+    return VECTOR(types.int64, VECTOR, VECTOR), codegen

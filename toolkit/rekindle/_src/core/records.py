@@ -316,7 +316,8 @@ class Completion:
     def parsed(self) -> Any:
         """The object that the text describes, of the type that was passed as `schema`; None without a structure.
 
-        Also None if the text was cut or does not validate: `parse_error` says why.
+        Also None if the text was cut or does not validate: `parse_error` says why. Its static type is Any, since most
+        structures are not types, and options are the same for all calls: `person: Person = done.parsed` gives it one.
         """
         return None if self.parsing is None else self.parsing.get().value
 

@@ -12,6 +12,7 @@ when the tokens of the step before have been read, and the model runs meanwhile.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from rekindle._src.programs.processors import LogitsContext, LogitsProcessor, pr
 from rekindle._src.programs.request_state import RequestState, record
 from rekindle._src.programs.sampling import choose
 from rekindle._src.programs.token_masks import Take, among, plainly, with_dead_ends
-from rekindle_kernels import greedy
+from rekindle_kernels import draws_in_one_call, greedy
 
 Leaves = Sequence[Array]
 
@@ -165,12 +166,17 @@ def _sample(
             changed = lax.cond(processed, lambda: process(processors, logits, inputs.flags, context), lambda: logits)
         return shape(changed, inputs.shaping, state, inputs.slots)
 
-    def options() -> Any:
-        changed = lax.cond(changes, change, lambda: logits)
-        return take(changed, lambda found: choose(found, inputs.choice, inputs.wanted, implementation=implementation))
+    def drawn(found: Array, masks: Array | None) -> Array:
+        return choose(found, inputs.choice, inputs.wanted, masks, implementation=implementation)
 
+    def options() -> Any:
+        return take(lax.cond(changes, change, lambda: logits), drawn)
+
+    if take is not plainly and draws_in_one_call(logits, implementation=implementation):
+        return lax.cond(changes, lambda: take(change(), drawn), lambda: take(logits, drawn))  # copies no logits
     plain = inputs.wanted & (SHAPES | PROCESSORS | Flag.DRAWS) == 0
-    return lax.cond(plain, lambda: take(logits, lambda found: greedy(found, implementation=implementation)), options)
+    largest = functools.partial(greedy, implementation=implementation)
+    return lax.cond(plain, lambda: take(logits, largest), options)
 
 
 def _context(inputs: StepInputs, state: RequestState) -> LogitsContext:

@@ -15,31 +15,25 @@ from rekindle._src.programs.request_state import BIAS_LIMIT
 
 NO_TOKEN = -2  # what the host reads in place of a token where mask and options together leave none
 
-Choose = Callable[[Array], Array]  # from logits [N, V] to tokens [N]
+Choose = Callable[[Array, Array | None], Array]  # from logits [N, V] and masks [N, W] to tokens [N]
 Take = Callable[[Array, Choose], Any]
 
 
 def plainly(logits: Array, choose: Choose) -> Array:
     """Tokens [N] of rows without guides."""
-    return choose(logits)
+    return choose(logits, None)
 
 
 def among(masks: Array) -> Take:
-    """Tokens [N] that the masks [N, W] allow, and the logits that they were chosen with."""
+    """Tokens [N] that the masks [N, W] allow, and the logits that they were chosen with; minus infinity is "never"."""
 
     def take(logits: Array, choose: Choose) -> tuple[Array, Array]:
-        allowed = masked(logits, masks)
-        tokens = choose(allowed)
-        return tokens, jnp.take_along_axis(allowed, tokens[:, None], axis=1)[:, 0]
+        tokens = choose(logits, masks)
+        words = jnp.take_along_axis(masks, tokens[:, None] >> 5, axis=1)[:, 0]
+        own = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+        return tokens, jnp.where((words >> (tokens & 31)) & 1 != 0, own, -jnp.inf)
 
     return take
-
-
-def masked(logits: Array, masks: Array) -> Array:
-    """The logits [N, V], minus infinity where the bit of a token is 0."""
-    bits = (masks[:, :, None] >> lax.iota(jnp.int32, 32)) & 1
-    allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
-    return jnp.where(allowed != 0, logits, -jnp.inf)
 
 
 def with_dead_ends(told: Array, masks: Array, values: Array) -> Array:
@@ -47,6 +41,6 @@ def with_dead_ends(told: Array, masks: Array, values: Array) -> Array:
 
     Where all logits are minus infinity some token is chosen all the same, and an infinite bias is a finite number.
     """
-    guided = jnp.any(masks != -1, axis=1)
-    dead = guided & (values < -BIAS_LIMIT / 2)
+    never = values < -BIAS_LIMIT / 2
+    dead = lax.cond(jnp.any(never), lambda: never & jnp.any(masks != -1, axis=1), lambda: never)
     return jnp.where(dead, NO_TOKEN, told)

@@ -34,7 +34,7 @@ class Guide:
     ) -> None:
         self._matcher = matcher
         self._ends = ends
-        self._barred = ends.difference(eos_ids)
+        self._barred = tuple(_without(token) for token in ends.difference(eos_ids))
         self._reasoning = reasoning
         self._thinks = reasoning is not None and reasoning.inside
         self._ahead: tuple[int, ...] = () if reasoning is not None else self._look_ahead()
@@ -57,19 +57,25 @@ class Guide:
     def fill(self, mask: Mask) -> str:
         if self._thinks:
             mask.fill(-1)
-            _clear(mask, self._ends)
+            for word, others in map(_without, self._ends):
+                mask[word] &= others
             return ""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             return first_line(self._matcher.get_error())
-        if self._barred:
-            kept = mask.copy()
-            _clear(mask, self._barred)
-            if not mask.any():
-                mask[:] = kept
+        whole = [mask[word] for word, _ in self._barred]
+        for word, others in self._barred:
+            mask[word] &= others
+        some = bool(np.count_nonzero(mask))  # an eighth of what `any` takes
+        if not some:
+            for (word, _), bits in zip(self._barred, whole, strict=True):
+                mask[word] = bits
+                some |= bool(bits)
         if self._reasoning is not None:  # no token has come yet, and the first may open it
-            mask[self._reasoning.opens >> 5] |= np.int32(np.uint32(1 << (self._reasoning.opens & 31)).view(np.int32))
-        return "" if mask.any() else "the grammar allows no token"
+            word, others = _without(self._reasoning.opens)
+            mask[word] |= ~others
+            some = True
+        return "" if some else "the grammar allows no token"
 
     def consume(self, token: int) -> Guided:
         self.consumed += 1
@@ -96,9 +102,9 @@ class Guide:
         return tuple(self._matcher.compute_ff_tokens()[:AHEAD])
 
 
-def _clear(mask: Mask, tokens: Collection[int]) -> None:
-    for token in tokens:
-        mask[token >> 5] &= np.int32(np.uint32(0xFFFFFFFF ^ (1 << (token & 31))).view(np.int32))
+def _without(token: int) -> tuple[int, np.int32]:
+    """Where a token's bit is: the word of a mask, and all its bits but that one."""
+    return token >> 5, ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
 
 
 def first_line(message: str) -> str:
