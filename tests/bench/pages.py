@@ -100,9 +100,11 @@ def wire(arguments: argparse.Namespace) -> None:
 
 def load(arguments: argparse.Namespace) -> list[Ask]:
     """Streams that go on all the time, and among them prompts that are new to every cache."""
-    draw, found = random.Random(1), []
-    for number in range(arguments.streams):
-        found.append(Ask(0.0, ((number + 1, 70),), arguments.output, b"s%d" % number, b"s%d" % number))
+    draw = random.Random(1)
+    found = [
+        Ask(0.0, ((number + 1, 70),), arguments.output, b"s%d" % number, b"s%d" % number)
+        for number in range(arguments.streams)
+    ]
     at, number = 0.5, 0
     while at < arguments.seconds:
         number += 1
@@ -142,9 +144,13 @@ async def _flood(arguments: argparse.Namespace) -> None:
                 await anyio.sleep(2.5)
                 after = fleet.stats()
                 print(f"{name + ', real':24}{outcome(watch, seconds, after, before, len(asks))}")
-                print(f"  {after.handed_over} handed over, {after.pulled_pages} pages pulled, {after.failed_pulls} failed")
+                print(
+                    f"  {after.handed_over} handed over, {after.pulled_pages} pages pulled, {after.failed_pulls} failed"
+                )
     for name, size in sizes.items():
-        print(f"{name + ', simulated':24}{simulate(asks, config, cost, router='shortest', move=1e-6, **size)}", flush=True)
+        print(
+            f"{name + ', simulated':24}{simulate(asks, config, cost, router='shortest', move=1e-6, **size)}", flush=True
+        )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Connections that many bytes follow messages on: without the secret there is none, and what is sealed is not changed."""
+"""Messages with many bytes behind them: not without the secret, and what is sealed is not changed."""
 
 from __future__ import annotations
 
@@ -105,6 +105,7 @@ def test_what_is_sealed_can_not_be_changed() -> None:
     data[500] ^= 1
     near, far = socket.socketpair()
     near.sendall(data)
+    two.close()
     two._connection, two._received = far, 1
     with pytest.raises(ProcessLost, match="not what the other process sent"):
         two.receive_into([memoryview(bytearray(1000))])
@@ -121,9 +122,8 @@ def test_a_connection_that_ends_amid_it_is_lost() -> None:
 
 
 def test_only_the_loopback_goes_without_a_seal() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as far:
-            assert on_loopback(far)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as far:
+        assert on_loopback(far)
 
     class Elsewhere:
         family = socket.AF_INET

@@ -296,3 +296,47 @@ def test_a_changed_source_changes_the_digest(tmp_path: Path) -> None:
     path.write_text("x = 2")
     assert files_digest([path]) != before
     assert len(program_key.source_digest()) == 32
+
+
+MOVED = """
+import sys
+sys.path[:0] = {path!r}
+import jax, jax.numpy as jnp
+from pathlib import Path
+from rekindle._src.programs import program_key
+from rekindle._src.programs.store import ExecutableStore
+first, second = jax.devices()
+store, key = ExecutableStore(Path({folder!r})), "a" * 32
+seen = program_key.environment()
+with jax.default_device(second):
+    assert program_key.environment() == seen, "a key says which device it is for"
+weights = jax.ShapeDtypeStruct((4, 4), "float32"), jax.ShapeDtypeStruct((4,), "float32")
+made = jax.jit(lambda w, x: w @ x, donate_argnums=1).lower(*weights).compile()
+assert store.save(key, made, name="n", model="m", compile_seconds=1.0)
+moved = store.load(key, [second])
+given = jax.device_put((jnp.ones((4, 4)), jnp.arange(4.0)), second)
+out = moved(*given)
+assert out.devices() == {{second}} and float(out[0]) == 6.0, out
+assert given[1].is_deleted()
+print("moved")
+"""
+
+
+def test_a_program_runs_on_another_device_than_it_was_compiled_for(tmp_path: Path) -> None:
+    path = [str(Path(__file__).parents[2] / name) for name in ("toolkit", "kernels")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    code = MOVED.format(path=path, folder=str(tmp_path / "programs"))
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ended.stdout == "moved\n", ended.stderr
+
+
+def test_programs_are_kept_by_age_and_not_by_number(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path)
+    made = compiled()
+    for number in range(70):
+        assert store.save(f"{number:032}", made, name="r2t0", model="llama", compile_seconds=1.5)
+    assert len(store.entries()) == 70
+    store.max_age = 3600.0
+    os.utime(tmp_path / f"{3:032}", (1000.0, 1000.0))
+    store.prune()
+    assert len(store.entries()) == 69

@@ -307,6 +307,7 @@ def _engine_options(command: argparse.ArgumentParser) -> None:
         help="speculative decoding by prompt lookup: up to N draft tokens in a step (default 0)",
     )
     command.add_argument("--cache-dir", help="where programs, pages and snapshots persist")
+    command.add_argument("--shared-cache", metavar="URL", help="a folder or URL behind that one, which machines share")
 
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:
@@ -333,6 +334,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "processes",
         "coordinator",
         "cache_dir",
+        "shared_cache",
         "max_queue",
         "restore",
         "precompile",

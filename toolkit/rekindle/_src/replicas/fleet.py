@@ -151,14 +151,18 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
     def scale(self, replicas: int, *, drain: float = 30.0) -> Call[None]:
         """Await it to have so many replicas. Those that are too many take no more requests and end after `drain` s.
 
-        Where replicas have roles, it is those that decode that come and go. Requests that run longer than that go on in other replicas. New replicas are opened in the background.
+        Requests that run longer than that go on in other replicas. New replicas are opened in the background. Where
+        replicas have roles, it is those that decode that come and go.
         """
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ConfigError("replicas", replicas, "is not a whole number above 0", "Use aclose() to end all")
         prefill = self._prefill
         if prefill and replicas <= prefill:
             raise ConfigError(
-                "replicas", replicas, f"leaves none to decode beside {prefill} that prefill", f"Use {prefill + 1} or more"
+                "replicas",
+                replicas,
+                f"leaves none to decode beside {prefill} that prefill",
+                f"Use {prefill + 1} or more",
             )
         return Once(self._scale, replicas, drain, name="scale")
 

@@ -310,7 +310,9 @@ def actors(
         named = made.options(
             name=f"rekindle {shared} {name}", namespace="rekindle", lifetime="detached", get_if_exists=True
         )
-        return RayConnection(name, named.remote(model, dict(options), cores, role, LEASE, alone=alone), role, shared=True)
+        return RayConnection(
+            name, named.remote(model, dict(options), cores, role, LEASE, alone=alone), role, shared=True
+        )
 
     return another
 

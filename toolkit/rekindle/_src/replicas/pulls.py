@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rekindle._src.core.records import Request
+from rekindle._src.kvcache.tiers.host import Held
 from rekindle._src.session.session import Session
 from rekindle._src.session.sharing.pulling import Puller
 from rekindle._src.session.sharing.sharer import SharedPages
@@ -77,36 +78,23 @@ class Pulls:
         if request.resumed is not None:
             tokens = np.concatenate([tokens, request.resumed.token_ids])
         size = len(tokens) // self._puller.identity.page_size * self._puller.page_bytes
-        give_up: Callable[[], object] = lambda: None
-        if self._enter(size):
-            left = False
-
-            def leave() -> None:
-                nonlocal left
-                with self._room:
-                    self._held, left = self._held - (0 if left else size), True
-                    self._room.notify_all()
-
-            give_up = leave
-            try:
-                pulled = self._puller.prefix(address, tokens, request.sampling.salt)
-                self.pages += pulled.pages
-                self.bytes += pulled.bytes
-
-                def used() -> None:
-                    pulled.held.release()
-                    leave()
-
-                give_up = used
-            except RekindleError as error:
-                self.failed += 1
-                log.debug("pages of %s are computed, since they could not be pulled: %s", request.id, error)
-            except Exception:
-                self.failed += 1
-                log.exception("pages of %s are computed, since they could not be pulled", request.id)
-        else:
+        if not self._enter(size):
             self.failed += 1
-        then(give_up)
+            then(nothing)
+            return
+        claim = _Claim(lambda: self._leave(size))
+        try:
+            pulled = self._puller.prefix(address, tokens, request.sampling.salt)
+            claim.held = pulled.held
+            self.pages += pulled.pages
+            self.bytes += pulled.bytes
+        except RekindleError as error:
+            self.failed += 1
+            log.debug("pages of %s are computed, since they could not be pulled: %s", request.id, error)
+        except Exception:
+            self.failed += 1
+            log.exception("pages of %s are computed, since they could not be pulled", request.id)
+        then(claim.give_up)
 
     def _enter(self, size: int) -> bool:
         """Wait until so many bytes fit beside those that requests wait for; false if that takes too long."""
@@ -119,3 +107,28 @@ class Pulls:
                 self._room.wait(LOOK_SECONDS)
             self._held += size
             return True
+
+    def _leave(self, size: int) -> None:
+        with self._room:
+            self._held -= size
+            self._room.notify_all()
+
+
+class _Claim:
+    """Room in host memory, and the pages that lie there, until a request has used them."""
+
+    def __init__(self, leave: Callable[[], object]) -> None:
+        self._leave: Callable[[], object] | None = leave
+        self.held: Held | None = None
+
+    def give_up(self) -> None:
+        """Once; further calls do nothing."""
+        leave, self._leave = self._leave, None
+        if self.held is not None:
+            self.held.release()
+        if leave is not None:
+            leave()
+
+
+def nothing() -> None:
+    """What there is to give up where no pages were taken."""

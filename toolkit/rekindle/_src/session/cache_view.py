@@ -15,8 +15,8 @@ from rekindle._src.core.process_options import address as host_and_port
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.persist import snapshot
-from rekindle._src.session.cache_report import TIERS, CacheStats, CacheTree, NodeView, PrefixExplanation, Snapshots
 from rekindle._src.processes.greeting import checked_secret
+from rekindle._src.session.cache_report import TIERS, CacheStats, CacheTree, NodeView, PrefixExplanation, Snapshots
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
 from rekindle._src.session.prompts import PromptLike
@@ -164,8 +164,8 @@ class CacheView:
     ) -> Call[int]:
         """Await it to take pages from a session that shares them; gives how many tokens are known by that.
 
-        With a `prompt`, and the `salt` of its requests: its leading pages that are not here yet. Without: the pages that
-        the other session is likeliest to need again, until half of host_memory is used.
+        With a `prompt`, and the `salt` of its requests: its leading pages that are not here yet. Without: the pages
+        that the other session is likeliest to need again, until half of host_memory is used.
         """
         check_salt(salt)
         client = self._client
@@ -195,7 +195,9 @@ class CacheView:
         from rekindle._src.session.sharing.pulling import Puller
         from rekindle._src.session.sharing.source import PageAddress
 
-        at = PageAddress(*host_and_port(address, "address", 'Pass "host:port", as share() gives it'), checked_secret(secret))
+        at = PageAddress(
+            *host_and_port(address, "address", 'Pass "host:port", as share() gives it'), checked_secret(secret)
+        )
         puller = Puller(self._client.host, self._client.writer)
         if tokens is None:
             return (await self._client.writer.run(partial(puller.likeliest, at))).tokens

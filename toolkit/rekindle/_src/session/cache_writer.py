@@ -26,7 +26,7 @@ from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine, Exclusive
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
-from rekindle._src.kvcache.persist import prefix_file, snapshot
+from rekindle._src.kvcache.persist import prefix_file, shared_snapshots, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.host import size
@@ -264,8 +264,9 @@ class CacheWriter:
             raise StoreError("the weights were swapped while their pages were saved. Save again")
         self._prepare_restart(all_of_them=True)
         pages = snapshot.connected([page for page in pages if page.digest in disk], identity.root)
-        snapshot.save(disk.folder, name, identity, pages)
+        path = snapshot.save(disk.folder, name, identity, pages)
         disk.collect()
+        shared_snapshots.keep(path, disk.segments_of(page.digest for page in pages))
         tokens = len(pages) * identity.page_size
         seconds = time.perf_counter() - start
         return SaveReport(name, len(pages), tokens, written, skipped, total_bytes, seconds)

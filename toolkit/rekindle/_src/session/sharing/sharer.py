@@ -117,9 +117,7 @@ class SharedPages:
                 if full:
                     connection.close()
                     continue
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="rekindle sharing", daemon=True
-                ).start()
+                threading.Thread(target=self._serve, args=(connection,), name="rekindle sharing", daemon=True).start()
         self.close()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -138,7 +136,9 @@ class SharedPages:
         identity = self._tiers.identity
         assert identity is not None, "checked when sharing began"
         kind, content = channel.receive()
-        reason, sealed = introduced(identity, content) if kind is Kind.IDENTITY else ("it did not introduce itself", True)
+        reason, sealed = (
+            introduced(identity, content) if kind is Kind.IDENTITY else ("it did not introduce itself", True)
+        )
         channel.sealed = channel.sealed or sealed
         if reason is not None:
             channel.send(Kind.FAILED, reason.encode())
