@@ -62,11 +62,10 @@ def test_a_blob_that_was_changed_is_refused(tmp_path: Path, at: int) -> None:
 
 def test_a_blob_without_the_key_is_refused(tmp_path: Path) -> None:
     path = entry(tmp_path)
-    for made, read in ((None, KEY), (b"x" * 32, KEY), (KEY, None)):
+    for number, (made, read) in enumerate([(None, KEY), (b"x" * 32, KEY), (KEY, None)]):
+        blob = io.BytesIO(blob_of(path, "programs/abc", made))
         with pytest.raises(StoreError, match="mark"):
-            unpack(
-                io.BytesIO(blob_of(path, "programs/abc", made)), "programs/abc", read, tmp_path / f"{made}{read}"[:9], 1 << 20
-            )  # fmt: skip
+            unpack(blob, "programs/abc", read, tmp_path / str(number), 1 << 20)
 
 
 def test_a_blob_of_another_entry_or_cut_off_or_too_large_is_refused(tmp_path: Path) -> None:
@@ -86,12 +85,14 @@ def test_a_blob_of_another_entry_or_cut_off_or_too_large_is_refused(tmp_path: Pa
 def test_files_stay_within_their_entry(tmp_path: Path, path: str) -> None:
     header = json.dumps({"name": "programs/abc", "files": [[path, 1], ["b", 1]]}).encode()
     blob = MAGIC + len(header).to_bytes(8, "little") + header + b"xx" + bytes(32)
-    with pytest.raises(StoreError, match="has a file|makes no sense"):
+    with pytest.raises(StoreError, match=r"has a file|makes no sense"):
         unpack(io.BytesIO(blob), "programs/abc", None, tmp_path / "back", 1 << 20)
     assert not (tmp_path / "evil").exists() and not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("header", [b"[]", b"{}", b"\xff", b'{"name": "n", "files": []}', b'{"name": "n", "files": [["a", -1]]}'])
+@pytest.mark.parametrize(
+    "header", [b"[]", b"{}", b"\xff", b'{"name": "n", "files": []}', b'{"name": "n", "files": [["a", -1]]}']
+)
 def test_headers_that_make_no_sense_are_refused(tmp_path: Path, header: bytes) -> None:
     blob = MAGIC + len(header).to_bytes(8, "little") + header + bytes(64)
     with pytest.raises(StoreError):

@@ -117,7 +117,10 @@ class ExecutableStore:
         compile_seconds: float,
         devices: Sequence[Any] | None = None,
     ) -> bool:
-        """Store it, with the devices that it was compiled for, as `load` takes them. False, with a warning the first time, where the backend can't serialise or the disk is full."""
+        """Store it, with the devices that it was compiled for, as `load` takes them.
+
+        False, with a warning the first time, where the backend can't serialise or the disk is full.
+        """
         if not self._writable or not threading.main_thread().is_alive():  # Orbax needs an interpreter that lives
             return False
         if self.distrusted is not None:

@@ -201,7 +201,8 @@ def attach(where: str | None, folders: Iterable[Path]) -> None:
 def _check_private(where: str, place: Place) -> None:
     reason: str | None = "is reached by others, too"
     if isinstance(place, FolderPlace):
-        reason = private_files.distrust_reason(place.root / "programs")
+        reasons = (private_files.distrust_reason(place.root / kind) for kind in KINDS)
+        reason = next((found for found in reasons if found is not None), None)
     if reason is not None:
         raise ConfigError(
             "shared_cache",
