@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 
@@ -125,7 +125,7 @@ def local_fleet(
     replicas: int = 2,
     router: str = "affinity",
     hang: float = 15.0,
-    roles: Mapping[str, int] | None = None,
+    roles: Mapping[Literal["prefill", "decode"], int] | None = None,
 ) -> Iterator[tuple[Fleet, list[LocalReplica]]]:
     """A fleet, and the connections to its replicas; checks at the end that no thread is left."""
     before = ours()

@@ -65,9 +65,9 @@ def alone(folder: str) -> Iterator[Session]:
 
 
 @contextmanager
-def apart(folder: str, **roles: int) -> Iterator[tuple[Fleet, list[LocalReplica]]]:
+def apart(folder: str, prefill: int = 1, decode: int = 1) -> Iterator[tuple[Fleet, list[LocalReplica]]]:
     make = lambda: rekindle.open_sync(MODEL, cache_dir=folder, **OPTIONS)  # noqa: E731
-    with local_fleet(make, roles=roles or {"prefill": 1, "decode": 1}) as found:
+    with local_fleet(make, roles={"prefill": prefill, "decode": decode}) as found:
         yield found
 
 

@@ -14,20 +14,22 @@ SHORT = 64  # tokens of a prompt that is not worth the way through two replicas
 _FIX = 'Pass {"prefill": 1, "decode": 2}, or leave it out: replicas then do both'
 
 
-def roles_of(roles: Mapping[str, int] | None, replicas: int | None) -> tuple[Role, ...]:
+def roles_of(roles: Mapping[Literal["prefill", "decode"], int] | None, replicas: int | None) -> tuple[Role, ...]:
     """The role of each replica, those that compute prompts first. Raises ConfigError for what makes no fleet."""
+    if roles is not None and (not isinstance(roles, Mapping) or set(roles) != {"prefill", "decode"}):
+        raise ConfigError("roles", roles, "does not say how many replicas prefill and how many decode", _FIX)
     for option, value in (("replicas", replicas), *(roles or {}).items()):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(option, value, "is not a whole number above 0", "Use 2")
     if roles is None:
-        return ("both",) * (2 if replicas is None else replicas)
-    if not isinstance(roles, Mapping) or set(roles) != {"prefill", "decode"}:
-        raise ConfigError("roles", roles, "does not say how many replicas prefill and how many decode", _FIX)
+        return _of("both", 2 if replicas is None else replicas)
     if replicas is not None and replicas != sum(roles.values()):
         raise ConfigError("replicas", replicas, f"is not the sum of roles={dict(roles)}", "Leave one of them out")
-    prefill: tuple[Role, ...] = ("prefill",) * roles["prefill"]
-    decode: tuple[Role, ...] = ("decode",) * roles["decode"]
-    return prefill + decode
+    return _of("prefill", roles["prefill"]) + _of("decode", roles["decode"])
+
+
+def _of(role: Role, count: int) -> tuple[Role, ...]:
+    return (role,) * count
 
 
 def goes_two_ways(request: Request, longest: int) -> bool:

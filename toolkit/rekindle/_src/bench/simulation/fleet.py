@@ -10,7 +10,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -181,7 +181,7 @@ def simulate(
     *,
     replicas: int | None = None,
     router: str | Router = "affinity",
-    roles: Mapping[str, int] | None = None,
+    roles: Mapping[Literal["prefill", "decode"], int] | None = None,
     move: float = 0.0,
 ) -> Outcome:
     """Run a load on so many replicas, one by default. With `roles`, a prompt's token takes `move` s to a replica that

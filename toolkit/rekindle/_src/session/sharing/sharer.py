@@ -36,7 +36,7 @@ _LOOK_SECONDS = 0.2
 
 
 class _Asked(NamedTuple):
-    index: int
+    place: int  # among the pages that were asked for
     wanted: WantedPage
 
 
@@ -193,7 +193,7 @@ class SharedPages:
 
     def _send(self, channel: BulkChannel, found: Sequence[_Asked]) -> None:
         """Send the contents of pages; the next piece is read while one is being sent."""
-        indexes = {one.wanted.page.digest: one.index for one in found}
+        indexes = {one.wanted.page.digest: one.place for one in found}
         for pairs in self._read(found):
             content = np.array([indexes[page.digest] for page, _ in pairs], "<i4").tobytes()
             pieces = [_bytes_of(leaf) for _, payload in pairs for leaf in payload]
