@@ -71,7 +71,7 @@ def test_a_blob_without_the_key_is_refused(tmp_path: Path) -> None:
 def test_a_blob_of_another_entry_or_cut_off_or_too_large_is_refused(tmp_path: Path) -> None:
     blob = blob_of(entry(tmp_path), "programs/abc")
     for content, name, most, match in (
-        (blob, "programs/abd", 1 << 20, "the blob of 'programs/abc'"),
+        (blob, "programs/xyz", 1 << 20, "the blob of 'programs/abc'"),
         (blob[:3000], "programs/abc", 1 << 20, "cut off"),
         (blob[:-5], "programs/abc", 1 << 20, "cut off"),
         (b"", "programs/abc", 1 << 20, "cut off"),
