@@ -240,3 +240,16 @@ def test_times_of_stores_are_read() -> None:
     for value in (5.0, "1970-01-01T00:00:05+00:00", __import__("datetime").datetime.fromtimestamp(5.0)):
         assert places._written({"LastModified": value}) == 5.0
     assert abs(places._written({}) - time.time()) < 5
+
+
+def test_large_files_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "weights" / "abc"
+    path.mkdir(parents=True)
+    content = os.urandom(9 << 20) * 4
+    (path / "weights.safetensors").write_bytes(content)
+    blob = bytearray(blob_of(path, "weights/abc", KEY))
+    unpack(io.BytesIO(blob), "weights/abc", KEY, tmp_path / "back", 1 << 30)
+    assert (tmp_path / "back" / "weights.safetensors").read_bytes() == content
+    blob[20 << 20] ^= 1
+    with pytest.raises(StoreError, match="mark"):
+        unpack(io.BytesIO(blob), "weights/abc", KEY, tmp_path / "again", 1 << 30)

@@ -20,7 +20,7 @@ from rekindle._src.core.atomic_checkpoint import PARTIAL, orbax
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.loading.fingerprint import files_digest
 from rekindle._src.programs import program_key
-from rekindle._src.programs.store import META, PROGRAM, ExecutableStore
+from rekindle._src.programs.store import FORMAT, META, PROGRAM, ExecutableStore
 from rekindle.errors import StoreError
 
 TRACES = 0
@@ -129,7 +129,7 @@ def test_a_foreign_format_is_refused(tmp_path: Path) -> None:
     store = ExecutableStore(tmp_path)
     key = save(store)
     meta = tmp_path / key / META
-    meta.write_text(meta.read_text().replace('"format": 3', '"format": 99'))
+    meta.write_text(meta.read_text().replace(f'"format": {FORMAT}', '"format": 99'))
     with pytest.raises(StoreError, match="99"):
         store.load(key)
 
@@ -252,7 +252,7 @@ def test_many_writers_of_one_program(tmp_path: Path) -> None:
 
 OTHER_VALUES: dict[str, Any] = {
     "dtype": "float16", "kv_dtype": "int8", "quantize": "int8", "policy": "lpm", "precompile": "all",
-    "cache_dir": "elsewhere", "restore": "name", "kernels": "reference", "prefix_cache": False, "quiet": True,
+    "cache_dir": "elsewhere", "shared_cache": "elsewhere", "restore": "name", "kernels": "reference", "prefix_cache": False, "quiet": True,
     "page_size": 128, "deterministic": True, "generation_config": "greedy",
     "structured": True,
     "processes": 2, "coordinator": "127.0.0.1:7000",

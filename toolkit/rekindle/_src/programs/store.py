@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import logging
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -61,7 +63,7 @@ class StoredProgram:
 
 
 class ExecutableStore:
-    """A folder of programs, bounded by bytes, age and, if asked, count; the least recently used leave first."""
+    """A folder of programs, bounded by bytes, and by age or by count; the least recently used leave first."""
 
     def __init__(
         self, folder: Path, *, capacity: int | None = None, max_bytes: int = 1 << 30, max_age: float = MAX_AGE
@@ -174,8 +176,8 @@ class ExecutableStore:
             total, kept, oldest = 0, self.entries(), time.time() - self.max_age
             for count, entry in enumerate(kept, 1):
                 total += entry.size
-                many = self.capacity is not None and count > self.capacity
-                if many or total > self.max_bytes or entry.used < oldest:
+                beyond = entry.used < oldest if self.capacity is None else count > self.capacity
+                if beyond or total > self.max_bytes:
                     remove(self.folder / entry.key)
             with contextlib.suppress(OSError):  # what can't be listed now is looked at next time
                 for path in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -263,16 +265,32 @@ class _NotMovable(StoreError):
 
 
 def _moved(executable: bytes, arguments: Any, results: Any, made_for: Sequence[int], devices: Sequence[Any]) -> Any:
-    """The executable on other devices than it was compiled for: JAX reads their ids from it, and has no way to say that
-    they are others now."""
+    """The executable on another device than it was compiled for, which its key does not name.
+
+    JAX reads device ids from it and has no public way to say that they are others now, so this takes what it reads with
+    in hand. Where a version of JAX does it otherwise, the program is compiled again.
+    """
     try:
-        reader: Any = serialize_executable._JaxPjrtUnpickler(io.BytesIO(executable), devices[0].client, devices)
-        reader.devices_by_id = dict(zip(made_for, devices, strict=True))
+        (device,) = devices
+        (before,) = made_for
+        library: Any = vars(importlib.import_module("jax._src.lib"))["xla_client"]
+        options = library.CompileOptions()
+        options.num_replicas = options.num_partitions = 1
+        options.device_assignment = library.DeviceAssignment.create(np.array([[device.id]]))
+        unpickler: Any = vars(serialize_executable)["_JaxPjrtUnpickler"]
+
+        class Reader(unpickler):  # type: ignore[misc]
+            def persistent_load(self, pid: Any) -> Any:
+                if pid[0] == "exec":
+                    return self.backend.deserialize_executable(pid[1], self.execution_devices, options)
+                return super().persistent_load(pid)
+
+        reader = Reader(io.BytesIO(executable), device.client, [device])
+        reader.devices_by_id = {before: device}
         unloaded, leaves, no_kwargs = reader.load()
-        described = arguments.unflatten(leaves)
         compiled: Any = jax.stages.Compiled
-        return compiled(unloaded.load(), [], described, results, no_kwargs=no_kwargs)
-    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        return compiled(unloaded.load(), [], arguments.unflatten(leaves), results, no_kwargs=no_kwargs)
+    except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
         told = [device.id for device in devices]
         raise _NotMovable(f"it was compiled for devices {made_for}, these are {told}: {error}") from error
 
