@@ -252,7 +252,8 @@ def test_many_writers_of_one_program(tmp_path: Path) -> None:
 
 OTHER_VALUES: dict[str, Any] = {
     "dtype": "float16", "kv_dtype": "int8", "quantize": "int8", "policy": "lpm", "precompile": "all",
-    "cache_dir": "elsewhere", "shared_cache": "elsewhere", "restore": "name", "kernels": "reference", "prefix_cache": False, "quiet": True,
+    "cache_dir": "elsewhere", "shared_cache": "elsewhere", "restore": "name", "kernels": "reference",
+    "prefix_cache": False, "quiet": True,
     "page_size": 128, "deterministic": True, "generation_config": "greedy",
     "structured": True,
     "processes": 2, "coordinator": "127.0.0.1:7000",
