@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels", "tests/bench
 
 import rekindle  # noqa: E402
 from rekindle._src.bench.shapes import random_shape  # noqa: E402
-from rekindle._src.bench.simulation.fleet import HEAD, simulate  # noqa: E402
+from rekindle._src.bench.simulation.fleet import HEAD, Watch, simulate  # noqa: E402
 from rekindle._src.bench.simulation.loads import Ask  # noqa: E402
 from rekindle._src.bench.simulation.measuring import measure  # noqa: E402
 from rekindle._src.session.sharing.pulling import Puller  # noqa: E402
@@ -121,6 +121,22 @@ def load(arguments: argparse.Namespace) -> list[Ask]:
     return sorted(found)
 
 
+class Streams(Watch):
+    """Counts the pauses of the streams, but for that before the second token, when they change their replica."""
+
+    def __init__(self, asks: list[Ask]) -> None:
+        super().__init__()
+        self._streams = {str(number) for number, ask in enumerate(asks) if ask.opening.startswith(b"s")}
+        self._tokens: dict[str, int] = {}
+
+    def came(self, name: str, tokens: int, at: float, *, ended: bool) -> None:
+        before = len(self.between)
+        super().came(name, tokens, at, ended=ended)
+        seen = self._tokens[name] = self._tokens.get(name, 0) + tokens
+        if name not in self._streams or seen - tokens < 2:
+            del self.between[before:]
+
+
 def flood(arguments: argparse.Namespace) -> None:
     anyio.run(_flood, arguments)
 
@@ -147,7 +163,7 @@ async def _flood(arguments: argparse.Namespace) -> None:
                 await warm(fleet)
                 await anyio.sleep(2.5)  # figures come with the mail
                 before = fleet.stats()
-                watch, seconds = await replay(fleet, asks)
+                watch, seconds = await replay(fleet, asks, Streams(asks))
                 await anyio.sleep(2.5)
                 after = fleet.stats()
                 print(f"{name + ', real':24}{outcome(watch, seconds, after, before, len(asks))}")
@@ -155,9 +171,8 @@ async def _flood(arguments: argparse.Namespace) -> None:
                     f"  {after.handed_over} handed over, {after.pulled_pages} pages pulled, {after.failed_pulls} failed"
                 )
     for name, size in sizes.items():
-        print(
-            f"{name + ', simulated':24}{simulate(asks, config, cost, router='shortest', move=1e-6, **size)}", flush=True
-        )
+        told = simulate(asks, config, cost, router="shortest", move=1e-6, watch=Streams(asks), **size)
+        print(f"{name + ', simulated':24}{told}", flush=True)
 
 
 def main() -> None:
@@ -169,7 +184,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=6)
     parser.add_argument("--output", type=int, default=300, help="flood: tokens of each stream")
     parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--rate", type=float, default=4.0, help="flood: prompts a second")
+    parser.add_argument("--rate", type=float, default=12.0, help="flood: prompts a second")
     arguments = parser.parse_args()
     {"wire": wire, "flood": flood, "share": share}[arguments.what](arguments)
 

@@ -183,9 +183,10 @@ def simulate(
     router: str | Router = "affinity",
     roles: Mapping[Literal["prefill", "decode"], int] | None = None,
     move: float = 0.0,
+    watch: Watch | None = None,
 ) -> Outcome:
     """Run a load on so many replicas, one by default. With `roles`, a prompt's token takes `move` s to a replica that
-    decodes."""
+    decodes. `watch` says which tokens count; it knows requests by their place in `asks`."""
     chosen = router_named(router) if isinstance(router, str) else router
     given = roles_of(roles, 1 if roles is None and replicas is None else replicas)
     fleet = {f"r{number}": Replica(f"r{number}", config, cost, role) for number, role in enumerate(given)}
@@ -194,7 +195,7 @@ def simulate(
     order = itertools.count()
     queue: list[tuple[float, int, Ask | Replica | str]] = [(ask.at, next(order), ask) for ask in asks]
     heapq.heapify(queue)
-    watch, refused, now = Watch(), 0, 0.0
+    watch, refused, now = watch or Watch(), 0, 0.0
     longest = config.max_model_len or 1 << 30
 
     def begin(replica: Replica, seconds: float | None) -> None:
