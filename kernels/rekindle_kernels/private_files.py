@@ -25,6 +25,8 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from rekindle_kernels import read_through
+
 TAG = "CACHEDIR.TAG"  # bford.info/cachedir: backups leave such a folder out, and `rekindle cache` empties no other
 TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # This folder was made by rekindle. All of it can be made again; see `rekindle cache --help`.
@@ -99,8 +101,14 @@ def read(path: Path, *, inside: Path | None = None) -> bytes:
         check(path.parent, inside=inside)
     shared = inside is not None and is_shared(inside)
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    entry = inside is not None and inside == path.parent  # a file that is an entry of the cache by itself
     try:
-        descriptor = os.open(path, flags)
+        try:
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            if not entry or not read_through.fetch(path):
+                raise
+            descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotPrivate(path, "is a symbolic link") from error
@@ -111,7 +119,10 @@ def read(path: Path, *, inside: Path | None = None) -> bytes:
             raise NotPrivate(path, "is not a regular file")
         if not shared:
             _check_own(path, found)
-        return file.read()
+        content = file.read()
+    if entry:
+        read_through.keep(path)
+    return content
 
 
 def check(path: Path, *, inside: Path) -> None:
@@ -136,6 +147,8 @@ def write(path: Path, parts: Iterable[bytes], *, mode: int = 0o600) -> None:
         with contextlib.suppress(OSError):
             own.unlink(missing_ok=True)
         raise
+    if path.parent.name in SIGNED:
+        read_through.keep(path)
 
 
 def make_private(folder: Path) -> None:

@@ -36,9 +36,9 @@ def small_chats(requests: int, rate: float, seed: int = 1) -> list[Ask]:
     return [ask for ask in found if ask.length + ask.output < 900]
 
 
-async def replay(target: Any, asks: Sequence[Ask]) -> tuple[Watch, float]:
+async def replay(target: Any, asks: Sequence[Ask], watch: Watch | None = None) -> tuple[Watch, float]:
     """Send requests when they are due, and note when tokens came."""
-    watch, vocabulary, begun = Watch(), target._engine.vocab_size, time.perf_counter()
+    watch, vocabulary, begun = watch or Watch(), target._engine.vocab_size, time.perf_counter()
 
     async def one(number: int, ask: Ask) -> None:
         await anyio.sleep(max(0.0, begun + ask.at - asks[0].at - time.perf_counter()))

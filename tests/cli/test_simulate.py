@@ -109,3 +109,23 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", "--replicas", "0"])
     assert "no numbers above 0" in capsys.readouterr().err
+
+
+def test_apart_streams_do_not_wait_for_long_prompts() -> None:
+    long = [Ask(0.05 * number, ((1000 + number, 3000),), 8, b"%d" % number, b"%d" % number) for number in range(40)]
+    short = [Ask(0.0, ((number, 80),), 100, b"s%d" % number, b"s%d" % number) for number in range(8)]
+    asks = sorted([*long, *short])
+    config, cost = dataclasses.replace(CONFIG, max_requests=32), StepCost(1e-3, 30e-6, 100e-6, 5e-8)
+    together = simulate(asks, config, cost, replicas=2)
+    apart = simulate(asks, config, cost, roles={"prefill": 1, "decode": 1}, move=1e-7)
+    assert apart.requests == together.requests == len(asks)
+    assert apart.between[1] < together.between[1] / 2
+    assert apart.hit_rate == together.hit_rate == 0.0
+    assert apart.tokens_per_second > 0.4 * together.tokens_per_second
+
+
+def test_roles_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--requests", "20", "--replicas", "2", "--roles", "1+1", "--router", "shortest"]) == 0
+    assert "     1+1 shortest" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["simulate", "--roles", "1+0"])

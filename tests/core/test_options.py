@@ -30,6 +30,7 @@ WIDER = {
     "processors": str | Sequence[str] | None,
     "choice": Sequence[str] | None,
     "cache_dir": str | os.PathLike[str] | None,
+    "shared_cache": str | os.PathLike[str] | None,
     "quantize": Quantize | None,
 }
 

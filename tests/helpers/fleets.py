@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 
@@ -14,6 +14,7 @@ from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.replicas.fleet import Fleet, FleetOpening, Parts
 from rekindle._src.replicas.replica import Replica, _described
+from rekindle._src.replicas.roles import Role, roles_of
 from rekindle._src.replicas.wire import Described, Mail, ReplicaGone
 from rekindle._src.session.session import Session
 
@@ -23,8 +24,8 @@ _names = itertools.count()
 class LocalReplica:
     """A connection to a replica in this process. Each life has a session of its own."""
 
-    def __init__(self, name: str, make: Callable[[], Session]) -> None:
-        self._name, self._make = name, make
+    def __init__(self, name: str, make: Callable[[], Session], role: Role = "both") -> None:
+        self._name, self._make, self._role = name, make, role
         self.replica: Replica | None = None
         self.session: Session | None = None
         self.lives = 0
@@ -38,6 +39,14 @@ class LocalReplica:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def role(self) -> Role:
+        return self._role
+
+    async def warm(self, addresses: Any) -> int:
+        found: int = await self._alive(lambda: self._now.warm(addresses))
+        return found
 
     async def open(self) -> Described:
         if self.closed:
@@ -53,7 +62,7 @@ class LocalReplica:
                 self.session = session
                 return session
 
-            mine = self.replica = Replica(made)
+            mine = self.replica = Replica(made, role=self._role)
             self.lives += 1
         return await self._alive(lambda: self._now.open())
 
@@ -116,13 +125,18 @@ def local_fleet(
     replicas: int = 2,
     router: str = "affinity",
     hang: float = 15.0,
+    roles: Mapping[Literal["prefill", "decode"], int] | None = None,
 ) -> Iterator[tuple[Fleet, list[LocalReplica]]]:
     """A fleet, and the connections to its replicas; checks at the end that no thread is left."""
     before = ours()
     connections: list[LocalReplica] = []
 
+    given_roles = roles_of(roles, None) if roles else ("both",) * replicas
+    replicas = len(given_roles)
+
     def another() -> LocalReplica:
-        made = LocalReplica(f"local-{len(connections)}", make)
+        role = given_roles[min(len(connections), replicas - 1)]
+        made = LocalReplica(f"local-{len(connections)}", make, role)
         connections.append(made)
         return made
 

@@ -20,7 +20,7 @@ from rekindle._src.core.atomic_checkpoint import PARTIAL, orbax
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.loading.fingerprint import files_digest
 from rekindle._src.programs import program_key
-from rekindle._src.programs.store import META, PROGRAM, ExecutableStore
+from rekindle._src.programs.store import FORMAT, META, PROGRAM, ExecutableStore
 from rekindle.errors import StoreError
 
 TRACES = 0
@@ -129,7 +129,7 @@ def test_a_foreign_format_is_refused(tmp_path: Path) -> None:
     store = ExecutableStore(tmp_path)
     key = save(store)
     meta = tmp_path / key / META
-    meta.write_text(meta.read_text().replace('"format": 3', '"format": 99'))
+    meta.write_text(meta.read_text().replace(f'"format": {FORMAT}', '"format": 99'))
     with pytest.raises(StoreError, match="99"):
         store.load(key)
 
@@ -252,7 +252,8 @@ def test_many_writers_of_one_program(tmp_path: Path) -> None:
 
 OTHER_VALUES: dict[str, Any] = {
     "dtype": "float16", "kv_dtype": "int8", "quantize": "int8", "policy": "lpm", "precompile": "all",
-    "cache_dir": "elsewhere", "restore": "name", "kernels": "reference", "prefix_cache": False, "quiet": True,
+    "cache_dir": "elsewhere", "shared_cache": "elsewhere", "restore": "name", "kernels": "reference",
+    "prefix_cache": False, "quiet": True,
     "page_size": 128, "deterministic": True, "generation_config": "greedy",
     "structured": True,
     "processes": 2, "coordinator": "127.0.0.1:7000",
@@ -296,3 +297,47 @@ def test_a_changed_source_changes_the_digest(tmp_path: Path) -> None:
     path.write_text("x = 2")
     assert files_digest([path]) != before
     assert len(program_key.source_digest()) == 32
+
+
+MOVED = """
+import sys
+sys.path[:0] = {path!r}
+import jax, jax.numpy as jnp
+from pathlib import Path
+from rekindle._src.programs import program_key
+from rekindle._src.programs.store import ExecutableStore
+first, second = jax.devices()
+store, key = ExecutableStore(Path({folder!r})), "a" * 32
+seen = program_key.environment()
+with jax.default_device(second):
+    assert program_key.environment() == seen, "a key says which device it is for"
+weights = jax.ShapeDtypeStruct((4, 4), "float32"), jax.ShapeDtypeStruct((4,), "float32")
+made = jax.jit(lambda w, x: w @ x, donate_argnums=1).lower(*weights).compile()
+assert store.save(key, made, name="n", model="m", compile_seconds=1.0)
+moved = store.load(key, [second])
+given = jax.device_put((jnp.ones((4, 4)), jnp.arange(4.0)), second)
+out = moved(*given)
+assert out.devices() == {{second}} and float(out[0]) == 6.0, out
+assert given[1].is_deleted()
+print("moved")
+"""
+
+
+def test_a_program_runs_on_another_device_than_it_was_compiled_for(tmp_path: Path) -> None:
+    path = [str(Path(__file__).parents[2] / name) for name in ("toolkit", "kernels")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    code = MOVED.format(path=path, folder=str(tmp_path / "programs"))
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ended.stdout == "moved\n", ended.stderr
+
+
+def test_programs_are_kept_by_age_and_not_by_number(tmp_path: Path) -> None:
+    store = ExecutableStore(tmp_path)
+    made = compiled()
+    for number in range(70):
+        assert store.save(f"{number:032}", made, name="r2t0", model="llama", compile_seconds=1.5)
+    assert len(store.entries()) == 70
+    store.max_age = 3600.0
+    os.utime(tmp_path / f"{3:032}", (1000.0, 1000.0))
+    store.prune()
+    assert len(store.entries()) == 69

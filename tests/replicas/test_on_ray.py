@@ -152,6 +152,21 @@ def test_it_grows_and_shrinks(fleet: Fleet, cache: str) -> None:
     assert anyio.run(ask_all, fleet, 6, 60, 6) == texts(cache, 6, 60)
 
 
+def test_prompts_in_one_process_and_answers_in_another(cache: str) -> None:
+    prompts = [f"{prompt(number)} " * 8 for number in range(12)]
+    with rekindle.open_sync("tiny", cache_dir=cache, **OPTIONS) as session:
+        wanted = [session.generate_sync(text, **options(number, 60)).text for number, text in enumerate(prompts)]
+    with rekindle.fleet("tiny", roles={"prefill": 1, "decode": 1}, cache_dir=cache, **OPTIONS).result_sync() as fleet:
+        ready(fleet, 2)
+        handles = [fleet.submit(text, **options(number, 60)) for number, text in enumerate(prompts)]
+        assert [handle.result_sync().text for handle in handles] == wanted
+        eventually(lambda: fleet.stats().pulled_pages > 0, 20)
+        stats = fleet.stats()
+        assert (stats.handed_over, stats.failed_pulls, [one.role for one in stats.replicas]) == (
+            12, 0, ["prefill", "decode"],
+        )  # fmt: skip
+
+
 def test_what_can_not_be_opened_is_told_at_once() -> None:
     with pytest.raises(ConfigError, match="replicas"):
         rekindle.fleet(replicas=0)

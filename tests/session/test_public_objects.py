@@ -53,6 +53,17 @@ def served(session: Session) -> list[Any]:
     return [call, server, server.close(), server]
 
 
+def shared(session: Session) -> list[Any]:
+    call = session.cache.share(secret=EVIL)
+    address = call.result_sync()
+    return [call, address, address.close(), address]
+
+
+def pulled(session: Session) -> list[Any]:
+    address = session.cache.share(secret=EVIL).result_sync()
+    return awaited(session.cache.pull(address.address, EVIL * 3, secret=EVIL))
+
+
 def never_started(call: Call[Any]) -> Call[Any]:
     call.close()
     return call
@@ -114,6 +125,8 @@ CACHE: dict[str, Recipe] = {
     "delete": lambda session, path: session.cache.delete("nothing"),
     "export_prefix": lambda session, path: awaited(session.cache.export_prefix(EVIL * 3, path / "prefix")),
     "import_prefix": lambda session, path: awaited(session.cache.import_prefix(path / "prefix")),
+    "share": lambda session, path: shared(session),
+    "pull": lambda session, path: pulled(session),
 }
 
 

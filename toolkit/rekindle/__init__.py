@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.row_answers import RowAnswer, RowAnswers
     from rekindle._src.session.row_mapping import RowMap
     from rekindle._src.session.session import Session
+    from rekindle._src.session.sharing.sharer import SharedPages
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
     from rekindle._src.session.streams import Stream, SyncStream
     from rekindle._src.session.tools.choice import ToolChoice
@@ -125,6 +126,7 @@ _LAZY = {
     "Server": "rekindle._src.serve.server",
     "Session": "rekindle._src.session.session",
     "SessionStats": "rekindle._src.session.stats",
+    "SharedPages": "rekindle._src.session.sharing.sharer",
     "SnapshotInfo": "rekindle._src.kvcache.persist.snapshot",
     "Status": "rekindle._src.core.records",
     "StepReport": "rekindle._src.session.stats",
@@ -211,6 +213,7 @@ __all__ = [
     "SessionClosed",
     "SessionForked",
     "SessionStats",
+    "SharedPages",
     "SnapshotInfo",
     "SnapshotRefused",
     "Status",

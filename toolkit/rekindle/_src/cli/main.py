@@ -181,6 +181,12 @@ def _serve(serve: argparse.ArgumentParser) -> None:
         default="affinity",
         help="with --replicas: how one is chosen (default affinity: where a prompt's beginning is cached)",
     )
+    serve.add_argument(
+        "--prefill", type=int, metavar="N", help="with --decode: replicas that compute prompts alone, on Ray"
+    )
+    serve.add_argument(
+        "--decode", type=int, metavar="N", help="replicas that take prompts' pages from those and go on from there"
+    )
     serve.add_argument("--grafana", action="store_true", help="print a Grafana dashboard as JSON instead of serving")
     serve.add_argument("--access-log", action="store_true", help="log every request")
     _engine_options(serve)
@@ -206,6 +212,17 @@ def _serve(serve: argparse.ArgumentParser) -> None:
 
 def _simulate(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--replicas", type=_counts, default=[1, 2, 4], help="such as 1,2,4 (the default)")
+    simulate.add_argument(
+        "--roles",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="P+D",
+        help="also P replicas that compute prompts for D that decode, such as 1+3; several times for several",
+    )
+    simulate.add_argument(
+        "--move-us", type=float, default=5.0, help="of a prompt's token from one replica to another (default 5)"
+    )
     simulate.add_argument(
         "--router", action="append", choices=get_args(RouterName), help="several times for several; by default all"
     )
@@ -241,6 +258,16 @@ def _counts(text: str) -> list[int]:
     if not found or min(found) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: these are no numbers above 0. Use 1,2,4")
     return found
+
+
+def _pair(text: str) -> tuple[int, int]:
+    try:
+        prefill, decode = (int(part) for part in text.split("+"))
+    except ValueError:
+        prefill = decode = 0
+    if min(prefill, decode) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: this does not say how many prefill and decode. Use 1+3")
+    return prefill, decode
 
 
 def _mesh(text: str) -> MeshShape:
@@ -282,6 +309,7 @@ def _engine_options(command: argparse.ArgumentParser) -> None:
         help="speculative decoding by prompt lookup: up to N draft tokens in a step (default 0)",
     )
     command.add_argument("--cache-dir", help="where programs, pages and snapshots persist")
+    command.add_argument("--shared-cache", metavar="URL", help="a folder or URL behind that one, which machines share")
 
 
 def _sampling_options(command: argparse.ArgumentParser) -> None:
@@ -308,6 +336,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "processes",
         "coordinator",
         "cache_dir",
+        "shared_cache",
         "max_queue",
         "restore",
         "precompile",

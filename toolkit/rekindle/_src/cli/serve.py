@@ -31,10 +31,13 @@ def run(arguments: argparse.Namespace) -> int:
     bound = bind(arguments.host, arguments.port)  # before a model is loaded in vain
     options = engine_options(arguments)
     models = named(arguments.model, arguments.name)
-    if arguments.replicas is None:
+    roles = {"prefill": arguments.prefill, "decode": arguments.decode}
+    if arguments.replicas is None and not any(roles.values()):
         openings: dict[str, Any] = {name: open(model, **options) for name, model in models.items()}
     else:
         several = {"replicas": arguments.replicas, "router": arguments.router, **options}
+        if any(roles.values()):
+            several["roles"] = {name: count for name, count in roles.items() if count is not None}
         openings = {name: fleet(model, **several) for name, model in models.items()}
     failures: list[BaseException] = []
 

@@ -45,12 +45,16 @@ def run(arguments: argparse.Namespace) -> int:
         parts += [f"{1e6 * cost.prefill:.1f} µs a prompt's token", f"{1e6 * cost.context:.3f} µs a position"]
         print(f"A device takes {', '.join(parts)}. Times below are in ms.")
         print(f"{'replicas':>8} {'router':12} {HEAD}")
-    for replicas in arguments.replicas:
+    fleets: list[tuple[str, dict[str, Any]]] = [(str(count), {"replicas": count}) for count in arguments.replicas]
+    for text in arguments.roles:
+        prefill, decode = text
+        fleets.append((f"{prefill}+{decode}", {"roles": {"prefill": prefill, "decode": decode}}))
+    for name, size in fleets:
         for router in arguments.router or get_args(RouterName):
-            outcome = simulate(asks, config, cost, replicas=replicas, router=router)
-            found.append({"replicas": replicas, "router": router, **outcome._asdict()})
+            outcome = simulate(asks, config, cost, router=router, move=arguments.move_us / 1e6, **size)
+            found.append({**size, "router": router, **outcome._asdict()})
             if not arguments.json:
-                print(f"{replicas:8} {router:12} {outcome}", flush=True)
+                print(f"{name:>8} {router:12} {outcome}", flush=True)
     if arguments.json:
         print(json.dumps({"cost": dataclasses.asdict(cost), "outcomes": found}, indent=1))
     return 0

@@ -56,6 +56,8 @@ class EngineConfig(html.Record):
         host_memory (1 GiB): bytes of host memory for pages that left the device; 0 turns the tier off.
         disk_memory (4 GiB): bytes of disk for pages and snapshots; 0 turns the tier off.
         cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache.
+        shared_cache (None): a folder or URL (s3://…, gs://…) behind cache_dir that machines share; None is
+            $REKINDLE_SHARED_CACHE, if it is set.
         restore (None): name of a snapshot to restore, or "auto" for what the last session left.
         policy ("fcfs"): order of admission: "fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof" or "random".
         precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
@@ -88,6 +90,7 @@ class EngineConfig(html.Record):
     host_memory: int = 1 << 30
     disk_memory: int = 4 << 30
     cache_dir: str | None = None
+    shared_cache: str | None = None
     restore: str | None = None
     policy: Policy = "fcfs"
     precompile: Precompile = "auto"
@@ -135,13 +138,13 @@ class EngineConfig(html.Record):
         for name in ("prefix_cache", "deterministic", "quiet", "structured"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "is neither True nor False", "Pass one of them")
-        for name in ("cache_dir", "restore", "kernels"):
-            value = getattr(self, name)
-            if name == "cache_dir" and isinstance(value, os.PathLike):
+        for name in ("cache_dir", "shared_cache", "restore", "kernels"):
+            value, path = getattr(self, name), name in ("cache_dir", "shared_cache")
+            if path and isinstance(value, os.PathLike):
                 value = os.fspath(value)
                 put(self, name, value)
             if not (value is None or isinstance(value, str)):
-                raise ConfigError(name, value, "is not text", "Pass a str" + " or a Path" * (name == "cache_dir"))
+                raise ConfigError(name, value, "is not text", "Pass a str" + " or a Path" * path)
         if isinstance(self.step_timeout, bool) or not isinstance(self.step_timeout, (int, float)):
             raise ConfigError("step_timeout", self.step_timeout, "is not a number of seconds", "Pass a float")
         if not self.step_timeout >= 0:

@@ -72,6 +72,7 @@ class OpenOptions(TypedDict, total=False):
     host_memory: int | None
     disk_memory: int | None
     cache_dir: str | os.PathLike[str] | None
+    shared_cache: str | os.PathLike[str] | None
     restore: str | None
     policy: Policy | None
     precompile: Precompile | None

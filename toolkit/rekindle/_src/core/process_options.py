@@ -45,10 +45,10 @@ def check_processes(processes: int, coordinator: Any, mesh: Any) -> None:
         )  # fmt: skip
 
 
-def address(coordinator: str) -> tuple[str, int]:
+def address(text: str, field: str = "coordinator", fix: str = _FIX) -> tuple[str, int]:
     """Host and port. Raises ConfigError for text that is none."""
-    host, _, port = coordinator.rpartition(":")
+    host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError("coordinator", coordinator, "is no address", _FIX)
+        raise ConfigError(field, text, "is no address", fix)
     return host, int(port)

@@ -18,11 +18,11 @@ from typing import Any
 
 import anyio
 
-from rekindle._src.core.records import Request
+from rekindle._src.core.records import FinishReason, Request
 from rekindle._src.dispatch import detokenize, intake, schedule, step
 from rekindle._src.dispatch.detokenize import Output
 from rekindle._src.dispatch.device import DeviceThread
-from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.mailbox import Mailbox, Relayed
 from rekindle._src.dispatch.messages import Abort, Control, Engine, Events, ScheduleMessage, Submission, Turn
 from rekindle._src.dispatch.relayed import RelayedOutput, Take
 from rekindle._src.dispatch.step_watchdog import StepWatchdog
@@ -97,6 +97,9 @@ class Dispatch:
 
     def relay(self, request: Request, mailbox: Mailbox, take: Take) -> None:
         """Run a request that another process has taken in: `take` gets its events, on this loop."""
+        if mailbox.abandoned:  # it was aborted before it came here
+            mailbox.complete(0, Relayed(FinishReason.ABORTED))
+            return
         self.mailboxes.add(mailbox)
         mailbox.on_complete = self.mailboxes.discard
         mailbox.request_ids.append(request.id)

@@ -66,6 +66,10 @@ class NodeTable:
     def __contains__(self, node: Node) -> bool:
         return self._nodes.get(node.key) is node
 
+    def get(self, key: int) -> Node | None:
+        """The node of this key, if there is one. Tokens are not compared."""
+        return self._nodes.get(key)
+
     def salted(self, digest: bytes) -> Node:
         """The root with this digest, which is that of a salt."""
         root = self._salted.get(digest)

@@ -4,8 +4,7 @@
     publish                        a committed step filled pages; duplicates are merged into the page that is there
     unreference                    a sequence has released its pages
     evict                          pages are short: leaves go, to the host tier if there is one
-    offload_done, restore_done     the step that moved pages was committed or has failed
-    detach                         the step that restored pages has failed
+    offload_done, restore_done     the step that moved pages was committed or has failed (then `detach`, too)
     to_fetch                       pages that have to be read from disk before a match can use them
 
 For snapshots: iterating gives the nodes, parents first, with `key, parent, page, visits, last_use`; `tokens_of`,
@@ -104,7 +103,7 @@ class PrefixCache:
         return self._table.tokens_of(node)
 
     def prefix_of(self, node: Node) -> IntArray:
-        """All tokens from the root up to and including this page."""
+        """All tokens up to and including this page."""
         return self._table.prefix_of(node)
 
     def digest_of(self, node: Node) -> bytes:
@@ -118,6 +117,11 @@ class PrefixCache:
     def find(self, tokens: IntArray, salt: str | None = None) -> list[Node]:
         """The known nodes of a prompt, in whichever tier their payloads are. Statistics and scores do not change."""
         return self._table.find(self.root_of(salt), self.keys(tokens, salt), tokens)
+
+    def named(self, key: int, digest: bytes) -> Node | None:
+        """The known node of the page that is called so in every process; its lookup key leads to it."""
+        node = self._table.get(key)
+        return node if node and self.digest_of(node) == digest else None
 
     def in_host_memory(self, node: Node) -> bool:
         """Whether the payload of `node` is in host memory."""
@@ -281,10 +285,7 @@ class PrefixCache:
         return moves
 
     def offload_done(self, moves: Sequence[PageMove]) -> None:
-        """The step that read out these pages was committed or has failed.
-
-        Until now their nodes were kept without asking the host tier; from now on the tier decides.
-        """
+        """The step that read out these pages was committed or has failed: the host tier decides from now on."""
         self._offloaded.offload_done(moves)
         self.version += bool(moves)
         if self.host_tier is not None:
@@ -357,9 +358,8 @@ class PrefixCache:
     # -- looking at it
 
     def statistics(self) -> CacheStatistics:
-        pool = self.pool
-        forgotten = self._forgotten + self._offloaded.forgotten
-        return CacheStatistics(len(self), pool.kept, pool.cached, self.pinned_pages, forgotten, **self._counts)
+        kept, cached, forgotten = self.pool.kept, self.pool.cached, self._forgotten + self._offloaded.forgotten
+        return CacheStatistics(len(self), kept, cached, self.pinned_pages, forgotten, **self._counts)
 
     def references(self) -> NDArray[np.int32]:
         """How many references to each page the tree accounts for."""

@@ -11,7 +11,6 @@ from rekindle._src.core.version import VERSION
 from rekindle._src.programs import program_key
 from rekindle.errors import ProcessLost, ProcessRefused
 
-_OWN = ("device_id",)  # each process has another one
 _OF_CPUS = ("cpu", "threads", "machine")  # what programs of a CPU depend on
 _LONGEST = 60  # characters of a value in a message
 
@@ -26,7 +25,7 @@ class Facts(NamedTuple):
 def facts(config: EngineConfig, *, model: str, fingerprint: str) -> Facts:
     """The facts of this process; `config` is resolved, `model` a digest of the model's own config."""
     environment = dict(program_key.environment())
-    for name in (*_OWN, *(_OF_CPUS if environment["platform"] != "cpu" else ())):
+    for name in _OF_CPUS if environment["platform"] != "cpu" else ():
         environment.pop(name)
     assert config.device_pages is not None, "resolved"
     options = {name: value for name, value in program_key.config_fields(config).items() if name != "device_pages"}

@@ -70,6 +70,17 @@ def secret() -> bytes:
     return told.encode()
 
 
+def checked_secret(given: str | None) -> bytes:
+    """The secret that a caller gives, or without one that of the environment. Raises ConfigError for a short one."""
+    if given is None:
+        return secret()
+    if not isinstance(given, str) or len(given) < SHORTEST_SECRET:
+        raise ConfigError(
+            "secret", "a secret", f"is no text of at least {SHORTEST_SECRET} characters", "Use secrets.token_hex(32)"
+        )
+    return given.encode()
+
+
 def lead(
     connection: socket.socket, key: bytes, place: Place, taken: frozenset[int], *, silence: float
 ) -> tuple[int, Channel]:

@@ -1,4 +1,4 @@
-"""The kinds of messages between a leader and its followers, and how long each may be.
+"""The kinds of messages between processes, and how long each may be.
 
 leader → follower                                   follower → leader
 WELCOME       the session's options and model       FACTS     what has to be the same everywhere
@@ -9,6 +9,13 @@ LOAD_WEIGHTS  read other weights                    WEIGHTS   what was read
 TAKE_WEIGHTS  and use them; DROP_WEIGHTS: don't
 PING          still there                           PING      still there
 CLOSE         the session ends                      FAILED    why it can't go on
+
+Between sessions that share pages, which are no team:
+
+caller → sharer                                     sharer → caller
+IDENTITY      what its pages belong to              IDENTITY  the same; FAILED: why they don't fit
+LIST          how many pages it has room for        LISTED    an index of the likeliest
+WANT          digests and keys of pages             PAGES     which of them follow the message; SENT: no more
 """
 
 from __future__ import annotations
@@ -41,6 +48,12 @@ class Kind(enum.IntEnum):
     WEIGHTS = 18
     TAKE_WEIGHTS = 19
     DROP_WEIGHTS = 20
+    IDENTITY = 21
+    LIST = 22
+    LISTED = 23
+    WANT = 24
+    PAGES = 25
+    SENT = 26
 
 
 # Bytes of a message's content. Nothing is allocated for a longer one.
@@ -65,4 +78,10 @@ LIMITS = {
     Kind.WEIGHTS: 64 * _KIB,
     Kind.TAKE_WEIGHTS: 0,
     Kind.DROP_WEIGHTS: 0,
+    Kind.IDENTITY: 64 * _KIB,
+    Kind.LIST: 8,
+    Kind.LISTED: 64 * _MIB,
+    Kind.WANT: 4 * _MIB,
+    Kind.PAGES: _MIB,
+    Kind.SENT: 0,
 }

@@ -26,8 +26,8 @@ from rekindle._src.models.loading.fingerprint import files_digest
 NOT_IN_PROGRAMS = frozenset(
     {
         "cache_dir", "device_memory", "disk_memory", "generation_config", "host_memory", "log_every", "max_queue",
-        "policy", "precompile", "prefix_cache", "prompt_lookup", "quiet", "restore", "seed", "step_timeout",
-        "structured",
+        "policy", "precompile", "prefix_cache", "prompt_lookup", "quiet", "restore", "seed", "shared_cache",
+        "step_timeout", "structured",
         "mesh", "processes", "coordinator",  # a key names the devices themselves
     }
 )  # fmt: skip
@@ -54,7 +54,6 @@ def environment() -> dict[str, Any]:
         "platform": device.platform,
         "platform_version": device.client.platform_version,
         "device_kind": device.device_kind,
-        "device_id": device.id,
         "devices": len(jax.devices()),
         "machine": platform.machine(),
         "cpu": cpu_features(),

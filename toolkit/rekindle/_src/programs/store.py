@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+import io
 import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -37,10 +41,11 @@ from rekindle._src.core.atomic_checkpoint import (
 from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.programs import program_key, stored_trees
 from rekindle.errors import StoreError
-from rekindle_kernels import ensure_kernels, kernels_in, private_files
+from rekindle_kernels import ensure_kernels, kernels_in, private_files, read_through
 
 log = logging.getLogger("rekindle.store")
-FORMAT = 3
+FORMAT = 4
+MAX_AGE = 60 * 24 * 3600.0  # seconds since a program was last loaded
 _UNSERIALISABLE = "this backend's programs can't be serialised: JAX's compilation cache keeps them, and they are traced"
 PROGRAM, META = f"{ITEM}/program", f"{ITEM}/meta.json"
 
@@ -58,10 +63,12 @@ class StoredProgram:
 
 
 class ExecutableStore:
-    """A folder of programs, bounded by count and bytes; the least recently used leave first."""
+    """A folder of programs, bounded by bytes, and by age or by count; the least recently used leave first."""
 
-    def __init__(self, folder: Path, *, capacity: int = 64, max_bytes: int = 1 << 30) -> None:
-        self.folder, self.capacity, self.max_bytes = folder, capacity, max_bytes
+    def __init__(
+        self, folder: Path, *, capacity: int | None = None, max_bytes: int = 1 << 30, max_age: float = MAX_AGE
+    ) -> None:
+        self.folder, self.capacity, self.max_bytes, self.max_age = folder, capacity, max_bytes, max_age
         self._lock = threading.Lock()
         self._said: set[str] = set()
         self._writable = True
@@ -81,10 +88,12 @@ class ExecutableStore:
         if self.distrusted is not None:
             raise StoreError(f"not loaded: {self.distrusted}")
         path = self._path(key)
-        if not path.is_dir():
+        if not path.is_dir() and not read_through.fetch(path):
             raise StoreError(_UNSERIALISABLE if self._compilations.is_dir() else "not stored yet")
         try:
             compiled = _loaded(path, devices or [program_key.default_device()])
+        except _NotMovable:
+            raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             if is_passing(error):
@@ -97,10 +106,23 @@ class ExecutableStore:
             raise StoreError(reason) from error
         with contextlib.suppress(OSError):
             os.utime(path)  # the order in which programs leave; in a read-only store it just stays
+        read_through.keep(path)
         return compiled
 
-    def save(self, key: str, compiled: Any, *, name: str, model: str, compile_seconds: float) -> bool:
-        """Store it. False, with a warning the first time, where the backend can't serialise or the disk is full."""
+    def save(
+        self,
+        key: str,
+        compiled: Any,
+        *,
+        name: str,
+        model: str,
+        compile_seconds: float,
+        devices: Sequence[Any] | None = None,
+    ) -> bool:
+        """Store it, with the devices that it was compiled for, as `load` takes them.
+
+        False, with a warning the first time, where the backend can't serialise or the disk is full.
+        """
         if not self._writable or not threading.main_thread().is_alive():  # Orbax needs an interpreter that lives
             return False
         if self.distrusted is not None:
@@ -123,6 +145,7 @@ class ExecutableStore:
                 "arguments": stored_trees.encode(in_tree),
                 "results": stored_trees.encode(out_tree),
                 "native": kernels_in(executable),
+                "devices": [device.id for device in devices or [program_key.default_device()]],
             }
             meta["checksum"] = _checksum(path.name, meta, executable)
             _write(path, executable, meta)
@@ -132,6 +155,7 @@ class ExecutableStore:
             self._writable = not isinstance(error, OSError)
             self._say("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
             return False
+        read_through.keep(path)
         self.prune()
         return True
 
@@ -147,12 +171,13 @@ class ExecutableStore:
         return sorted(found, key=lambda entry: -entry.used)
 
     def prune(self) -> None:
-        """Remove what is beyond the capacity, and entries that are old and unfinished or can't be read."""
+        """Remove what is too much or unused for too long, and entries that are old and unfinished or can't be read."""
         with self._lock:
-            total, kept = 0, self.entries()
+            total, kept, oldest = 0, self.entries(), time.time() - self.max_age
             for count, entry in enumerate(kept, 1):
                 total += entry.size
-                if count > self.capacity or total > self.max_bytes:
+                beyond = entry.used < oldest if self.capacity is None else count > self.capacity
+                if beyond or total > self.max_bytes:
                     remove(self.folder / entry.key)
             with contextlib.suppress(OSError):  # what can't be listed now is looked at next time
                 for path in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -194,7 +219,14 @@ class ProgramStore:
         return self.store.load(self._key(name), self.devices)
 
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
-        return self.store.save(self._key(name), compiled, name=name, model=self.model, compile_seconds=compile_seconds)
+        return self.store.save(
+            self._key(name),
+            compiled,
+            name=name,
+            model=self.model,
+            compile_seconds=compile_seconds,
+            devices=self.devices,
+        )
 
     def _key(self, name: str) -> str:
         return program_key.digest({"identity": self.identity, "program": name})
@@ -220,10 +252,47 @@ def _loaded(path: Path, devices: Sequence[Any]) -> Any:
     with gc_paused():
         ensure_kernels(meta["native"])
         trees = stored_trees.decode(meta["arguments"]), stored_trees.decode(meta["results"])
+        if meta["devices"] != [device.id for device in devices]:
+            return _moved(executable, *trees, meta["devices"], devices)
         # Without them it would be loaded for all devices of the platform, and not run on fewer.
         return serialize_executable.deserialize_and_load(
             executable, *trees, backend=devices[0].client, execution_devices=devices
         )
+
+
+class _NotMovable(StoreError):
+    """A program was compiled for other devices, and this version of JAX does not let it be loaded for these."""
+
+
+def _moved(executable: bytes, arguments: Any, results: Any, made_for: Sequence[int], devices: Sequence[Any]) -> Any:
+    """The executable on another device than it was compiled for, which its key does not name.
+
+    JAX reads device ids from it and has no public way to say that they are others now, so this takes what it reads with
+    in hand. Where a version of JAX does it otherwise, the program is compiled again.
+    """
+    try:
+        (device,) = devices
+        (before,) = made_for
+        library: Any = vars(importlib.import_module("jax._src.lib"))["xla_client"]
+        options = library.CompileOptions()
+        options.num_replicas = options.num_partitions = 1
+        options.device_assignment = library.DeviceAssignment.create(np.array([[device.id]]))
+        unpickler: Any = vars(serialize_executable)["_JaxPjrtUnpickler"]
+
+        class Reader(unpickler):  # type: ignore[misc]
+            def persistent_load(self, pid: Any) -> Any:
+                if pid[0] == "exec":
+                    return self.backend.deserialize_executable(pid[1], self.execution_devices, options)
+                return super().persistent_load(pid)
+
+        reader = Reader(io.BytesIO(executable), device.client, [device])
+        reader.devices_by_id = {before: device}
+        unloaded, leaves, no_kwargs = reader.load()
+        compiled: Any = jax.stages.Compiled
+        return compiled(unloaded.load(), [], arguments.unflatten(leaves), results, no_kwargs=no_kwargs)
+    except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
+        told = [device.id for device in devices]
+        raise _NotMovable(f"it was compiled for devices {made_for}, these are {told}: {error}") from error
 
 
 def _is_broken(path: Path) -> bool:

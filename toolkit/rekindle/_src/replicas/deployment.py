@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.replicas.opening_fleet import shared_fleet
+from rekindle._src.replicas.roles import Role, roles_of
 from rekindle._src.replicas.routing import RouterName
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.session.signatures import takes_options
@@ -25,8 +26,9 @@ _AT_ONCE = 4096  # requests that Ray Serve gives one ingress; the fleet itself r
 def deployment(
     model: str | Path = "tiny",
     *,
-    replicas: int = 2,
+    replicas: int | None = None,
     router: RouterName = "affinity",
+    roles: Mapping[Literal["prefill", "decode"], int] | None = None,
     resources: Mapping[str, Any] | None = None,
     ingresses: int = 1,
     name: str | None = None,
@@ -43,15 +45,15 @@ def deployment(
         from ray import serve
     except ImportError as error:
         raise MissingExtra("ray", "ray") from error
-    for option, value in (("replicas", replicas), ("ingresses", ingresses)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(option, value, "is not a whole number above 0", "Leave it out for the default")
+    if isinstance(ingresses, bool) or not isinstance(ingresses, int) or ingresses < 1:
+        raise ConfigError("ingresses", ingresses, "is not a whole number above 0", "Leave it out for the default")
+    parts_of = roles_of(roles, replicas)
     router_named(router)
     EngineConfig.of(options)
     called = name or Path(str(model)).name
 
     def built() -> Any:  # Ray Serve takes nothing but a plain function for one
-        return _app(str(model), called, replicas, router, resources, api_key, options)
+        return _app(str(model), called, parts_of, router, resources, api_key, options)
 
     @serve.deployment(
         name=f"rekindle-{called.replace('/', '-')}",
@@ -70,7 +72,7 @@ def deployment(
 def _app(
     model: str,
     called: str,
-    replicas: int,
+    roles: Sequence[Role],
     router: RouterName,
     resources: Mapping[str, Any] | None,
     api_key: str | Sequence[str] | None,
@@ -79,5 +81,5 @@ def _app(
     """The ASGI app of one ingress. It opens its fleet when it starts, and answers 503 until that is open."""
     from rekindle._src.serve.app import app
 
-    opening = shared_fleet(model, called, replicas=replicas, router=router, resources=resources, options=options)
+    opening = shared_fleet(model, called, roles=roles, router=router, resources=resources, options=options)
     return app({called: opening}, api_key=api_key)

@@ -57,12 +57,14 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
     _engine: Engine
     _config: EngineConfig
     _places: int  # of one replica
+    _prefill: int  # replicas that only compute prompts
     _router: str
 
     @classmethod
-    def attached(cls, host: Host, engine: Engine, described: Any, router: str) -> Self:
+    def attached(cls, host: Host, engine: Engine, described: Any, router: str, prefill: int = 0) -> Self:
         """A fleet over a host that has already opened."""
         fleet = cls.__new__(cls)
+        fleet._prefill = prefill
         fleet._host, fleet._engine, fleet._router = host, engine, router
         fleet._config, fleet._places = described.config, described.places
         fleet._servers = []
@@ -118,6 +120,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
                 waiting_for_a_place=limiter.waiting,
                 waiting=routes.waiting + sum(one.figures.get("waiting", 0) for one in replicas),
                 moved=routes.counts.moved,
+                handed_over=routes.counts.handed_over,
                 lost=routes.counts.lost,
             )
 
@@ -148,10 +151,19 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
     def scale(self, replicas: int, *, drain: float = 30.0) -> Call[None]:
         """Await it to have so many replicas. Those that are too many take no more requests and end after `drain` s.
 
-        Requests that run longer than that go on in other replicas. New replicas are opened in the background.
+        Requests that run longer than that go on in other replicas. New replicas are opened in the background. Where
+        replicas have roles, it is those that decode that come and go.
         """
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             raise ConfigError("replicas", replicas, "is not a whole number above 0", "Use aclose() to end all")
+        prefill = self._prefill
+        if prefill and replicas <= prefill:
+            raise ConfigError(
+                "replicas",
+                replicas,
+                f"leaves none to decode beside {prefill} that prefill",
+                f"Use {prefill + 1} or more",
+            )
         return Once(self._scale, replicas, drain, name="scale")
 
     async def _scale(self, replicas: int, drain: float) -> None:
@@ -247,7 +259,9 @@ class FleetOpening(Call[Fleet]):
             host = Host(build, dispatched=dispatched)
             host.start()
             try:
-                self._fleet = Fleet.attached(host, await host.opened.get(), found[0].described, self._router)
+                engine, parts = await host.opened.get(), found[0]
+                prefill = sum(connection.role == "prefill" for connection in parts.connections)
+                self._fleet = Fleet.attached(host, engine, parts.described, self._router, prefill)
             except BaseException as error:
                 host.close()
                 error.__traceback__ = None if not isinstance(error, Exception) else error.__traceback__

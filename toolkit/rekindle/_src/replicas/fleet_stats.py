@@ -16,6 +16,7 @@ class ReplicaStats(html.Record):
     """One replica of a fleet."""
 
     name: str
+    role: str  # both, prefill or decode
     state: str  # opening, ready, draining, failed or closed
     host: str  # that it runs on; empty while it is opening
     pid: int
@@ -45,6 +46,7 @@ class FleetStats(html.Record):
     waiting: int  # sequences that no replica has taken, and those in the replicas' queues
     moved: int  # sequences that went on in another replica
     lost: int  # processes of replicas that were lost
+    handed_over: int = 0  # sequences whose prompt one replica has computed for another
 
     @property
     def ready(self) -> int:
@@ -122,6 +124,21 @@ class FleetStats(html.Record):
         return self.total("failed")
 
     @property
+    def pulled_pages(self) -> int:
+        """Pages that replicas took from each other."""
+        return self.total("pulled_pages")
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Bytes of those pages."""
+        return self.total("pulled_bytes")
+
+    @property
+    def failed_pulls(self) -> int:
+        """Times that a replica could not take the pages of a prompt, and computed it instead."""
+        return self.total("failed_pulls")
+
+    @property
     def pages_total(self) -> int:
         """KV pages of all devices."""
         return self.total("pages_total")
@@ -150,12 +167,13 @@ class FleetStats(html.Record):
             f"{self.waiting} waiting",
             f"{self.hit_rate:.0%} of prompt tokens cached" if self.prompt_tokens else "",
             f"imbalance {self.imbalance:.2f}",
+            f"{html.count(self.pulled_pages, 'page')} taken from each other" if self.pulled_pages else "",
             f"{html.count(self.lost, 'process')} lost, {html.count(self.moved, 'request')} moved" if self.lost else "",
         )
         rows = [
             (
                 one.name,
-                one.state,
+                one.state if one.role == "both" else f"{one.state}, {one.role}",
                 one.host,
                 one.inside,
                 one.figures.get("running", 0),
@@ -178,6 +196,7 @@ def replica_stats(link: Link, routes: Routes) -> ReplicaStats:
     described = link.described
     return ReplicaStats(
         name=link.name,
+        role=link.role,
         state=str(link.state),
         host="" if described is None else described.host,
         pid=0 if described is None else described.pid,

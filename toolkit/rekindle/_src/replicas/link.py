@@ -12,11 +12,12 @@ from typing import Any
 
 import anyio
 
-from rekindle._src.core.records import Request
 from rekindle._src.dispatch.dispatch import root_cause
 from rekindle._src.dispatch.step_watchdog import ON_DEVICE
+from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routes import Routes
-from rekindle._src.replicas.wire import Connection, Described, ReplicaGone
+from rekindle._src.replicas.wire import Connection, Described, ReplicaGone, Sent
+from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import ReplicaLost
 
 log = logging.getLogger("rekindle.fleet")
@@ -30,6 +31,7 @@ FULL = 1000  # events that may wait to be told before no more mail is read
 GROWING = (
     "submitted", "finished", "aborted", "failed", "prompt_tokens", "cached_tokens", "prefill_tokens",
     "generated_tokens", "accepted_tokens", "drafted_tokens", "preemptions", "steps", "slow_steps", "compilations",
+    "pulled_pages", "pulled_bytes", "failed_pulls",
 )  # fmt: skip
 
 
@@ -57,7 +59,7 @@ class Link:
         self._before: Counter[str] = Counter()  # of processes that are gone
         self._lives = 0
         self._lost_at: float | None = None
-        self._posted: list[Request] = []
+        self._posted: list[Sent] = []
         self._dropped: list[str] = []
         self._wake: anyio.Event | None = None  # set when there is something to send
         self._scope: anyio.CancelScope | None = None  # of `run`
@@ -74,13 +76,27 @@ class Link:
     def places(self) -> int:
         return 0 if self.described is None else self.described.places
 
-    def post(self, request: Request) -> None:
-        self._posted.append(request)
+    @property
+    def role(self) -> Role:
+        return self._connection.role
+
+    @property
+    def pages(self) -> PageAddress | None:
+        """Where its pages can be taken."""
+        return None if self.described is None else self.described.pages
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        return 0 if self.described is None else self.described.config.max_model_len or 0
+
+    def post(self, sent: Sent) -> None:
+        self._posted.append(sent)
         self._rouse()
 
     def drop(self, request_id: str) -> None:
         before = len(self._posted)
-        self._posted = [request for request in self._posted if request.id != request_id]
+        self._posted = [sent for sent in self._posted if sent.request.id != request_id]
         if len(self._posted) == before:
             self._dropped.append(request_id)
             self._rouse()
@@ -132,6 +148,7 @@ class Link:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._send, sender)
                 group.start_soon(self._read, sender)
+                group.start_soon(self._warm)
         except ExceptionGroup as several:
             cause = root_cause(several)
             raise ReplicaGone(str(cause) or type(cause).__name__) from cause
@@ -145,6 +162,19 @@ class Link:
             dropped, self._dropped = tuple(self._dropped), []
             with answering(PATIENCE + self._hang):
                 await self._connection.send(sender, requests, dropped)
+
+    async def _warm(self) -> None:
+        """Let it take pages from its neighbours, while it serves."""
+        near = tuple(link.pages for link in self._routes.links.values() if link is not self and link.takes)
+        known = tuple(address for address in near if address is not None)
+        if not known or self.pages is None:
+            return
+        try:
+            await self._connection.warm(known)
+        except ReplicaGone:
+            raise
+        except Exception as error:  # it computes what it could not take
+            log.debug("replica %s took no pages from its neighbours: %s", self.name, error)
 
     async def _read(self, sender: str) -> None:
         while True:

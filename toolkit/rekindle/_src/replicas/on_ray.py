@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rekindle._src.core.records import Request
 from rekindle._src.replicas.fleet import Parts
 from rekindle._src.replicas.replica import Replica
-from rekindle._src.replicas.wire import Described, Mail, ReplicaGone
+from rekindle._src.replicas.roles import Role
+from rekindle._src.replicas.wire import Described, Mail, ReplicaGone, Sent
 from rekindle._src.session.opening import open_sync
+from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import MissingExtra, RekindleError
 
 try:
@@ -27,6 +28,7 @@ try:
     import ray._private.ray_constants
     import ray._private.worker
     import ray.exceptions
+    import ray.util
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
@@ -52,11 +54,19 @@ class Actor:
     """A replica in a process of Ray."""
 
     def __init__(
-        self, model: str, options: Mapping[str, Any], cores: Sequence[int], lease: float | None = None
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        cores: Sequence[int],
+        role: Role = "both",
+        lease: float | None = None,
+        *,
+        alone: bool = True,
     ) -> None:
         pin(cores)
         self._lease = lease  # seconds without a fleet after which it ends
-        self._replica = Replica(lambda: open_sync(model, **options))
+        listen = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+        self._replica = Replica(lambda: open_sync(model, **options), role=role, listen=listen)
         self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> Described:
@@ -70,7 +80,11 @@ class Actor:
         await self._replica.close()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    async def send(self, sender: str, requests: tuple[Request, ...], ended: tuple[str, ...]) -> None:
+    async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
+        """Take pages from other replicas."""
+        return await self._replica.warm(addresses)
+
+    async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         """Run requests, and abort others."""
         await self._replica.send(sender, requests, ended)
 
@@ -82,13 +96,17 @@ class Actor:
 class RayConnection:
     """A fleet's way to one actor."""
 
-    def __init__(self, name: str, actor: Any, *, shared: bool = False) -> None:
-        self._name, self._actor, self._shared = name, actor, shared
+    def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False) -> None:
+        self._name, self._actor, self._role, self._shared = name, actor, role, shared
         self._described: Described | None = None
 
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def role(self) -> Role:
+        return self._role
 
     async def open(self) -> Described:
         self._described = found = await self._call("open")
@@ -98,7 +116,11 @@ class RayConnection:
         """A reference to what `open` gives."""
         return self._actor.open.remote()
 
-    async def send(self, sender: str, requests: tuple[Request, ...], ended: tuple[str, ...]) -> None:
+    async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
+        found: int = await self._call("warm", addresses)
+        return found
+
+    async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         await self._call("send", sender, requests, ended)
 
     async def mail(self, sender: str, patience: float) -> Mail:
@@ -255,9 +277,14 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def actors(
-    model: str, options: Mapping[str, Any], replicas: int, resources: Mapping[str, Any] | None, shared: str | None
+    model: str,
+    options: Mapping[str, Any],
+    roles: Sequence[Role],
+    resources: Mapping[str, Any] | None,
+    shared: str | None,
 ) -> Callable[[], RayConnection]:
-    """A function that starts one more replica."""
+    """A function that starts one more replica: those of `roles` first, then others like the last one."""
+    replicas = len(roles)
     alone = len([node for node in ray.nodes() if node.get("Alive")]) == 1
     wanted: dict[str, Any] = {"num_cpus": 0 if alone else 1}
     if ray.cluster_resources().get("GPU", 0) >= replicas:
@@ -275,14 +302,17 @@ def actors(
     def another() -> RayConnection:
         nonlocal count
         index, count = count, count + 1
-        name = f"replica-{index}"
+        role = roles[min(index, replicas - 1)]
+        name = f"{'replica' if role == 'both' else role}-{index}"
         cores = cores_of(index, replicas) if alone and "num_gpus" not in wanted else ()
         if shared is None:
-            return RayConnection(name, made.remote(model, dict(options), cores))
+            return RayConnection(name, made.remote(model, dict(options), cores, role, alone=alone), role)
         named = made.options(
             name=f"rekindle {shared} {name}", namespace="rekindle", lifetime="detached", get_if_exists=True
         )
-        return RayConnection(name, named.remote(model, dict(options), cores, LEASE), shared=True)
+        return RayConnection(
+            name, named.remote(model, dict(options), cores, role, LEASE, alone=alone), role, shared=True
+        )
 
     return another
 
@@ -290,7 +320,7 @@ def actors(
 def parts(
     model: str,
     options: Mapping[str, Any],
-    replicas: int,
+    roles: Sequence[Role],
     resources: Mapping[str, Any] | None,
     *,
     shared: str | None = None,
@@ -305,8 +335,8 @@ def parts(
         leave()
 
     try:
-        another = actors(model, options, replicas, resources, shared)
-        connections += [another() for _ in range(replicas)]
+        another = actors(model, options, roles, resources, shared)
+        connections += [another() for _ in roles]
         ready, _ = ray.wait([connection.opening() for connection in connections], num_returns=1)
         described: Described = ray.get(ready[0])
     except ray.exceptions.RayTaskError as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch import forked
 from rekindle._src.replicas.fleet import FleetOpening, Parts
+from rekindle._src.replicas.roles import Role, roles_of
 from rekindle._src.replicas.routing import RouterName
 from rekindle._src.session.signatures import takes_options
 from rekindle.errors import ConfigError
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 def fleet(
     model: str | Path = "tiny",
     *,
-    replicas: int = 2,
+    replicas: int | None = None,
     router: RouterName = "affinity",
+    roles: Mapping[Literal["prefill", "decode"], int] | None = None,
     resources: Mapping[str, Any] | None = None,
     **options: Unpack[OpenOptions],
 ) -> FleetOpening:
@@ -37,17 +39,18 @@ def fleet(
 
     `router` says which replica gets a request: "affinity" keeps conversations and system prompts together, so that
     their beginnings are found in the prefix cache, as long as no replica has a quarter more to do than the others;
-    "shortest" takes the one with the fewest requests; "round-robin" takes each in turn. `resources` are options of
+    "shortest" takes the one with the fewest requests; "round-robin" takes each in turn. `roles` divides the work:
+    {"prefill": 1, "decode": 2} has one replica compute prompts up to their first token, and two go on from there with
+    the pages that they take from it, so that long prompts don't make streams wait. `resources` are options of
     Ray for each replica, such as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. The other
     options are those of `open()`. Needs the extra `ray`.
     """
     forked.opening()
-    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-        raise ConfigError("replicas", replicas, "is not a whole number above 0", "Use 2")
+    parts_of = roles_of(roles, replicas)
     if not isinstance(model, str | Path):
         raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
     EngineConfig.of(options)  # what is wrong is refused before a process is started
-    started = functools.partial(_parts, _path(model), _sent(options), replicas, resources)
+    started = functools.partial(_parts, _path(model), _sent(options), parts_of, resources)
     return FleetOpening(started, str(model), router)
 
 
@@ -55,13 +58,13 @@ def shared_fleet(
     model: str,
     name: str,
     *,
-    replicas: int,
+    roles: Sequence[Role],
     router: RouterName,
     resources: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> FleetOpening:
     """A fleet whose replicas belong to all fleets of this name in the cluster; they end when none uses them."""
-    started = functools.partial(_parts, _path(model), _sent(options), replicas, resources, shared=name)
+    started = functools.partial(_parts, _path(model), _sent(options), roles, resources, shared=name)
     return FleetOpening(started, model, router)
 
 
@@ -79,10 +82,10 @@ def _path(model: str | Path) -> str:
 def _parts(
     model: str,
     options: Mapping[str, Any],
-    replicas: int,
+    roles: Sequence[Role],
     resources: Mapping[str, Any] | None,
     shared: str | None = None,
 ) -> Parts:
     from rekindle._src.replicas import on_ray
 
-    return on_ray.parts(model, options, replicas, resources, shared=shared)
+    return on_ray.parts(model, options, roles, resources, shared=shared)

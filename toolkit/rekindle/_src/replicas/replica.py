@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +17,16 @@ import anyio.to_thread
 from rekindle._src.core.records import Request, TokenEvent
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.replicas.mailing import Box, failed, sendable
+from rekindle._src.replicas.pulls import Pulls
 from rekindle._src.replicas.remote_grammars import RemoteGuide
-from rekindle._src.replicas.wire import Described, Mail, News
+from rekindle._src.replicas.roles import Role
+from rekindle._src.replicas.wire import Described, Mail, News, Sent
 from rekindle._src.session.session import Session
-from rekindle.errors import InvalidRequest, QueueFull, RekindleError
+from rekindle._src.session.sharing.sharer import parts
+from rekindle._src.session.sharing.source import PageAddress
+from rekindle.errors import ConfigError, InvalidRequest, QueueFull, RekindleError
 
+log = logging.getLogger("rekindle.fleet")
 BEAT = 1.0  # seconds between two looks at the session
 FORGOTTEN = 30.0  # seconds without a call for mail after which a fleet is taken to be gone
 
@@ -29,8 +36,10 @@ Opening = Callable[[], Session]  # blocks until the session is open
 class Replica:
     """Serves any number of fleets. All methods run on one event loop; `run` has to run beside them."""
 
-    def __init__(self, opening: Opening) -> None:
-        self._opening = opening
+    def __init__(self, opening: Opening, *, role: Role = "both", listen: str | None = "127.0.0.1") -> None:
+        """`listen` is the address of this host at which other replicas take pages; None: nowhere."""
+        self._opening, self._role, self._listen = opening, role, listen
+        self._pulls: Pulls | None = None
         self._opened: Session | None = None
         self._described: Described | None = None
         self._lock = anyio.Lock()
@@ -43,9 +52,24 @@ class Replica:
         async with self._lock:
             if self._described is None:
                 self._opened = await anyio.to_thread.run_sync(self._opening)
+                self._pulls = await self._sharing(self._opened)
                 await self._look()
-                self._described = _described(self._opened)
+                pages = None if self._pulls is None else self._pulls.address
+                self._described = _described(self._opened)._replace(pages=pages)
             return self._described
+
+    async def _sharing(self, session: Session) -> Pulls | None:
+        """Begin to share the session's pages; None if it keeps none off its device."""
+        if self._listen is None:
+            return None
+        try:
+            shared = await session.cache.share(host=self._listen, secret=secrets.token_hex(32))
+        except ConfigError as error:
+            log.debug("a replica shares no pages: %s", error)
+            return None
+        if self._role == "decode":  # computing prompts is what its streams must not wait for
+            parts(session._cache_writer)[1].costs.mode = "always"
+        return Pulls(session, shared)
 
     async def run(self, lease: float | None = None) -> None:
         """Look at the session, and for fleets that are gone; return when there was none for `lease` seconds."""
@@ -63,7 +87,8 @@ class Replica:
     async def _look(self) -> None:
         """Take the session's figures by way of its loop, which shows that this is alive."""
         stats = await anyio.to_thread.run_sync(self._session.stats)
-        self._figures = {name: value for name, value in stats.as_dict().items() if isinstance(value, int | float | str)}
+        figures = {name: value for name, value in stats.as_dict().items() if isinstance(value, int | float | str)}
+        self._figures = figures | ({} if self._pulls is None else self._pulls.figures())
         self._beat = time.monotonic()
 
     @property
@@ -71,7 +96,12 @@ class Replica:
         assert self._opened is not None, "a request came before the session was open"
         return self._opened
 
-    async def send(self, sender: str, requests: tuple[Request, ...], ended: tuple[str, ...]) -> None:
+    async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
+        """Take pages that neighbours are likely to need again; how many."""
+        pulls = self._pulls
+        return 0 if pulls is None else await anyio.to_thread.run_sync(pulls.warm, addresses)
+
+    async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         """Run requests, and abort those whose ids are in `ended`."""
         self._session._host.check()
         box = self._boxes.setdefault(sender, Box())
@@ -79,10 +109,10 @@ class Replica:
             mailbox = box.running.pop(request_id, None)
             if mailbox is not None:
                 self._session._host.abort(mailbox)
-        for request in requests:
-            await self._run(box, request)
+        for sent in requests:
+            await self._run(box, sent.request, sent.pages)
 
-    async def _run(self, box: Box, request: Request) -> None:
+    async def _run(self, box: Box, request: Request, pages: PageAddress | None) -> None:
         session = self._session
         try:
             if isinstance(request.guide, RemoteGuide):
@@ -94,21 +124,33 @@ class Replica:
             return
         mailbox = box.running[request.id] = Mailbox(1)
         arrived, ended, told = time.perf_counter(), False, False
+        used: list[Callable[[], object]] = []  # gives pulled pages up
 
         def take(event: TokenEvent, began: float) -> None:
             nonlocal ended, told
+            while used:
+                used.pop()()
             waited = None if told or not began else began - arrived
             told, ended = told or waited is not None, event.finish_reason is not None
             box.put(News(sendable(event), waited))
 
         def over() -> None:
             session._host.limiter.leave()
+            while used:
+                used.pop()()
             box.running.pop(request.id, None)
             if not ended and mailbox.error is not None:  # the session was closed, or has crashed
                 box.put(News(failed(request.id, mailbox.error)))
 
+        def relay(give_up: Callable[[], object]) -> None:
+            used.append(give_up)
+            session._host.relay(request, mailbox, take)
+
         mailbox.on_sequence_end = over
-        session._host.relay(request, mailbox, take)
+        if pages is None or self._pulls is None:
+            session._host.relay(request, mailbox, take)
+        else:
+            self._pulls.before(request, pages, relay)
 
     async def mail(self, sender: str, patience: float) -> Mail:
         """News for `sender` as soon as there are any, or none after `patience` seconds."""

@@ -14,8 +14,10 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
+from rekindle._src.replicas.roles import Role, goes_two_ways, prompt_only
 from rekindle._src.replicas.routing import Keys, Load, Router
-from rekindle._src.replicas.wire import News
+from rekindle._src.replicas.wire import News, Sent
+from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import QueueFull, RekindleError, ReplicaLost, SessionClosed
 
 log = logging.getLogger("rekindle.fleet")
@@ -37,7 +39,19 @@ class LinkLike(Protocol):
 
     @property
     def places(self) -> int: ...
-    def post(self, request: Request) -> None:
+    @property
+    def role(self) -> Role: ...
+    @property
+    def pages(self) -> PageAddress | None:
+        """Where its pages can be taken."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        ...
+
+    def post(self, sent: Sent) -> None:
         """Send it a request, soon."""
 
     def drop(self, request_id: str) -> None:
@@ -47,7 +61,9 @@ class LinkLike(Protocol):
 class Live:
     """One sequence that has not ended."""
 
-    __slots__ = ("cached", "keys", "link", "lost", "made", "moves", "request", "scored", "sent", "vain", "why", "wire")
+    __slots__ = (
+        "cached", "first", "keys", "link", "made", "moves", "pages", "request", "scored", "sent", "vain", "why", "wire",
+    )  # fmt: skip
 
     def __init__(self, request: Request, keys: Keys) -> None:
         self.request, self.keys = request, keys
@@ -60,10 +76,14 @@ class Live:
         self.cached: int | None = None  # tokens that its first replica found in its cache
         self.sent = 0.0
         self.why = "waits for a replica that takes it"
+        self.first = False  # it was sent to a replica that only computes its prompt
+        self.pages: PageAddress | None = None  # of the replica that has computed it
 
     def resumed(self, wire: str) -> Request:
         """What is sent: the request, behind the tokens that have come."""
         request = dataclasses.replace(self.request, id=wire, group=wire)
+        if self.first:
+            request = prompt_only(request)
         if not self.made and not self.scored:
             return request
         return dataclasses.replace(request, resumed=Resumed(np.asarray(self.made, np.int32), self.scored))
@@ -84,6 +104,7 @@ class Counts:
     def __init__(self) -> None:
         self.moved = 0  # sequences that went on elsewhere
         self.lost = 0  # deaths of replicas
+        self.handed_over = 0  # sequences whose prompt one replica has computed for another
         self.routed: dict[str, int] = {}  # by replica
 
 
@@ -166,8 +187,20 @@ class Routes:
         if event.finish_reason is None:
             self.events.append(event)
             return
+        if live.first and event.finish_reason is FinishReason.LENGTH:
+            self._hand_over(live, event)
+            return
         self._leave(live)
         self._ended(live, event)
+
+    def _hand_over(self, live: Live, event: TokenEvent) -> None:
+        """Its prompt was computed and has given a token: another replica takes the pages over and goes on."""
+        assert live.link is not None, "it came from there"
+        live.pages, live.first = live.link.pages, False
+        self.events.append(dataclasses.replace(event, finish_reason=None))
+        self._leave(live)
+        self.counts.handed_over += 1
+        self._backlog.appendleft(live)  # it has waited before
 
     def lost(self, link: LinkLike, why: str) -> None:
         """A replica is gone: its requests go on elsewhere, from the tokens that have come."""
@@ -217,19 +250,36 @@ class Routes:
     # Inside.
 
     def _place(self, live: Live) -> bool:
-        loads = [Load(name, self.inside(name), link.places) for name, link in self.links.items() if link.takes]
+        role, near = self._suited(live)
+        loads = [Load(link.name, self.inside(link.name), link.places) for link in near]
         route = self._router.choose(live.keys, loads) if loads else None
         if route is None:
             return False
         self._number += 1
+        live.first = role == "prefill"
         live.wire = f"{self.sender}/{live.request.id}/{self._number}"
         live.link, live.sent = self.links[route.name], time.perf_counter()
         live.why = route.why if not live.moves else f"{live.why}; here: {route.why}"
         self._by_wire[live.wire] = live
         self.counts.routed[route.name] = self.counts.routed.get(route.name, 0) + 1
         self._inside[route.name] = self.inside(route.name) + 1
-        live.link.post(live.resumed(live.wire))
+        pages = None if live.pages == live.link.pages else live.pages
+        live.link.post(Sent(live.resumed(live.wire), pages))
         return True
+
+    def _suited(self, live: Live) -> tuple[Role, list[LinkLike]]:
+        """The role that suits what is left of a request, and the replicas that have it.
+
+        If there is none now, all that take requests: each of them can compute the whole of it.
+        """
+        taking = [link for link in self.links.values() if link.takes]
+        if all(link.role == "both" for link in taking):
+            return "both", taking
+        begun = live.made or live.scored
+        for link in taking if not begun else ():
+            if link.role == "prefill" and goes_two_ways(live.request, link.longest):
+                return "prefill", [link for link in taking if link.role == "prefill"]
+        return "decode", [link for link in taking if link.role != "prefill"] or taking
 
     def _leave(self, live: Live, *, tell: bool = False) -> None:
         if live.link is None:

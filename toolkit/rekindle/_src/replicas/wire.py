@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Request, TokenEvent
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.replicas.roles import Role
+from rekindle._src.session.sharing.source import PageAddress
 
 
 class Described(NamedTuple):
@@ -25,6 +27,14 @@ class Described(NamedTuple):
     places: int  # for sequences
     pid: int
     host: str
+    pages: PageAddress | None = None  # where other replicas take its pages
+
+
+class Sent(NamedTuple):
+    """A request on its way to a replica."""
+
+    request: Request
+    pages: PageAddress | None = None  # of the replica that has computed its prompt
 
 
 class News(NamedTuple):
@@ -47,12 +57,18 @@ class Connection(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def role(self) -> Role: ...
     async def open(self) -> Described:
         """Wait until its session is open; raises what opening raised."""
         ...
 
-    async def send(self, sender: str, requests: tuple[Request, ...], ended: tuple[str, ...]) -> None:
+    async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         """Give it requests, and the ids of those that are no longer wanted."""
+        ...
+
+    async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
+        """Have it take pages that its neighbours are likely to need again; how many."""
         ...
 
     async def mail(self, sender: str, patience: float) -> Mail:

@@ -78,6 +78,12 @@ FLEET_GAUGES = {  # where a fleet is served
 FLEET_COUNTERS = {
     "replicas_lost": ("Processes that died or hung.", lambda s: s.lost),
     "requests_moved": ("Sequences that went on in another replica.", lambda s: s.moved),
+    "requests_handed_over": ("Sequences whose prompt one replica computed for another.", lambda s: s.handed_over),
+    "pages_pulled": ("Pages that replicas took from each other.", lambda s: s.pulled_pages),
+    "pulls_failed": (
+        "Times that the pages of a prompt could not be taken and were computed.",
+        lambda s: s.failed_pulls,
+    ),
 }
 
 

@@ -165,10 +165,10 @@ def _tiers(model: LoadedModel, config: EngineConfig, name: str) -> Tiers | None:
     if not config.prefix_cache:
         return None
     assert config.page_size is not None, "resolved"
-    disk = None
+    disk, identity = None, page_identity(model, config, name)
     if config.disk_memory:
-        disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, page_identity(model, config, name))
-    return Tiers(HostTier(config.host_memory), CostModel(config.page_size), disk)
+        disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, identity)
+    return Tiers(HostTier(config.host_memory), CostModel(config.page_size), disk, identity=identity)
 
 
 def _shortage(request: OpenRequest, error: BaseException) -> str:

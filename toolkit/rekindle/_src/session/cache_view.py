@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.bounds import check_salt
+from rekindle._src.core.process_options import address as host_and_port
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import AnyCache, Node, Tiers
 from rekindle._src.kvcache.persist import snapshot
+from rekindle._src.processes.greeting import checked_secret
 from rekindle._src.session.cache_report import TIERS, CacheStats, CacheTree, NodeView, PrefixExplanation, Snapshots
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
 from rekindle._src.session.prompts import PromptLike
 from rekindle.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.session.sharing.sharer import SharedPages
 
 _PREVIEW = 48  # characters
 
@@ -146,6 +151,27 @@ class CacheView:
         writer, source = self._client.writer, Path(path)
         return Once(writer.run, partial(writer.import_prefix, source), name="import_prefix")
 
+    def share(self, *, host: str = "127.0.0.1", port: int = 0, secret: str | None = None) -> Call[SharedPages]:
+        """Await it to let other sessions of the same model take this one's cached pages; gives the address.
+
+        They have to know the secret: None is what $REKINDLE_PROCESS_SECRET or the file of $REKINDLE_PROCESS_SECRET_FILE
+        says. `port` 0 takes a free one. What passes between hosts is signed, and not encrypted.
+        """
+        return Once(self._share, host, port, secret, name="share")
+
+    def pull(
+        self, address: str, prompt: PromptLike | None = None, *, salt: str | None = None, secret: str | None = None
+    ) -> Call[int]:
+        """Await it to take pages from a session that shares them; gives how many tokens are known by that.
+
+        With a `prompt`, and the `salt` of its requests: its leading pages that are not here yet. Without: the pages
+        that the other session is likeliest to need again, until half of host_memory is used.
+        """
+        check_salt(salt)
+        client = self._client
+        tokens = None if prompt is None else client.tokens(prompt)
+        return Once(self._pull, address, tokens, salt, secret, name="pull")
+
     def __repr__(self) -> str:
         closed = self._client.host.closing
         return "<rekindle cache, closed>" if closed else f"<rekindle cache of {self._client.engine.model}>"
@@ -156,6 +182,28 @@ class CacheView:
         return str(html.block(self.stats()._repr_html_(), self.tree(limit=50)._repr_html_(), title="Prefix cache"))
 
     # -- inside
+
+    async def _share(self, host: str, port: int, secret: str | None) -> SharedPages:
+        from rekindle._src.session.sharing.sharer import SharedPages
+
+        self._client.host.check()
+        shared = SharedPages(self._client.host, self._client.writer, at=host, port=port, secret=checked_secret(secret))
+        self._client.shared.append(shared)
+        return shared
+
+    async def _pull(self, address: str, tokens: IntArray | None, salt: str | None, secret: str | None) -> int:
+        from rekindle._src.session.sharing.pulling import Puller
+        from rekindle._src.session.sharing.source import PageAddress
+
+        at = PageAddress(
+            *host_and_port(address, "address", 'Pass "host:port", as share() gives it'), checked_secret(secret)
+        )
+        puller = Puller(self._client.host, self._client.writer)
+        if tokens is None:
+            return (await self._client.writer.run(partial(puller.likeliest, at))).tokens
+        pulled = await self._client.writer.run(partial(puller.prefix, at, tokens, salt))
+        pulled.held.release()
+        return pulled.tokens
 
     async def _clear(self, tier: str | None) -> None:
         if tier in (None, "memory"):

@@ -26,8 +26,7 @@ from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine, Exclusive
 from rekindle._src.kvcache import AnyCache, Node, Tiers, distinct
-from rekindle._src.kvcache.digest import is_salted
-from rekindle._src.kvcache.persist import prefix_file, snapshot
+from rekindle._src.kvcache.persist import prefix_file, shared_snapshots, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.host import size
@@ -71,7 +70,9 @@ class SaveReport(html.Record):
         return str(html.block(html.text(str(self)), html.bar(kept)))
 
 
-class _Wanted(NamedTuple):
+class WantedPage(NamedTuple):
+    """A page whose payload is to be read."""
+
     node: Node
     page: Page
     on_device: int  # its device page, or 0
@@ -218,7 +219,7 @@ class CacheWriter:
         while (batch := list(islice(found, 64))) and written < limit:
             if deadline is not None and time.monotonic() > deadline:
                 return
-            pairs = self._payloads(batch)
+            pairs = self.payloads(batch)
             total = sum(size(payload) for _, payload in pairs)
             if disk.room(total) < total:
                 disk.say("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer pages are not saved")
@@ -235,13 +236,13 @@ class CacheWriter:
         disk, start, written, total_bytes, skipped = self._disk, time.perf_counter(), 0, 0, 0
         identity = disk.identity
         disk.scan()
-        batch: list[_Wanted] = []
+        batch: list[WantedPage] = []
         batch_bytes = 0
         page_bytes = 0
 
         def flush() -> None:
             nonlocal written, total_bytes, skipped, batch_bytes, page_bytes
-            pairs = self._payloads(batch)
+            pairs = self.payloads(batch)
             if pairs:
                 page_bytes = size(pairs[0][1])
                 fits = disk.room(len(pairs) * page_bytes) // page_bytes
@@ -262,9 +263,10 @@ class CacheWriter:
         if identity != disk.identity:
             raise StoreError("the weights were swapped while their pages were saved. Save again")
         self._prepare_restart(all_of_them=True)
-        pages = _connected([page for page in pages if page.digest in disk], identity.root)
-        snapshot.save(disk.folder, name, identity, pages)
+        pages = snapshot.connected([page for page in pages if page.digest in disk], identity.root)
+        path = snapshot.save(disk.folder, name, identity, pages)
         disk.collect()
+        shared_snapshots.keep(path, disk.segments_of(page.digest for page in pages))
         tokens = len(pages) * identity.page_size
         seconds = time.perf_counter() - start
         return SaveReport(name, len(pages), tokens, written, skipped, total_bytes, seconds)
@@ -274,12 +276,12 @@ class CacheWriter:
     def export_prefix(self, tokens: IntArray, path: Path) -> int:
         """Write the cached pages of `tokens` to a file; how many tokens that covers."""
         cache, disk = self._parts()
-        found: list[_Wanted] = self._host.ask(
-            lambda: [self._want(node) for node in cache.find(tokens)],
+        found: list[WantedPage] = self._host.ask(
+            lambda: [self.want(node) for node in cache.find(tokens)],
         )
-        pairs = self._payloads(found)
+        pairs = self.payloads(found)
         digests = {page.digest for page, _ in pairs}
-        known = _connected([wanted.page for wanted in found if wanted.page.digest in digests], cache.root_key)
+        known = snapshot.connected([wanted.page for wanted in found if wanted.page.digest in digests], cache.root_key)
         payloads = {page.digest: payload for page, payload in pairs}
         prefix_file.write(path, disk.identity, [(page, payloads[page.digest]) for page in known])
         return len(known) * cache.page_size
@@ -304,7 +306,7 @@ class CacheWriter:
 
     # -- looking at the tree, on the session's loop
 
-    def _find(self, wanted: Callable[[Node, bytes, float], bool], most: int | None = None) -> Iterable[_Wanted]:
+    def _find(self, wanted: Callable[[Node, bytes, float], bool], most: int | None = None) -> Iterable[WantedPage]:
         """Nodes in turn, parents first, a slice of the tree at a time; `most` of them from where it ended last."""
         cache = self.cache
         assert cache is not None
@@ -312,10 +314,10 @@ class CacheWriter:
         resumed = most is not None and 0 < self._at < len(self._walk)
         nodes: list[Node] = self._walk if resumed else self._host.ask(lambda: list(distinct(cache)))
 
-        def look(part: Sequence[Node]) -> list[_Wanted]:
+        def look(part: Sequence[Node]) -> list[WantedPage]:
             now = cache.clock()
             there = (node for node in part if cache.has(node))
-            return [self._want(node) for node in there if wanted(node, cache.digest_of(node), now)]
+            return [self.want(node) for node in there if wanted(node, cache.digest_of(node), now)]
 
         start = self._at if resumed else 0
         stop = len(nodes) if most is None else min(len(nodes), start + most * SLICE)
@@ -324,7 +326,8 @@ class CacheWriter:
         for at in range(start, stop, SLICE):
             yield from self._host.ask(partial(look, nodes[at : min(stop, at + SLICE)]))
 
-    def _want(self, node: Node) -> _Wanted:
+    def want(self, node: Node) -> WantedPage:
+        """What is needed to read a page that the tree knows now; on the session's loop."""
         cache = self.cache
         assert cache is not None
         assert node.parent is not None
@@ -332,14 +335,18 @@ class CacheWriter:
         # A copy, because the row is reused when the node is forgotten.
         tokens = cache.tokens_of(node).copy()
         page = Page(cache.digest_of(node), cache.digest_of(node.parent), tokens, node.visits, used)
-        return _Wanted(node, page, node.page)
+        return WantedPage(node, page, node.page)
 
-    def _payloads(self, wanted: Sequence[_Wanted]) -> list[tuple[Page, Payload]]:
-        """The contents of pages, from host memory, disk or the device. Pages that are gone by now are left out."""
+    def payloads(self, wanted: Sequence[WantedPage], at_once: int = 1) -> list[tuple[Page, Payload]]:
+        """The contents of pages, from host memory, disk or the device. Pages that are gone by now are left out.
+
+        The device reads `at_once` of them first, and then as many as it can between two steps. In any thread but the
+        session's own.
+        """
         assert self.tiers is not None
         pairs: list[tuple[Page, Payload]] = []
-        on_device: list[_Wanted] = []
-        late: list[_Wanted] = []  # being copied from the device to host memory
+        on_device: list[WantedPage] = []
+        late: list[WantedPage] = []  # being copied from the device to host memory
         for one in wanted:
             payload = self.tiers.host.peek(one.page.digest)
             if payload is None and not one.on_device:
@@ -348,7 +355,7 @@ class CacheWriter:
                 pairs.append((one.page, tuple(np.asarray(leaf) for leaf in payload)))
             else:
                 (on_device if one.on_device else late).append(one)
-        count = 1
+        count = at_once
         while on_device:
             part, on_device = on_device[:count], on_device[count:]
             read = self._read(part)
@@ -356,7 +363,7 @@ class CacheWriter:
             there = {page.digest for page, _ in read}
             late += [one for one in part if one.page.digest not in there]
             if read:
-                count = max(1, PAUSE_BYTES // size(read[0][1]))
+                count = max(at_once, PAUSE_BYTES // size(read[0][1]))
         for _ in range(ROUNDS):
             if not late:
                 break
@@ -369,7 +376,7 @@ class CacheWriter:
         order = {one.page.digest: index for index, one in enumerate(wanted)}
         return sorted(pairs, key=lambda pair: order[pair[0].digest])
 
-    def _read(self, part: Sequence[_Wanted]) -> list[tuple[Page, Payload]]:
+    def _read(self, part: Sequence[WantedPage]) -> list[tuple[Page, Payload]]:
         """Read device pages between two steps."""
         cache, runner = self.cache, self._engine.runner
         assert cache is not None
@@ -385,14 +392,3 @@ class CacheWriter:
         job = partial(runner.read_pages, [one.on_device for one in part])
         wait(self._host.send(Exclusive(job, check, reply), reply))
         return pairs
-
-
-def _connected(pages: Sequence[Page], root: bytes) -> list[Page]:
-    """The pages that can be reached from the root or a salt's; `pages` has parents before their children."""
-    reached = {root}
-    found = []
-    for page in pages:
-        if page.parent in reached or is_salted(page.parent, root):
-            reached.add(page.digest)
-            found.append(page)
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine, Exclusive
 from rekindle._src.session.cache_writer import CacheWriter
 from rekindle._src.session.prompts import PromptLike, parse_one
+
+if TYPE_CHECKING:
+    from rekindle._src.session.sharing.sharer import SharedPages
 
 T = TypeVar("T")
 
@@ -30,6 +33,7 @@ class Client:
         self.engine: Engine = engine
         self.writer: CacheWriter = CacheWriter(host, engine)
         self.pauses: int = 0  # paused() blocks that have been entered and not left
+        self.shared: list[SharedPages] = []  # addresses at which the cache's pages are given away
 
     def ask(self, function: Callable[[], T]) -> T:
         """What `function` returns, run on the host's loop, where nothing else changes meanwhile. Blocks this thread."""

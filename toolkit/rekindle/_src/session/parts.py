@@ -16,6 +16,7 @@ from rekindle import tiny
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.progress import in_notebook
+from rekindle._src.core.shared_cache import shared_cache
 from rekindle._src.dispatch.device import Contexts
 from rekindle._src.models.base import Graph, LoadedModel
 from rekindle._src.models.config import ModelConfig
@@ -60,6 +61,7 @@ class Parts(NamedTuple):
 
 def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     """Load or compile programs, and load the weights meanwhile."""
+    shared_cache.attach(request.config.shared_cache, (cache_folder(), cache_folder(request.config.cache_dir)))
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
     model, graph, shapes, weight_bytes = _shapes(described)
     placement = placed(checked_mesh(request.config.mesh), graph, processes=request.config.processes)

@@ -252,6 +252,8 @@ class Session(RowMapping, Embedding, Conversations, Serving):
             return  # its threads are the parent's
         for server in self._servers:
             await server.aclose(drain=drain)
+        for shared in self._client.shared:
+            shared.close()
         if self.config.restore is not None and not self.closed:
             await self._cache_writer.finish()
         self._cache_writer.stop()

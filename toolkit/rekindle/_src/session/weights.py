@@ -85,8 +85,8 @@ class Weights:
         self.release()
         self._model, self._owned = model, named or self._placement is not None
         identity = page_identity(model, self._config, str(weights) if named else "")
-        if self._tiers is not None and self._tiers.disk is not None:
-            self._tiers.disk.identity = identity
+        if self._tiers is not None:
+            self._tiers.identity = identity
         return identity.root
 
     def release(self) -> None:

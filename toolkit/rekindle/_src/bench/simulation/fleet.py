@@ -9,42 +9,92 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from rekindle._src.bench.simulation.loads import Ask, percentile
 from rekindle._src.bench.simulation.step_cost import StepCost, StepWork
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import Request, RowResult, StepPlan, StepResult
+from rekindle._src.core.records import Request, Resumed, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.tree import PrefixCache
+from rekindle._src.replicas.roles import Role, goes_two_ways, prompt_only, roles_of
 from rekindle._src.replicas.routing import Keys, Load, Router
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.scheduler import Scheduler
 
 _PREFILL_ROWS = 8
+_TOKEN = 7  # any: no text is of interest
+
+
+class Arrived:
+    """The host memory of a replica that decodes, as its prefix cache sees it: what was moved there is there."""
+
+    def __init__(self) -> None:
+        self.digests: set[bytes] = set()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self.digests
+
+    def knows(self, digest: bytes) -> bool:
+        return digest in self.digests
+
+    def wants(self, digest: bytes) -> bool:
+        return False
+
+    def touch(self, digest: bytes) -> None: ...
+
+    def hold(self, digest: bytes) -> None: ...
+
+    def release(self, digest: bytes) -> None:
+        self.digests.discard(digest)  # it is on the device
+
+    def discard(self, digest: bytes) -> None:
+        self.digests.discard(digest)
+
+    def trim(self) -> None: ...
+
+    def clear(self) -> None:
+        self.digests.clear()
+
+    def worth(self, pages: int) -> bool:
+        return True
+
+    def observe(self, result: StepResult) -> None: ...
 
 
 class Replica:
     """One replica: a scheduler, and the steps that its device has in hand."""
 
-    def __init__(self, name: str, config: EngineConfig, cost: StepCost) -> None:
+    def __init__(self, name: str, config: EngineConfig, cost: StepCost, role: Role = "both") -> None:
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
-        self.name, self._cost = name, cost
+        self.name, self._cost, self.role = name, cost, role
         limits = Limits.of(config, max_prefill_rows=_PREFILL_ROWS, padded=False)
         self.places = config.max_queue + config.max_requests
         limits = dataclasses.replace(limits, max_queue=self.places)
         pool = PagePool(config.device_pages)
-        cache = PrefixCache(pool, config.page_size, b"simulated") if config.prefix_cache else None
-        self.scheduler: Scheduler = Scheduler(limits, pool, cache=cache, policy=config.policy, seed=0)
+        self._arrived = Arrived()
+        tier = self._arrived if role == "decode" else None
+        self._cache = PrefixCache(pool, config.page_size, b"simulated", host_tier=tier) if config.prefix_cache else None
+        self.scheduler: Scheduler = Scheduler(limits, pool, cache=self._cache, policy=config.policy, seed=0)
         self.inside = 0
         self.routed = 0
         self.busy = 0.0
         self._running: StepPlan | None = None
         self._next: StepPlan | None = None  # planned while that runs
+
+    def take(self, request: Request) -> None:
+        """Take in a request whose prompt another replica has computed, and the prompt's pages with it."""
+        cache, tokens = self._cache, request.token_ids
+        if cache is not None:
+            nodes = cache.graft_path(tokens[: len(tokens) // cache.page_size * cache.page_size]) or []
+            self._arrived.digests.update(cache.digest_of(node) for node in nodes if not node.page)
+        self.scheduler.submit(request)
 
     def wake(self) -> float | None:
         """Begin a step if none runs: how long it takes, or None."""
@@ -65,8 +115,7 @@ class Replica:
         """The step is over: tokens of its requests, and whether they ended; and how long the next step takes."""
         plan = self._running
         assert plan is not None, "no step was running"
-        token = 7  # any: no text is of interest
-        rows = tuple(RowResult(row.request.id, row.epoch, token if row.samples else None) for row in plan.rows)
+        rows = tuple(RowResult(row.request.id, row.epoch, _TOKEN if row.samples else None) for row in plan.rows)
         events = self.scheduler.commit(StepResult(plan, rows))
         made = [(event.request_id, len(event.token_ids), event.finish_reason is not None) for event in events]
         self.inside -= sum(ended for _, _, ended in made)
@@ -126,53 +175,85 @@ class Watch:
 
 
 def simulate(
-    asks: Sequence[Ask], config: EngineConfig, cost: StepCost, *, replicas: int = 1, router: str | Router = "affinity"
+    asks: Sequence[Ask],
+    config: EngineConfig,
+    cost: StepCost,
+    *,
+    replicas: int | None = None,
+    router: str | Router = "affinity",
+    roles: Mapping[Literal["prefill", "decode"], int] | None = None,
+    move: float = 0.0,
+    watch: Watch | None = None,
 ) -> Outcome:
-    """Run a load on so many replicas."""
+    """Run a load on so many replicas, one by default. With `roles`, a prompt's token takes `move` s to a replica that
+    decodes. `watch` says which tokens count; it knows requests by their place in `asks`."""
     chosen = router_named(router) if isinstance(router, str) else router
-    fleet = {f"r{number}": Replica(f"r{number}", config, cost) for number in range(replicas)}
+    given = roles_of(roles, 1 if roles is None and replicas is None else replicas)
+    fleet = {f"r{number}": Replica(f"r{number}", config, cost, role) for number, role in enumerate(given)}
+    prefill, decode = ([one for one in fleet.values() if one.role != role] for role in ("decode", "prefill"))
+    handed: dict[str, tuple[Ask, Request]] = {}  # whose prompt is being computed for another replica
     order = itertools.count()
-    queue: list[tuple[float, int, Ask | Replica]] = [(ask.at, next(order), ask) for ask in asks]
+    queue: list[tuple[float, int, Ask | Replica | str]] = [(ask.at, next(order), ask) for ask in asks]
     heapq.heapify(queue)
-    watch, refused, now = Watch(), 0, 0.0
+    watch, refused, now = watch or Watch(), 0, 0.0
     longest = config.max_model_len or 1 << 30
 
     def begin(replica: Replica, seconds: float | None) -> None:
         if seconds is not None:
             heapq.heappush(queue, (now + seconds, next(order), replica))
 
+    def routed(ask: Ask, among: Sequence[Replica]) -> Replica | None:
+        loads = [Load(one.name, one.inside, one.places) for one in among]
+        route = chosen.choose(Keys(ask.opening, ask.conversation), loads)
+        if route is None:
+            return None
+        replica = fleet[route.name]
+        replica.inside += 1
+        replica.routed += 1
+        return replica
+
     while queue:
         now, number, event = heapq.heappop(queue)
         if isinstance(event, Replica):
             made, seconds = event.ended()
             for name, tokens, ended in made:
-                watch.came(name, tokens, now, ended=ended)
+                goes_on = ended and event.role == "prefill" and name in handed
+                watch.came(name, tokens, now, ended=ended and not goes_on)
+                if goes_on:
+                    later = now + move * handed[name][1].prompt_length
+                    heapq.heappush(queue, (later, next(order), name))
             begin(event, seconds)
             continue
-        loads = [Load(one.name, one.inside, one.places) for one in fleet.values()]
-        route = chosen.choose(Keys(event.opening, event.conversation), loads)
-        if route is None or event.length + event.output > longest:
+        if isinstance(event, str):
+            ask, request = handed.pop(event)
+            replica = routed(ask, decode) or min(decode, key=lambda one: one.inside)
+            replica.take(dataclasses.replace(request, resumed=Resumed(np.array([_TOKEN], np.int32))))
+            begin(replica, replica.wake())
+            continue
+        name = str(number)
+        sampling = Sampling(max_tokens=event.output, ignore_eos=True, seed=0)
+        request = Request(name, event.tokens(), sampling)
+        apart = roles is not None and goes_two_ways(request, longest)
+        found = routed(event, prefill if apart else decode) if event.length + event.output <= longest else None
+        if found is None:
             refused += 1
             continue
-        replica = fleet[route.name]
-        replica.inside += 1
-        replica.routed += 1
-        name = str(number)
         watch.asked(name, now)
-        sampling = Sampling(max_tokens=event.output, ignore_eos=True, seed=0)
-        replica.scheduler.submit(Request(name, event.tokens(), sampling))
-        begin(replica, replica.wake())
-    figures = [one.scheduler.statistics() for one in fleet.values()]
+        if apart:
+            handed[name] = event, request
+        found.scheduler.submit(prompt_only(request) if apart else request)
+        begin(found, found.wake())
+    figures = [one.scheduler.statistics() for one in (fleet.values() if roles is None else prefill)]
     prompts = sum(one.prompt_tokens for one in figures)
-    routed = [one.routed for one in fleet.values()]
+    counts = [one.routed for one in fleet.values()]
     seconds = now - asks[0].at if asks else 0.0
     return Outcome(
-        requests=sum(routed),
+        requests=sum(counts) - (sum(one.routed for one in prefill) if roles is not None else 0),
         refused=refused,
         seconds=seconds,
         hit_rate=sum(one.cached_tokens for one in figures) / prompts if prompts else 0.0,
-        imbalance=max(routed) * len(routed) / sum(routed) if sum(routed) else 1.0,
-        busy=sum(one.busy for one in fleet.values()) / (seconds * replicas) if seconds else 0.0,
+        imbalance=max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0,
+        busy=sum(one.busy for one in fleet.values()) / (seconds * len(fleet)) if seconds else 0.0,
         first_token=(percentile(watch.first, 0.5), percentile(watch.first, 0.99)),
         between=(percentile(watch.between, 0.5), percentile(watch.between, 0.99)),
         tokens_per_second=watch.tokens / seconds if seconds else 0.0,

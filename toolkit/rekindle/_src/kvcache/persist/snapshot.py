@@ -225,6 +225,17 @@ def graft_all(cache: AnyCache, pages: Sequence[Page]) -> int:
     return max(graft(one, pages) for one in trees(cache))
 
 
+def connected(pages: Sequence[Page], root: bytes) -> list[Page]:
+    """The pages that can be reached from the root or a salt's; `pages` has parents before their children."""
+    reached = {root}
+    found = []
+    for page in pages:
+        if page.parent in reached or is_salted(page.parent, root):
+            reached.add(page.digest)
+            found.append(page)
+    return found
+
+
 def _all(folder: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         names = sorted(entry.name for entry in os.scandir(folder / "snapshots"))

@@ -133,6 +133,11 @@ class DiskTier:
             if newest.get(page.digest) == (segment, index)
         ]
 
+    def segments_of(self, digests: Iterable[bytes]) -> set[Path]:
+        """The segments that the known ones of `digests` lie in."""
+        with self._lock:
+            return {self._index[digest][0].path for digest in digests if digest in self._index}
+
     def load(self, digest: bytes) -> Payload:
         """Raises KeyError if it is not there, StoreError if it is damaged; either way it is then forgotten.
 

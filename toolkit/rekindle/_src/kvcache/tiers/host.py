@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,23 @@ class HostTier:
             np.copyto(leaves[-1], leaf)
             at += leaf.nbytes
         return tuple(leaves)
+
+
+class Held:
+    """Payloads that stay in host memory until `release`, whether they are there already or come later."""
+
+    def __init__(self, host: HostTier, digests: Sequence[bytes]) -> None:
+        self.digests = tuple(digests)
+        self._host, self._generation = host, host.generation
+        for digest in self.digests:
+            host.hold(digest)
+
+    def release(self) -> None:
+        """Undo the holds, once; those from before a clear are gone."""
+        digests, self.digests = self.digests, ()
+        if self._generation == self._host.generation:
+            for digest in digests:
+                self._host.release(digest)
 
 
 def size(payload: Payload) -> int:

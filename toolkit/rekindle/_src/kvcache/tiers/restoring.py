@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from rekindle._src.kvcache.caches import AnyCache
-from rekindle._src.kvcache.persist import snapshot
+from rekindle._src.kvcache.persist import shared_snapshots, snapshot
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.persist.snapshot import Restored
 from rekindle._src.kvcache.tiers.tiers import Tiers
@@ -24,6 +24,7 @@ def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> Restored:
     if cache is None or tiers is None or tiers.disk is None:
         raise ConfigError("restore", name, "needs prefix_cache=True and disk_memory above 0", "Set both, or leave it")
     disk = tiers.disk
+    shared_snapshots.bring(disk.folder, name, disk.identity, disk.budget)
     if name != "auto":
         pages = snapshot.listed(disk.folder, disk.identity, name)
         disk.scan()

@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rekindle._src.core.records import StepResult
 from rekindle._src.kvcache.costs import CostModel
+from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.tiers.disk import DiskTier
-from rekindle._src.kvcache.tiers.host import HostTier, Payload
+from rekindle._src.kvcache.tiers.host import Held, HostTier, Payload
 from rekindle.errors import StoreError
 
 log = logging.getLogger("rekindle.cache")
@@ -31,28 +32,20 @@ AHEAD_BYTES, AHEAD_PAGES = 256 << 20, 8  # read ahead in all, and before it is s
 PAUSE_SECONDS = 0.02
 
 
-class DiskFetch:
+class DiskFetch(Held):
     """Pages on their way from disk to host memory, where they stay until `release`."""
 
-    def __init__(self, tiers: Tiers, digests: Sequence[bytes]) -> None:
-        self.digests = tuple(digests)
-        self.done = False
-        self._host, self._generation = tiers.host, tiers.host.generation
-        for digest in self.digests:
-            self._host.hold(digest)
-
-    def release(self) -> None:
-        if self._generation == self._host.generation:
-            for digest in self.digests:
-                self._host.release(digest)
-        self.digests = ()
+    done = False
 
 
 class Tiers:
     """Host memory and the disk. Only the scheduler's thread calls it, but for `put`, `get` and the reading thread."""
 
-    def __init__(self, host: HostTier, costs: CostModel, disk: DiskTier | None = None) -> None:
+    def __init__(
+        self, host: HostTier, costs: CostModel, disk: DiskTier | None = None, *, identity: Identity | None = None
+    ) -> None:
         self.host, self.costs, self.disk = host, costs, disk
+        self._identity = identity
         self.busy: Callable[[], bool] = lambda: False  # requests run: nothing is read ahead
         self._fetched = self._expected = 0  # pages that requests took from disk, when they asked and ahead of it
         self._ahead: deque[bytes] = deque()
@@ -60,6 +53,17 @@ class Tiers:
         self._unasked: set[bytes] = set()  # read ahead, and no request came for it yet
         self._queue: queue.SimpleQueue[DiskFetch | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
+
+    @property
+    def identity(self) -> Identity | None:
+        """What the pages belong to; changes with the weights."""
+        return self._identity if self.disk is None else self.disk.identity
+
+    @identity.setter
+    def identity(self, identity: Identity) -> None:
+        self._identity = identity
+        if self.disk is not None:
+            self.disk.identity = identity
 
     # -- what the tree asks
 
@@ -140,7 +144,7 @@ class Tiers:
         if not digests or not self.costs.worth(len(digests) + beyond, from_disk=len(digests)):
             return None
         self._start()
-        fetch = DiskFetch(self, digests)
+        fetch = DiskFetch(self.host, digests)
         self._queue.put(fetch)
         return fetch
 

@@ -54,7 +54,7 @@ from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import one
 from rekindle._src.models.placement import Held
 from rekindle.errors import CheckpointError, StoreError
-from rekindle_kernels import private_files, unavailable_reason
+from rekindle_kernels import private_files, read_through, unavailable_reason
 
 MIN_BYTES = 64 << 20  # smaller checkpoints are read again faster than Orbax is imported (0.3 s)
 MAX_ENTRIES = 4  # sets of weights kept per cache folder, the least recently used leaves first
@@ -100,6 +100,8 @@ def known(kept: Path) -> Known | None:
     """The model that is kept there, or None. `StoreError` if it is damaged, and then set aside, or can't be read."""
     if _distrusted(kept) is not None:
         return None
+    if not kept.is_dir():
+        read_through.fetch(kept)
     try:
         content = private_files.read(kept / ITEM / _MODEL, inside=kept.parent)
         text = content[_SUM:]
@@ -143,7 +145,7 @@ def load(
     report: Report | None = None,
 ) -> tuple[jax.Array, ...] | None:
     """The leaves, or None if nothing is kept. `StoreError` if it is damaged, and then set aside, or can't be read."""
-    if _distrusted(kept) is not None or not kept.is_dir():
+    if _distrusted(kept) is not None or not (kept.is_dir() or read_through.fetch(kept)):
         return None
     wanted = dict(zip(graph.paths, shapes, strict=True))
     try:
@@ -153,6 +155,7 @@ def load(
         raise _unusable(kept, error) from error
     with contextlib.suppress(OSError):  # the order in which they are pruned; in a read-only cache it just stays
         os.utime(kept)
+    read_through.keep(kept)
     return leaves
 
 
@@ -230,6 +233,7 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf]) ->
     except Exception:
         if not kept.is_dir():  # else another process was faster
             raise
+    read_through.keep(kept)
 
 
 def _prune(folder: Path) -> None:

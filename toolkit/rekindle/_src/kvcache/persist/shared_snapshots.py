@@ -1,0 +1,41 @@
+"""Snapshots in a cache that machines share: one saves, and any other of the same model restores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rekindle._src.kvcache.persist.identity import Identity
+from rekindle._src.kvcache.tiers.disk_usage import size_of
+from rekindle_kernels import read_through
+
+
+def bring(folder: Path, name: str, identity: Identity, most: int) -> None:
+    """Before `name` is restored: fetch it from behind the cache folder, and up to `most` bytes of the model's pages.
+
+    Both are verified as those of this machine are.
+    """
+    behind = read_through.behind(folder)
+    if behind is None:
+        return
+    if name != "auto":
+        versions = [found for found in behind.names("snapshots") if found.rpartition("@")[0] == name]
+        for version in versions[-1:]:
+            _bring(folder / "snapshots" / version)
+    root, total = identity.root.hex(), 0
+    for segment in reversed(behind.names("pages")):
+        if segment.startswith(root) and total < most:
+            _bring(folder / "pages" / segment)
+            total += size_of(folder / "pages" / segment)[0]
+
+
+def keep(snapshot: Path, segments: Iterable[Path]) -> None:
+    """A snapshot was saved: keep it and the segments with its pages behind the cache folder, too."""
+    for segment in segments:
+        read_through.keep(segment)
+    read_through.keep(snapshot)
+
+
+def _bring(path: Path) -> None:
+    if not path.exists():
+        read_through.fetch(path)

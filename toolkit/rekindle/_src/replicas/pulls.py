@@ -1,0 +1,134 @@
+"""A replica's share in pages: it gives those it has, and takes those that its requests left in other replicas."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rekindle._src.core.records import Request
+from rekindle._src.kvcache.tiers.host import Held
+from rekindle._src.session.session import Session
+from rekindle._src.session.sharing.pulling import Puller
+from rekindle._src.session.sharing.sharer import SharedPages
+from rekindle._src.session.sharing.source import PageAddress
+from rekindle.errors import RekindleError
+
+log = logging.getLogger("rekindle.fleet")
+PULLS = 4  # at once
+LOOK_SECONDS = 0.1
+ROOM_SECONDS = 10.0  # how long a pull waits until pages of others were used; its prompt is computed then
+
+Then = Callable[[Callable[[], object]], object]  # goes on; its argument gives the pages up when they were used
+
+
+class Pulls:
+    """Of one open session whose pages can be shared."""
+
+    def __init__(self, session: Session, shared: SharedPages) -> None:
+        self._host, self._puller = session._host, Puller(session._host, session._cache_writer)
+        self.address: PageAddress = shared._page_address()
+        self.pages = self.bytes = self.failed = 0  # that were taken, and pulls that gave nothing
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._workers = 0
+        self._room = threading.Condition()
+        self._held = 0  # bytes in host memory that no request has used yet
+
+    def figures(self) -> dict[str, int]:
+        """For the statistics of the fleet."""
+        return {"pulled_pages": self.pages, "pulled_bytes": self.bytes, "failed_pulls": self.failed}
+
+    def before(self, request: Request, address: PageAddress, then: Then) -> None:
+        """Take the pages of a request's prompt, and call `then`, in another thread, whether that worked or not."""
+        with self._room:
+            self._waiting.append(lambda: self._pull(request, address, then))
+            if self._workers == PULLS:
+                return
+            self._workers += 1
+        threading.Thread(target=self._work, name="rekindle pulls", daemon=True).start()
+
+    def warm(self, addresses: Sequence[PageAddress]) -> int:
+        """Take what the neighbours are likeliest to need again, half of host memory in all; how many pages."""
+        total, budget = 0, self._puller.budget // 2
+        for number, address in enumerate(addresses, start=1):
+            try:
+                pulled = self._puller.likeliest(address, budget * number // len(addresses))
+            except RekindleError as error:
+                log.debug("a replica gives no pages to a new one: %s", error)
+                continue
+            total += pulled.pages
+            self.pages += pulled.pages
+            self.bytes += pulled.bytes
+        return total
+
+    def _work(self) -> None:
+        while True:
+            with self._room:
+                if not self._waiting:
+                    self._workers -= 1
+                    return
+                job = self._waiting.popleft()
+            job()
+
+    def _pull(self, request: Request, address: PageAddress, then: Then) -> None:
+        tokens = request.token_ids
+        if request.resumed is not None:
+            tokens = np.concatenate([tokens, request.resumed.token_ids])
+        size = len(tokens) // self._puller.identity.page_size * self._puller.page_bytes
+        if not self._enter(size):
+            self.failed += 1
+            then(nothing)
+            return
+        claim = _Claim(lambda: self._leave(size))
+        try:
+            pulled = self._puller.prefix(address, tokens, request.sampling.salt)
+            claim.held = pulled.held
+            self.pages += pulled.pages
+            self.bytes += pulled.bytes
+        except RekindleError as error:
+            self.failed += 1
+            log.debug("pages of %s are computed, since they could not be pulled: %s", request.id, error)
+        except Exception:
+            self.failed += 1
+            log.exception("pages of %s are computed, since they could not be pulled", request.id)
+        then(claim.give_up)
+
+    def _enter(self, size: int) -> bool:
+        """Wait until so many bytes fit beside those that requests wait for; false if that takes too long."""
+        looks = int(ROOM_SECONDS / LOOK_SECONDS)
+        with self._room:
+            while self._held and self._held + size > self._puller.budget:
+                looks -= 1
+                if looks < 0 or self._host.closing:
+                    return False
+                self._room.wait(LOOK_SECONDS)
+            self._held += size
+            return True
+
+    def _leave(self, size: int) -> None:
+        with self._room:
+            self._held -= size
+            self._room.notify_all()
+
+
+class _Claim:
+    """Room in host memory, and the pages that lie there, until a request has used them."""
+
+    def __init__(self, leave: Callable[[], object]) -> None:
+        self._leave: Callable[[], object] | None = leave
+        self.held: Held | None = None
+
+    def give_up(self) -> None:
+        """Once; further calls do nothing."""
+        leave, self._leave = self._leave, None
+        if self.held is not None:
+            self.held.release()
+        if leave is not None:
+            leave()
+
+
+def nothing() -> None:
+    """What there is to give up where no pages were taken."""

@@ -1,0 +1,181 @@
+"""Takes pages from a session that shares them into this one's host memory, and makes them known to its tree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from rekindle._src.core.records import IntArray
+from rekindle._src.dispatch.host import Host
+from rekindle._src.kvcache.digest import is_salted, page_digest, page_keys, root_lookup_key, salt_key
+from rekindle._src.kvcache.persist import snapshot
+from rekindle._src.kvcache.persist.identity import Identity
+from rekindle._src.kvcache.persist.segment import Page
+from rekindle._src.kvcache.tiers.host import Held
+from rekindle._src.kvcache.tiers.restoring import likeliest
+from rekindle._src.session.cache_writer import SLICE, CacheWriter
+from rekindle._src.session.sharing.sharer import parts
+from rekindle._src.session.sharing.source import PageAddress, Source
+from rekindle.errors import ProcessLost
+
+WARM_PAGES = 4096  # that a new session takes at most from each neighbour
+
+
+class Pulled(NamedTuple):
+    """What was taken."""
+
+    tokens: int  # that are known by it, in this session
+    pages: int
+    bytes: int
+    seconds: float
+    held: Held  # the pages stay in host memory until it is released
+
+
+class _Missing(NamedTuple):
+    """The pages of a prompt that this session lacks."""
+
+    root_key: bytes  # of the tree that was asked
+    have: int  # leading pages that are here
+    digests: list[bytes]
+    keys: list[int]
+
+
+class Puller:
+    """Takes pages for one session. Its methods block, in any thread but the session's own."""
+
+    def __init__(self, host: Host, writer: CacheWriter) -> None:
+        self._host = host
+        self._cache, self._tiers = parts(writer)
+
+    @property
+    def identity(self) -> Identity:
+        """What the pages belong to."""
+        assert self._tiers.identity is not None, "checked by `parts`"
+        return self._tiers.identity
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page."""
+        return sum(leaf.nbytes for leaf in self.identity.leaves)
+
+    @property
+    def budget(self) -> int:
+        """Bytes of host memory for pages."""
+        return self._tiers.host.budget
+
+    def prefix(self, address: PageAddress, tokens: IntArray, salt: str | None = None) -> Pulled:
+        """Take the leading pages of `tokens` that are not here. Raises what `Source` does if none could be had."""
+        start, identity, host = time.perf_counter(), self.identity, self._tiers.host
+        missing = self._missing(tokens, salt)
+        held = Held(host, missing.digests)
+        arrived: set[int] = set()
+        try:
+            if missing.digests:
+                with Source(address, identity) as source:
+                    for index, payload in source.fetch(missing.digests, missing.keys, host.slots.take):
+                        host.put(missing.digests[index], payload, own=True)
+                        arrived.add(index)
+        except ProcessLost:
+            if not arrived:  # what came before the connection broke is of use
+                held.release()
+                raise
+        except BaseException:
+            held.release()
+            raise
+        leading = 0
+        while leading in arrived:
+            leading += 1
+        known = self._host.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
+        seconds = time.perf_counter() - start
+        return Pulled(known * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
+
+    def likeliest(self, address: PageAddress, most: int | None = None) -> Pulled:
+        """Take the pages that the other session is likeliest to need again, `most` bytes or half of host memory."""
+        start, identity, host, cache = time.perf_counter(), self.identity, self._tiers.host, self._cache
+        room = (host.budget // 2 if most is None else most) - host.nbytes
+        count = min(WARM_PAGES, room // self.page_bytes)
+        root_key = cache.root_key
+        arrived: list[Page] = []
+        if count > 0:
+            with Source(address, identity) as source:
+                listed = source.listed(count)
+                keys = _keys(listed, identity)
+                listed = [page for page in listed if page.digest in keys]
+                here = self._here([(keys[page.digest], page.digest) for page in listed])
+                known = {page.digest: page for page in listed}
+                wanted = [digest for digest in likeliest(listed) if digest not in here]
+                for index, payload in source.fetch(wanted, [keys[digest] for digest in wanted], host.slots.take):
+                    host.put(wanted[index], payload, own=True, cold=True)
+                    arrived.append(known[wanted[index]])
+                there = here | {page.digest for page in arrived}
+                order = [page for page in listed if page.digest in there]
+
+                def graft() -> int:
+                    return snapshot.graft(cache, order) if cache.root_key == root_key else 0
+
+                if arrived:
+                    self._host.ask(graft)
+        seconds, size = time.perf_counter() - start, identity.page_size
+        return Pulled(len(arrived) * size, len(arrived), len(arrived) * self.page_bytes, seconds, Held(host, ()))
+
+    def _missing(self, tokens: IntArray, salt: str | None) -> _Missing:
+        cache, tiers, size = self._cache, self._tiers, self._cache.page_size
+
+        def look() -> tuple[bytes, int, bytes]:
+            """The tree's root, how many leading pages are here, and the digest of the last of them."""
+            last, have = cache.root_of(salt), 0
+            for node in cache.find(tokens, salt):
+                if not (node.page or tiers.knows(cache.digest_of(node))):
+                    break
+                last, have = node, have + 1
+            return cache.root_key, have, cache.digest_of(last)
+
+        root_key, have, parent = self._host.ask(look)
+        digests = []
+        most = have + self.budget // max(1, self.page_bytes)
+        for at in range(have, min(len(tokens) // size, most)):
+            parent = page_digest(parent, tokens[at * size : (at + 1) * size])
+            digests.append(parent)
+        keys = page_keys(tokens, size, previous=salt_key(salt))[have : have + len(digests)]
+        return _Missing(root_key, have, digests, keys)
+
+    def _graft(self, tokens: IntArray, salt: str | None, missing: _Missing, leading: int) -> int:
+        """On the session's loop: make the pages known; how many."""
+        cache = self._cache
+        if cache.root_key != missing.root_key:  # the weights were swapped meanwhile
+            return 0
+        stop = (missing.have + leading) * cache.page_size
+        nodes = cache.graft_path(tokens[:stop], after=cache.root_of(salt))
+        if nodes is None:
+            return 0
+        for node in nodes:
+            node.last_use = node.last_use or cache.clock()
+        return leading
+
+    def _here(self, named: Sequence[tuple[int, bytes]]) -> set[bytes]:
+        """Those of the pages that are on some tier of this session."""
+        cache, tiers = self._cache, self._tiers
+
+        def look(part: Sequence[tuple[int, bytes]]) -> list[bytes]:
+            nodes = ((digest, cache.named(key, digest)) for key, digest in part)
+            return [digest for digest, node in nodes if (node is not None and node.page) or tiers.knows(digest)]
+
+        found: set[bytes] = set()
+        for at in range(0, len(named), SLICE):
+            found |= set(self._host.ask(partial(look, named[at : at + SLICE])))
+        return found
+
+
+def _keys(pages: Sequence[Page], identity: Identity) -> dict[bytes, int]:
+    """Lookup keys by digest, of pages whose parents come before them."""
+    found: dict[bytes, tuple[int, int]] = {identity.root: (0, 0)}
+    for page in pages:
+        if page.parent not in found and is_salted(page.parent, identity.root):
+            found[page.parent] = root_lookup_key(page.parent), 0
+        before = found.get(page.parent)
+        if before is not None:
+            key, depth = before
+            found[page.digest] = page_keys(page.tokens, identity.page_size, first=depth, previous=key)[0], depth + 1
+    return {page.digest: found[page.digest][0] for page in pages if page.digest in found}

@@ -1,0 +1,244 @@
+"""The side that gives: a session's cached pages at an address, for those who know the secret."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rekindle._src.core import html
+from rekindle._src.dispatch.host import Host
+from rekindle._src.kvcache import Node, PrefixCache, Tiers
+from rekindle._src.kvcache.persist.identity import Identity
+from rekindle._src.kvcache.persist.segment import Page, Payload, encode, records_of
+from rekindle._src.kvcache.persist.snapshot import connected
+from rekindle._src.kvcache.tiers.restoring import likeliest
+from rekindle._src.processes import handshake
+from rekindle._src.processes.bulk import BulkChannel
+from rekindle._src.processes.kinds import Kind
+from rekindle._src.session.cache_writer import SLICE, CacheWriter, WantedPage
+from rekindle._src.session.sharing.source import SILENCE, WANTED, PageAddress, introduced, introduction
+from rekindle.errors import ConfigError, RekindleError
+
+log = logging.getLogger("rekindle.cache")
+CONNECTIONS = 32  # at once; further ones are closed
+# Read from the device between two steps, and sent together. Larger pieces let steps wait, smaller ones move less.
+PIECE_BYTES = 16 << 20
+MOST_LISTED = 1 << 16
+_LOOK_SECONDS = 0.2
+
+
+class _Asked(NamedTuple):
+    place: int  # among the pages that were asked for
+    wanted: WantedPage
+
+
+class SharedPages:
+    """A session's cached pages at an address, where other sessions of the same model take them.
+
+    Made by `await session.cache.share()`. It ends with `close()` or with its session.
+    """
+
+    def __init__(self, host: Any, writer: Any, *, at: str, port: int, secret: bytes) -> None:
+        self._host: Host = host
+        self._writer: CacheWriter = writer
+        self._secret = secret
+        self._cache, self._tiers = parts(writer)
+        try:
+            self._server = socket.create_server((at, port), family=_family(at, port), backlog=CONNECTIONS)
+        except OSError as error:
+            raise ConfigError(
+                "host", f"{at}:{port}", f"can't be listened at: {error}", "Pass an address of this machine, or port=0"
+            ) from None
+        self._at, self._port = at, int(self._server.getsockname()[1])
+        self._server.settimeout(_LOOK_SECONDS)
+        self._closed = False
+        self._live: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.sent_pages: int = 0
+        self.sent_bytes: int = 0
+        self._thread = threading.Thread(target=self._listen, name="rekindle sharing", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """What others pass to `session.cache.pull`: "host:port"."""
+        return f"[{self._at}]:{self._port}" if ":" in self._at else f"{self._at}:{self._port}"
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or its session was."""
+        return self._closed or self._host.closing
+
+    def close(self) -> None:
+        """Give no more pages. Closing it again is harmless."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._server.close()
+        with self._lock:
+            live = list(self._live)
+        for connection in live:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "<SharedPages: closed>"
+        return f"<SharedPages at {self.address}: {html.count(self.sent_pages, 'page')} sent>"
+
+    def _repr_html_(self) -> str:
+        return str(html.line(repr(self)))
+
+    def _page_address(self) -> PageAddress:
+        return PageAddress(self._at, self._port, self._secret)
+
+    # -- its threads
+
+    def _listen(self) -> None:
+        with self._server:
+            while not (self._closed or self._host.ended.filled):
+                try:
+                    connection, _ = self._server.accept()
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+                with self._lock:
+                    full = len(self._live) >= CONNECTIONS
+                    if not full:
+                        self._live.add(connection)
+                if full:
+                    connection.close()
+                    continue
+                threading.Thread(target=self._serve, args=(connection,), name="rekindle sharing", daemon=True).start()
+        self.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                channel = BulkChannel(connection, handshake.listen(connection, self._secret), silence=SILENCE)
+                self._talk(channel)
+        except (RekindleError, OSError) as error:
+            log.debug("a connection to shared pages has ended: %s", error)
+        finally:
+            with self._lock:
+                self._live.discard(connection)
+
+    def _talk(self, channel: BulkChannel) -> None:
+        """Answer until the other side has enough, which raises."""
+        identity = self._tiers.identity
+        assert identity is not None, "checked when sharing began"
+        kind, content = channel.receive()
+        reason, sealed = (
+            introduced(identity, content) if kind is Kind.IDENTITY else ("it did not introduce itself", True)
+        )
+        channel.sealed = channel.sealed or sealed
+        if reason is not None:
+            channel.send(Kind.FAILED, reason.encode())
+            return
+        channel.send(Kind.IDENTITY, introduction(identity, sealed=channel.sealed))
+        while True:
+            kind, content = channel.receive()
+            if self._tiers.identity != identity:
+                channel.send(Kind.FAILED, b"its weights were swapped")
+                return
+            if kind is Kind.LIST:
+                pages = self._listed(identity, min(MOST_LISTED, int.from_bytes(content, "little")))
+                records = records_of(pages, identity.page_size)
+                channel.send(Kind.LISTED, encode(identity.fields() | {"leaves": identity.leaves}, records))
+            elif kind is Kind.WANT and len(content) % WANTED.itemsize == 0:
+                self._send(channel, self._found(np.frombuffer(content, WANTED)))
+            else:
+                channel.send(Kind.FAILED, b"it does not understand what came")
+                return
+
+    def _listed(self, identity: Identity, most: int) -> list[Page]:
+        """The likeliest pages, parents before children."""
+        cache, writer = self._cache, self._writer
+        nodes = self._host.ask(lambda: list(cache))
+        pages: list[Page] = []
+
+        def look(part: Sequence[Node]) -> list[Page]:
+            return [writer.want(node).page for node in part if cache.has(node)]
+
+        for at in range(0, len(nodes), SLICE):
+            pages += self._host.ask(partial(look, nodes[at : at + SLICE]))
+        pages = connected(pages, identity.root)
+        chosen = set(likeliest(pages, most)[:most])
+        return [page for page in pages if page.digest in chosen]
+
+    def _found(self, wanted: np.ndarray) -> list[_Asked]:
+        """Those of the wanted pages that the tree knows."""
+        cache, writer = self._cache, self._writer
+        asked = [
+            (index, int(key), digest.tobytes())
+            for index, (digest, key) in enumerate(zip(wanted["digest"], wanted["key"], strict=True))
+        ]
+
+        def look(part: Sequence[tuple[int, int, bytes]]) -> list[_Asked]:
+            named = ((index, cache.named(key, digest)) for index, key, digest in part)
+            return [_Asked(index, writer.want(node)) for index, node in named if node is not None]
+
+        found: list[_Asked] = []
+        for at in range(0, len(asked), SLICE):
+            found += self._host.ask(partial(look, asked[at : at + SLICE]))
+        return found
+
+    def _send(self, channel: BulkChannel, found: Sequence[_Asked]) -> None:
+        """Send the contents of pages; the next piece is read while one is being sent."""
+        indexes = {one.wanted.page.digest: one.place for one in found}
+        for pairs in self._read(found):
+            content = np.array([indexes[page.digest] for page, _ in pairs], "<i4").tobytes()
+            pieces = [_bytes_of(leaf) for _, payload in pairs for leaf in payload]
+            channel.send_followed(Kind.PAGES, content, pieces)
+            self.sent_pages += len(pairs)
+            self.sent_bytes += sum(len(piece) for piece in pieces)
+        channel.send(Kind.SENT)
+
+    def _read(self, found: Sequence[_Asked]) -> Iterator[list[tuple[Page, Payload]]]:
+        identity = self._tiers.identity
+        assert identity is not None, "checked when sharing began"
+        count = max(1, PIECE_BYTES // max(1, sum(leaf.nbytes for leaf in identity.leaves)))
+        parts = [[one.wanted for one in found[at : at + count]] for at in range(0, len(found), count)]
+        with ThreadPoolExecutor(1, thread_name_prefix="rekindle sharing") as reader:
+            ahead = reader.submit(self._writer.payloads, parts[0], count) if parts else None
+            for following in [*parts[1:], None]:
+                if ahead is None:
+                    return
+                pairs = ahead.result()
+                ahead = None if following is None else reader.submit(self._writer.payloads, following, count)
+                if pairs:
+                    yield pairs
+
+
+def parts(writer: CacheWriter) -> tuple[PrefixCache, Tiers]:
+    """What pages are shared from and taken into. Raises ConfigError if the session keeps none off its device."""
+    cache, tiers = writer.cache, writer.tiers
+    if cache is None or tiers is None or tiers.identity is None or not tiers.host.budget:
+        raise ConfigError(
+            "host_memory", 0, "or no prefix_cache leaves no pages to share", "Open the session with both, as by default"
+        )
+    if not isinstance(cache, PrefixCache):
+        raise ConfigError(
+            "mesh", f"data={len(cache.shards)}", "has a tree of pages per data shard, which can't be shared",
+            "Open the session without a data axis, or replicas of it: rekindle.fleet",
+        )  # fmt: skip
+    return cache, tiers
+
+
+def _bytes_of(leaf: Any) -> memoryview:
+    view: Any = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+    return memoryview(view)
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    with contextlib.suppress(OSError):
+        return socket.AddressFamily(socket.getaddrinfo(host, port or None, type=socket.SOCK_STREAM)[0][0])
+    return socket.AF_INET

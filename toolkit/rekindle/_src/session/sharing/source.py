@@ -1,0 +1,152 @@
+"""The side that asks: a connection to a session that shares its pages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from rekindle._src.kvcache.digest import DIGEST_SIZE
+from rekindle._src.kvcache.persist.identity import Identity, shown, verify
+from rekindle._src.kvcache.persist.segment import Memory, Page, Payload, decode, from_bytes, leaves_in, pages_of
+from rekindle._src.kvcache.persist.snapshot import connected
+from rekindle._src.processes import handshake
+from rekindle._src.processes.bulk import BulkChannel
+from rekindle._src.processes.kinds import Kind
+from rekindle.errors import ProcessLost, SnapshotRefused, StoreError
+
+WANTED = np.dtype([("digest", "u1", (DIGEST_SIZE,)), ("key", "<u8")])
+CONNECT_SECONDS, SILENCE = 5.0, 30.0
+MOST_WANTED = 1 << 16  # pages in one message
+
+
+class PageAddress(NamedTuple):
+    """Where a session shares its pages, and the secret that it wants to be known."""
+
+    host: str
+    port: int
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def introduction(identity: Identity, *, sealed: bool) -> bytes:
+    """What both sides say first: what their pages belong to, and whether what follows messages has to be sealed."""
+    return json.dumps({**identity.fields(), "leaves": identity.leaves, "sealed": sealed}).encode()
+
+
+def introduced(identity: Identity, content: bytes) -> tuple[str | None, bool]:
+    """Why pages of the one who said `content` don't fit those of `identity`, if so; and whether it wants seals.
+
+    Raises StoreError if that is no introduction.
+    """
+    try:
+        header = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"what came is no introduction: {error}") from error
+    if not isinstance(header, dict):
+        raise StoreError("what came is no introduction")
+    leaves, reason = leaves_in(header), identity.refuses(Identity.stored_in(header))
+    if reason is None and leaves != identity.leaves:
+        reason = f"its pages are laid out as {shown(leaves)}, this session's as {shown(identity.leaves)}"
+    return reason, bool(header.get("sealed", True))
+
+
+class Source:
+    """Connects at once. Every method raises ProcessLost if the other side is gone; use it in one thread."""
+
+    def __init__(self, address: PageAddress, identity: Identity) -> None:
+        """Raises ProcessRefused without the right secret, SnapshotRefused if the pages are of another model."""
+        self._identity = identity
+        self._page_bytes = sum(leaf.nbytes for leaf in identity.leaves)
+        try:
+            connection = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+        except OSError as error:
+            raise ProcessLost(f"no pages are shared at {address!r}: {error}. Check the address") from error
+        try:
+            keys = handshake.call(connection, address.secret)
+            self._channel = BulkChannel(connection, keys, silence=SILENCE)
+            self._channel.send(Kind.IDENTITY, introduction(identity, sealed=self._channel.sealed))
+            reason, sealed = introduced(identity, self._next(Kind.IDENTITY))
+            if reason is not None:
+                raise SnapshotRefused(f"pages of {address!r} can't be used: {reason}. Open both sessions alike")
+            self._channel.sealed = self._channel.sealed or sealed
+        except BaseException:
+            connection.close()
+            raise
+
+    def listed(self, most: int) -> list[Page]:
+        """Up to `most` pages that the other session is likeliest to need again, verified; parents before children."""
+        self._channel.send(Kind.LIST, most.to_bytes(8, "little"))
+        header, records = decode(self._next(Kind.LISTED))
+        reason = self._identity.refuses(Identity.stored_in(header))
+        if reason is not None:
+            raise SnapshotRefused(f"pages can't be used: {reason}. Open both sessions alike")
+        verify(self._identity, records, leaves_in(header))
+        return connected(pages_of(records[:most]), self._identity.root)
+
+    def fetch(self, digests: Sequence[bytes], keys: Sequence[int], memory: Memory) -> Iterator[tuple[int, Payload]]:
+        """The payloads of those pages that the other session has, each with its index among `digests`.
+
+        `keys` are the pages' lookup keys. `memory` is asked for so many bytes, which a payload is received into.
+        """
+        for at in range(0, len(digests), MOST_WANTED):
+            part = slice(at, at + MOST_WANTED)
+            for index, payload in self._fetch(digests[part], keys[part], memory):
+                yield at + index, payload
+
+    def _fetch(self, digests: Sequence[bytes], keys: Sequence[int], memory: Memory) -> Iterator[tuple[int, Payload]]:
+        wanted = np.zeros(len(digests), WANTED)
+        wanted["digest"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE)
+        wanted["key"] = keys
+        self._channel.send(Kind.WANT, wanted.tobytes())
+        missing = np.ones(len(digests), np.bool_)
+        while True:
+            kind, content = self._receive()
+            if kind is Kind.SENT:
+                return
+            if kind is not Kind.PAGES or len(content) % 4:
+                raise ProcessLost(f"a {kind.name} message came in place of pages")
+            indexes = np.frombuffer(content, "<i4")
+            if not len(indexes):
+                continue
+            if indexes.min() < 0 or indexes.max() >= len(missing) or len(np.unique(indexes)) < len(indexes):
+                raise ProcessLost("pages came that were not asked for")
+            if not missing[indexes].all():
+                raise ProcessLost("a page came twice")
+            missing[indexes] = False
+            slots = [memory(self._page_bytes) for _ in indexes]
+            views: list[Any] = [memoryview(slot) for slot in slots]  # type: ignore[arg-type]
+            self._channel.receive_into(views)
+            for index, slot in zip(indexes.tolist(), slots, strict=True):
+                yield index, from_bytes(slot, self._identity.leaves)
+
+    def _next(self, wanted: Kind) -> bytes:
+        kind, content = self._receive()
+        if kind is not wanted:
+            raise ProcessLost(f"a {kind.name} message came in place of {wanted.name}")
+        return content
+
+    def _receive(self) -> tuple[Kind, bytes]:
+        kind, content = self._channel.receive()
+        if kind is Kind.FAILED:
+            raise SnapshotRefused(f"the other session gives no pages: {content.decode(errors='replace')[:1000]}")
+        return kind, content
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
