@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from helpers import checkpoints, tiered
 from helpers.sessions import eventually
 from helpers.tiered import LENGTH, NEW, ask, opened, plain, prompt
 from rekindle import ConfigError, ProcessLost, ProcessRefused, Session, SharedPages, SnapshotRefused
+from rekindle._src.kvcache.caches import PrefixCaches
 from rekindle._src.kvcache.persist import segment
 from rekindle._src.processes import handshake
 from rekindle._src.processes.bulk import BulkChannel
 from rekindle._src.processes.kinds import Kind
 from rekindle._src.session.sharing.pulling import Puller
+from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import SILENCE, PageAddress, Source, introduction
 
 SECRET = "a secret of these tests"
@@ -268,3 +271,10 @@ def test_between_two_processes(cache: Path) -> None:
     finally:
         other.communicate("", timeout=60)
     assert other.returncode == 0
+
+
+def test_data_shards_have_no_one_tree_to_share() -> None:
+    tiers = SimpleNamespace(identity=object(), host=SimpleNamespace(budget=1))
+    writer: Any = SimpleNamespace(cache=PrefixCaches([]), tiers=tiers)
+    with pytest.raises(ConfigError, match="data shard"):
+        parts(writer)
