@@ -139,6 +139,7 @@ def test_what_is_refused_is_replaced_by_what_is_made_here(tmp_path: Path, place:
     two = behind(tmp_path / "two", place)
     assert not two.fetch("programs", "abc") and two.refused == 1
     assert "made with another key" in caplog.text and not (tmp_path / "two" / "programs" / "abc").exists()
+    assert two.names("programs") == [], "it would keep the place of a good one"
     entry(tmp_path / "two")
     two.keep("programs", "abc")
     assert two.wait(20) and behind(tmp_path / "three", place).fetch("programs", "abc")

@@ -123,7 +123,7 @@ def test_chats_vectors_and_objects(fleet: Fleet) -> None:
         fleet.generate("a", regex="(", max_tokens=8).result_sync()
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
 def test_a_process_that_is_killed_or_stopped_is_replaced(fleet: Fleet, cache: str, sign: signal.Signals) -> None:
     ready(fleet, 2)
 

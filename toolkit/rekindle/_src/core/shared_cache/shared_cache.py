@@ -47,7 +47,6 @@ class SharedCache:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._known: set[tuple[str, str]] = set()  # asked to keep, or fetched: nothing is to be done
-        self._wrong: set[tuple[str, str]] = set()  # refused; the next one that is made here takes its place
         self._todo: deque[tuple[str, str]] = deque()
         self._working = False
         self._failures = 0
@@ -74,8 +73,9 @@ class SharedCache:
             return local.exists()
         except StoreError as error:
             self.refused += 1
-            self._wrong.add((kind, name))
-            self._say(name, f"{kind}/{name} in {self.where} is not used ({error}); it is made again")
+            self._say(name, f"{kind}/{name} in {self.where} is not used ({error}); it is removed and made again")
+            with contextlib.suppress(Exception):
+                self._place.remove(kind, name)  # or it would stay in the place of a good one
             return False
         except Exception as error:
             self._failure(error)
@@ -146,7 +146,7 @@ class SharedCache:
 
     def _keep(self, kind: str, name: str) -> None:
         age = self._place.age(kind, name)
-        if age is not None and age < self.max_age / 2 and (kind, name) not in self._wrong:
+        if age is not None and age < self.max_age / 2:
             return  # what is in use is written again before it is too old
         local = self.folder / kind / name
         own = local.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
@@ -157,7 +157,6 @@ class SharedCache:
         finally:
             own.unlink(missing_ok=True)
         self.kept += 1
-        self._wrong.discard((kind, name))
         if time.monotonic() - self._pruned > _PRUNE_SECONDS or not self._pruned:
             self._pruned = time.monotonic()
             self.prune()
