@@ -76,7 +76,7 @@ def test_what_is_not_known_is_refused_with_what_is(capsys: pytest.CaptureFixture
     assert "Use one of A100, H100" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["doctor", "--plan", "70b", "--mesh", "many"])
-    assert "Use --mesh 4, or --mesh model=4,expert=2" in capsys.readouterr().err
+    assert "Use --mesh 4, --mesh model=4,expert=2, or --mesh data=2,model=4" in capsys.readouterr().err
 
 
 def test_the_doctor_tells_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ async def test_other_options_meet_a_schema(session: Session, options: dict[str, 
 async def test_combinations_that_leave_no_token_fail_that_request_with_the_reason(session: Session) -> None:
     allowed = session.tokenizer.encode("yes", add_special_tokens=False)
     firsts = [token for token in range(2048) if session.tokenizer.decode([token]) in ("y", "ye", "yes")]
-    assert set(allowed) <= set(firsts)
+    assert allowed[0] in firsts
     neighbour = session.submit(NEAR, max_tokens=20)
     barred = session.submit("Say yes:", choice=["yes"], logit_bias=dict.fromkeys(firsts, float("-inf")))
     short = session.submit("Say yes:", choice=["yes"], min_tokens=9, max_tokens=20)
