@@ -34,7 +34,8 @@ def _product(kind: str, **settings: str) -> KernelSpec:
 GEMM = _product("gemm")
 MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
 
-# Rows times a 4-bit matrix, whose three arrays `rekindle_kernels.int4` describes; W is eight bytes for each input.
+# Rows times a 4-bit matrix, whose three arrays `rekindle_kernels.int4` describes; W is eight bytes for each input. With
+# `amx`, the processor has these instructions: results are the same without.
 INT4 = KernelSpec(
     "int4",
     operands=(
@@ -47,7 +48,7 @@ INT4 = KernelSpec(
         Operand("norm", "K", optional=True),
     ),
     results=(Result("out", "T M"),),
-    settings={"eps": "float32", "gated": "int32"},
+    settings={"eps": "float32", "gated": "int32", "amx": "int32"},
     parameters=DTYPE,
 )
 

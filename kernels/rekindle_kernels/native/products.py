@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import jax
@@ -116,7 +117,7 @@ def multiply_int4(
             "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
             "norm": None if norm is None else norm.astype(jnp.float32),
         },
-        {"eps": eps, "gated": gated},
+        {"eps": eps, "gated": gated, "amx": has_feature("amx-int8") and sys.platform == "linux"},
         {"M": N // 2 if gated else N},
     )
     return product

@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.int4 import OFFSET, ROW_BYTES
+from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_table import INT4
+from rekindle_kernels.native.kernels import int4_amx
 from rekindle_kernels.native.kernels.int4_tile import (
     BACK,
     BEGIN,
@@ -64,6 +66,7 @@ PACKED_BYTES = 64 << 10  # of rows that a block packs
 BLOCK_BYTES = 384 << 10  # of weights that a block reads, where rows are few
 FEWEST = 96  # rows of a group, where several blocks have the same weights
 SEVERAL = 3 * ROWS  # rows for which weights are unpacked into memory
+TILED = 8  # rows from which AMX is faster, where it is there
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
 MINUS_MAGIC = np.float32(-MAGIC)
 
@@ -93,6 +96,7 @@ JOB = job_layout(
         "ups": "blocks of outputs before the first up, or 0",
         "parts": "into which the outputs are cut",
         "group": "rows that a block multiplies",
+        "tiles": "1 where many rows are multiplied by AMX",
     },
     numbers={"eps": "added to the mean square"},
 )
@@ -157,6 +161,7 @@ def kernel(dtype: str) -> Kernel:
     wide = dtype == "float32"
     instruction = "vnni" if has_feature("avx512vnni") else "avx2" if has_feature("avx2") else "any"
     large = instruction == "vnni"
+    tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))  # a caller says whether it runs
     one, two, four = (multiply_tile(rows, 1, instruction, wide=wide, prefetches=True) for rows in (1, 2, 4))
     many, many_unpacked = (
         multiply_tile(ROWS, 2, instruction, wide=wide, unpacked=ahead) if large else None for ahead in (False, True)
@@ -203,7 +208,7 @@ def kernel(dtype: str) -> Kernel:
     @inline
     def paired(job: Any) -> bool:
         """Whether blocks of outputs are multiplied two by two."""
-        return large and (job.ups > 0 or job.rows >= ROWS)
+        return large and (job.tiles > 0 or job.ups > 0 or job.rows >= ROWS)
 
     @inline
     def unit(job: Any) -> int:
@@ -244,8 +249,12 @@ def kernel(dtype: str) -> Kernel:
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
         rows = job.rows
+        job.tiles = 0
+        if tiled and rows >= TILED and frame.settings.amx > 0:
+            job.tiles = int4_amx.allowed()
+        step = int4_amx.ROWS if job.tiles > 0 else ROWS
         job.stride = (job.width + 4 * NUMBERS * job.groups + LINE - 1) // LINE * LINE
-        job.packed = malloc(rows * job.stride)
+        job.packed = malloc((rows + step - 1) // step * step * job.stride)  # the last tile is whole
         job.per_pack = max(1, PACKED_BYTES // (job.width * 4))
         if rows <= AT_ONCE:
             pack_rows(job, 0, rows)
@@ -259,7 +268,7 @@ def kernel(dtype: str) -> Kernel:
         parts = min(rounds * threads, units(job))
         job.parts = parts
         groups = max(1, min(4 * threads // max(1, parts), rows // FEWEST))
-        job.group = (rows + groups * ROWS - 1) // (groups * ROWS) * ROWS
+        job.group = (rows + groups * step - 1) // (groups * step) * step
         if rows == 0:
             return 0
         return job.packs + parts * ((rows + job.group - 1) // job.group)
@@ -291,6 +300,25 @@ def kernel(dtype: str) -> Kernel:
                 put(job, block + behind, r, count, sums + half, 0)
             r += count
 
+    multiply_by_tiles = int4_amx.multiplier(wide, put) if tiled else None
+
+    @jit
+    def by_tiles(job: Any, part: int, first: int, end: int) -> None:
+        """A part of the outputs for the rows [first, end)."""
+        size, ups, blocks = unit(job), job.ups, job.results // LANES
+        memory = malloc(int4_amx.memory_for(end - first))
+        int4_amx.begin(memory, job.width // job.groups)
+        for u in range(first_unit(part, job.parts, units(job)), first_unit(part + 1, job.parts, units(job))):
+            at = u * size
+            behind = ups if ups > 0 else 1 if at + 1 < blocks else 0
+            following = job.weight + (at + size) * job.block_bytes if at + 2 * size <= blocks else 0
+            if behind > 0:
+                multiply_by_tiles(job, at, behind, first, end, memory, following)
+            else:
+                multiply_rows(job, at, 0, first, end, memory + int4_amx.INTEGERS, 0)
+        int4_amx.end(memory)
+        free(memory)
+
     @jit
     def block(job: Any, index: int) -> None:
         packs, rows = job.packs, job.rows
@@ -300,6 +328,9 @@ def kernel(dtype: str) -> Kernel:
         wait_for_blocks(job, packs)  # blocks that multiply come last: by then every row is packed
         parts, size, ups = job.parts, unit(job), job.ups
         part, first = (index - packs) % parts, (index - packs) // parts * job.group
+        if tiled and job.tiles > 0:
+            by_tiles(job, part, first, min(rows, first + job.group))
+            return
         last = job.results // LANES
         several = large and first + SEVERAL <= min(rows, first + job.group)
         sums = malloc(2 * ROWS * LANES * 4 + (job.width // 8 * UNPACKED if several else 0))

@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rekindle_kernels.int4 import OUTPUTS, TILE
+from rekindle_kernels.int4 import OFFSET, OUTPUTS, TILE
 from rekindle_kernels.native.language.memory import WORD
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call
 
@@ -92,7 +92,7 @@ def multiply_tile(
 
             def number(row: int, group: Any, which: int, kind: ir.Type) -> Any:
                 behind = builder.add(width, times(builder.add(times(groups, which), group), 4))
-                return _everywhere(builder, builder.load(at(builder.add(begins[row], behind), kind)), kind)
+                return everywhere(builder, builder.load(at(builder.add(begins[row], behind), kind)), kind)
 
             with cgutils.for_range(builder, groups) as outer:
                 group = outer.index
@@ -156,7 +156,7 @@ def multiply_tile(
     return tile
 
 
-def _everywhere(builder: Any, value: Any, kind: ir.Type) -> Any:
+def everywhere(builder: Any, value: Any, kind: ir.Type) -> Any:
     vector = ir.VectorType(kind, LANES)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, INT(0))
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
@@ -210,7 +210,7 @@ def _with_avx2(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
     pairs = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_HALF_INTS, [_SHORTS, _SHORTS]), "llvm.x86.avx2.pmadd.wd"
     )
-    spread = _everywhere(builder, inputs, INT)
+    spread = everywhere(builder, inputs, INT)
     ones = ir.Constant(_SHORTS, [1] * LANES)
     found = []
     for start in (0, LANES // 2):
@@ -226,26 +226,36 @@ def _with_any(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
         x = builder.ashr(builder.shl(inputs, INT(24 - 8 * byte)), INT(24))
         shifted = builder.lshr(column, ir.Constant(_INTS, [8 * byte] * LANES))
         w = builder.and_(shifted, ir.Constant(_INTS, [0xFF] * LANES))
-        total = builder.add(total, builder.mul(w, _everywhere(builder, x, INT)))
+        total = builder.add(total, builder.mul(w, everywhere(builder, x, INT)))
     return total
 
 
-@intrinsic
-def unpack(typing_context: Any, weights: Any, target: Any, tiles: Any) -> Any:
-    """The weights of a block of outputs, one in each byte: at `target` those of the low halves of its first tile, two
-    vectors behind them those of the high halves, and four vectors behind each tile the next one."""
+def _unpacker(offset: int) -> Any:
+    @intrinsic
+    def unpack(typing_context: Any, weights: Any, target: Any, tiles: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            weights, target, tiles = args
+            many = ir.VectorType(BYTE, 4 * LANES)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights, target, tiles = args
+            def vector(start: Any, index: Any, size: int, behind: int = 0) -> Any:
+                address = builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
+                return builder.inttoptr(address, many.as_pointer())
 
-        def vector(start: Any, index: Any, size: int, behind: int = 0) -> Any:
-            address = builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
-            return builder.inttoptr(address, _INTS.as_pointer())
+            with cgutils.for_range(builder, tiles) as loop:
+                pairs = builder.load(vector(weights, loop.index, TILE), align=4)
+                for half, integers in enumerate(_halves(builder, builder.bitcast(pairs, _INTS))):
+                    values = builder.bitcast(integers, many)
+                    if offset:
+                        values = builder.sub(values, ir.Constant(many, [offset] * 4 * LANES))
+                    builder.store(values, vector(target, loop.index, UNPACKED, half * UNPACKED // 2), align=64)
+            return context.get_dummy_value()
 
-        with cgutils.for_range(builder, tiles) as loop:
-            low, high = _halves(builder, builder.load(vector(weights, loop.index, TILE), align=4))
-            builder.store(low, vector(target, loop.index, UNPACKED), align=64)
-            builder.store(high, vector(target, loop.index, UNPACKED, UNPACKED // 2), align=64)
-        return context.get_dummy_value()
+        return types.void(types.int64, types.int64, types.int64), codegen
 
-    return types.void(types.int64, types.int64, types.int64), codegen
+    return unpack
+
+
+# `unpack(weights, target, tiles)`: the weights of a block of outputs, one in each byte: at `target` those of the low
+# halves of its first tile, two vectors behind them those of the high halves, and four vectors behind each tile the next
+# one. `unpack_centred` subtracts OFFSET, so that they are the signed numbers that stand for values without minimums.
+unpack, unpack_centred = _unpacker(0), _unpacker(OFFSET)
