@@ -1,4 +1,4 @@
-"""Rows times a 4-bit matrix: rows become 8-bit integers with a scale for each group of inputs.
+"""Rows times a matrix of four or eight bits: rows become 8-bit integers with a scale for each group of inputs.
 
 A group's products are exact integers, and groups are added in their order, so a row's results are the same to the last
 bit whatever is computed beside it. Few rows read the matrix as fast as memory gives it. Tiles of 12 rows unpack it on
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.int4 import OFFSET, ROW_BYTES
+from rekindle_kernels.int4 import COLUMNS, DTYPES, OFFSET
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernel_table import INT4
+from rekindle_kernels.native.kernel_table import INT4, INT8_GROUPS
 from rekindle_kernels.native.kernels import int4_amx
 from rekindle_kernels.native.kernels.int4_tile import (
     BACK,
@@ -37,7 +37,7 @@ from rekindle_kernels.native.kernels.int4_tile import (
     UNPACKED,
     VALUES,
     multiply_tile,
-    unpack,
+    unpacker,
 )
 from rekindle_kernels.native.kernels.rms_norm import normalise
 from rekindle_kernels.native.language.dot_products import store_i8
@@ -66,7 +66,7 @@ PACKED_BYTES = 64 << 10  # of rows that a block packs
 BLOCK_BYTES = 384 << 10  # of weights that a block reads, where rows are few
 FEWEST = 96  # rows of a group, where several blocks have the same weights
 SEVERAL = 3 * ROWS  # rows for which weights are unpacked into memory
-TILED = 8  # rows from which AMX is faster, where it is there
+TILED = 16  # rows from which AMX is faster, where it is there
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
 MINUS_MAGIC = np.float32(-MAGIC)
 
@@ -86,10 +86,11 @@ JOB = job_layout(
         "weight": "",
         "scale": "",
         "minimum": "or 0",
+        "offset": "what is stored is more than the integers",
         "block_bytes": "of the weights of 16 outputs",
         "scale_bytes": "of their scales",
         "groups": "of inputs",
-        "steps": "of a group, STEP tiles each",
+        "steps": "of a group, STEP[bits] tiles each",
         "residual": "[tokens, results], or 0",
         "out": "[tokens, results]",
         "results": "of a row",
@@ -131,7 +132,7 @@ def pack_row(job: Any, r: int, scratch: int) -> None:
             sums = add(sums, integers)
             store_i8(out, k, integers)
         whole = total(sums)
-        set_i32(numbers, BEGIN * groups + g, MAGIC_BITS - (0 if job.minimum > 0 else OFFSET * int(whole)))
+        set_i32(numbers, BEGIN * groups + g, MAGIC_BITS - job.offset * int(whole))
         set_f32(numbers, VALUES * groups + g, scale * whole)
         set_f32(numbers, BACK * groups + g, MINUS_MAGIC * scale)
 
@@ -156,15 +157,21 @@ def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
     store(job.out + at, 0, y)
 
 
-def kernel(dtype: str) -> Kernel:
-    """Rows times a 4-bit matrix whose scales have this dtype."""
+def kernel(dtype: str, bits: int = 4) -> Kernel:
+    """Rows times a matrix of four or eight bits whose scales have this dtype."""
     wide = dtype == "float32"
+    offset, columns = OFFSET if bits == 4 else 128, COLUMNS[DTYPES[bits]]
+    word, step_inputs = np.dtype(DTYPES[bits]).itemsize, STEP[bits] * 8
     instruction = "vnni" if has_feature("avx512vnni") else "avx2" if has_feature("avx2") else "any"
     large = instruction == "vnni"
+    unpack = unpacker(bits)
     tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))  # a caller says whether it runs
-    one, two, four = (multiply_tile(rows, 1, instruction, wide=wide, prefetches=True) for rows in (1, 2, 4))
+    one, two, four = (
+        multiply_tile(rows, 1, instruction, wide=wide, bits=bits, prefetches=True) for rows in (1, 2, 4)
+    )
     many, many_unpacked = (
-        multiply_tile(ROWS, 2, instruction, wide=wide, unpacked=ahead) if large else None for ahead in (False, True)
+        multiply_tile(ROWS, 2, instruction, wide=wide, bits=bits, unpacked=ahead) if large else None
+        for ahead in (False, True)
     )
 
     @jit
@@ -230,16 +237,17 @@ def kernel(dtype: str) -> Kernel:
         job.gap = gap
         job.rows = before + max(0, rows - before - gap)
         job.x = frame.x.data
-        job.width = dim(frame.weight, 1) // ROW_BYTES
+        job.width = dim(frame.weight, 1) // columns
         job.norm = frame.norm.data if frame.has_norm else 0
         job.eps = frame.settings.eps
         job.weight = frame.weight.data
         job.scale = frame.scale.data
         job.minimum = frame.minimum.data if frame.has_minimum else 0
-        job.block_bytes = dim(frame.weight, 1)
+        job.offset = offset if bits == 8 or job.minimum == 0 else 0
+        job.block_bytes = dim(frame.weight, 1) * word
         job.scale_bytes = dim(frame.scale, 1) * (4 if wide else 2)
         job.groups = dim(frame.scale, 1) // LANES
-        job.steps = job.width // (job.groups * STEP * 8)
+        job.steps = job.width // (job.groups * step_inputs)
         job.residual = frame.residual.data if frame.has_residual else 0
         job.out = frame.out.data
         job.results = dim(frame.out, 1)
@@ -300,7 +308,7 @@ def kernel(dtype: str) -> Kernel:
                 put(job, block + behind, r, count, sums + half, 0)
             r += count
 
-    multiply_by_tiles = int4_amx.multiplier(wide, put) if tiled else None
+    multiply_by_tiles = int4_amx.multiplier(wide, bits, offset, put) if tiled else None
 
     @jit
     def by_tiles(job: Any, part: int, first: int, end: int) -> None:
@@ -345,4 +353,4 @@ def kernel(dtype: str) -> Kernel:
     def finish(job: Any) -> None:
         free(job.packed)
 
-    return Kernel(INT4, JOB, prepare, block, finish)
+    return Kernel(INT4 if bits == 4 else INT8_GROUPS, JOB, prepare, block, finish)

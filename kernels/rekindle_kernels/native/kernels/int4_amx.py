@@ -19,14 +19,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rekindle_kernels.int4 import ROW_BYTES
 from rekindle_kernels.native.kernels.int4_tile import (
     SCALE,
     UNPACKED,
     VALUES,
     everywhere,
-    unpack,
-    unpack_centred,
+    unpacker,
 )
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
@@ -178,7 +176,7 @@ def _tile(count: int, wide: bool) -> Any:
 
             def add_groups(minimums: Any) -> None:
                 scale = [[factors(scales, each, block) for block in range(2)] for each in range(count)]
-                low = [[factors(minimums, each, block) for block in range(2)] for each in range(count if minimums else 0)]
+                low = [[factors(minimums, each, b) for b in range(2)] for each in range(count if minimums else 0)]
                 with cgutils.for_range(builder, WORD(ROWS)) as loop:
                     line = builder.mul(loop.index, WORD(LANES * 4))
                     row = at(numbers, builder.mul(loop.index, stride))
@@ -253,13 +251,15 @@ def ask_for(weight: int, further: int, nbytes: int) -> None:
         prefetch(weight + further + at)
 
 
-def multiplier(wide: bool, put: Any) -> Any:
+def multiplier(wide: bool, bits: int, offset: int, put: Any) -> Any:
     """`multiply(job, block, behind, first, last, memory, following)`: the rows [first, last) of a job of `int4` times a
-    block of outputs and the one so many blocks behind it. Weights at `following` are needed next; it may be 0.
+    block of outputs and the one so many blocks behind it. Weights at `following` are needed next; it may be 0. What is
+    stored is `offset` more than the integers, where there are no minimums or it has eight bits.
 
     `put(job, block, first, count, sums, behind)` writes results.
     """
     one, two, three = (_tile(count, wide) for count in range(1, GROUPS + 1))
+    unpack, unpack_signed = unpacker(bits, offset if bits == 8 else 0), unpacker(bits, offset)
 
     @jit
     def multiply(job: Any, block: int, behind: int, first: int, last: int, memory: int, following: int) -> None:
@@ -270,7 +270,7 @@ def multiplier(wide: bool, put: Any) -> Any:
         stride, groups = job.stride, job.groups
         group = job.width // groups
         depth = min(DEPTH, group)
-        per, nbytes = group // depth, group * ROW_BYTES
+        per, nbytes = group // depth, job.block_bytes // groups
         for line in range((last - first + ROWS - 1) // ROWS * ROWS * 2):
             store(totals, line * LANES, splat(ZERO))
         panels = (job.width + PANEL - 1) // PANEL
@@ -281,8 +281,8 @@ def multiplier(wide: bool, put: Any) -> Any:
                 unpack(here, unpacked, tiles)
                 unpack(here + further, unpacked + LINE, tiles)
             else:
-                unpack_centred(here, unpacked, tiles)
-                unpack_centred(here + further, unpacked + LINE, tiles)
+                unpack_signed(here, unpacked, tiles)
+                unpack_signed(here + further, unpacked + LINE, tiles)
             ahead = weight + stop * nbytes if panel + 1 < panels else following
             for r in range(first, last, ROWS):
                 x, sums = job.packed + r * stride, totals + (r - first) * 2 * LANES * 4
