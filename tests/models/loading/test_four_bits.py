@@ -46,7 +46,7 @@ native = unavailable_reason("cpu") is None  # else there is no kernel for groups
 needs_numba = pytest.mark.skipif(not native, reason="groups of eight bits are kept where native kernels are")
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(kind, expected) for kind, expected in KINDS.items()])
+@pytest.mark.parametrize(("kind", "expected"), list(KINDS.items()))
 @pytest.mark.parametrize("case", ["qwen3", "llama", "qwen3-moe"])
 def test_blocks_of_gguf_are_kept(
     case: str, kind: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +97,9 @@ def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Pat
         rows = GgufRows(file, tensor.name, tensor.kind, tensor.shape, tensor.offset)
         found = rows.integers(3, 40)
         scales = np.repeat(found.scales.astype(np.float32), packing.group, axis=1)
-        values = scales * (found.integers - np.float32(8 if found.integers.dtype == np.uint8 and not packing.minimum else 0))
+        values = scales * (
+            found.integers - np.float32(8 if found.integers.dtype == np.uint8 and not packing.minimum else 0)
+        )
         if found.minimums is not None:
             values = values + np.repeat(found.minimums.astype(np.float32), packing.group, axis=1)
         assert (found.minimums is not None) == packing.minimum

@@ -56,8 +56,8 @@ def multiply_tile(
     Packed rows lie `stride` bytes apart at x. The second block of outputs has its weights `further` bytes behind those
     of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP[bits] tiles;
     `minimums` may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is "vnni", "avx2" or "any"; scales are
-    float32 if they are `wide`, else float16. With `unpacked`, weights are what `unpack` made of two blocks. Integers of eight bits are
-    multiplied as if 128 were added to them.
+    float32 if they are `wide`, else float16. With `unpacked`, weights are what `unpacker` made of two blocks. Integers
+    of eight bits are multiplied as if 128 were added to them.
     """
     in_registers = rows * vectors <= 8
     stored = FLOATS if wide else ir.VectorType(ir.HalfType(), LANES)
