@@ -182,19 +182,24 @@ def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | Non
     assert_close(kept, floats)
 
 
-def test_logits_are_close_to_those_of_the_floats(tmp_path: Path) -> None:
-    """Activations have eight bits in products with four, on a CPU, so they are not the same."""
+@pytest.mark.parametrize(("eight", "allowed"), [(False, 0.1), pytest.param(True, 0.15, marks=needs_numba)])
+def test_logits_are_close_to_those_of_the_floats(
+    eight: bool, allowed: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations have eight bits in products with four, on a CPU, so they are not the same; and in that with the head
+    where it stays in eight bits."""
+    monkeypatch.setattr(checkpoint, "_multiplies_groups", lambda: eight)
     raw = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     file = export(checkpoints.write(tmp_path / "folder", raw), tmp_path / "model.gguf", type="q4_0")
     kept, floats = load(file), load(file, dtype="float32")
-    assert kinds(kept)
+    assert ("embed.weight" in kinds(kept)) == eight and kinds(kept)
     prompt = [3, 9, 27, 81, 11, 33, 99, 5]
     room = [reference.empty_cache(model, 16) for model in (kept, floats)]
     ours, theirs = (
         np.asarray(reference.prefill(model, prompt, cache)[0], np.float32)
         for model, cache in zip((kept, floats), room, strict=True)
     )
-    assert np.abs(ours - theirs).max() < 0.1 * theirs.std()
+    assert np.abs(ours - theirs).max() < allowed * theirs.std()
 
 
 def test_the_next_start_takes_them_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
