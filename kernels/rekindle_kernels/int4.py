@@ -1,4 +1,4 @@
-"""Matrices of four bits: how they are stored, and what they mean.
+"""Matrices of four bits, and of eight, in groups: how they are stored, and what they mean.
 
 A matrix [N, K] (N outputs, K inputs) consists of integers q from 0 to 15. Each `group` of consecutive inputs of an
 output has a scale, and a minimum or none:
@@ -6,10 +6,12 @@ output has a scale, and a minimum or none:
     value = scale * (q - 8)            without minimums
     value = scale * q + minimum        with them
 
-The group is 32, 64 or 128 inputs. It divides K, and 16 divides N. There are three arrays, of which the last may be
+Matrices of eight bits have integers from -128 to 127, and no number is subtracted from them. The group is 32, 64 or
+128 inputs, of eight bits 16 too. It divides K, and 16 divides N. There are three arrays, of which the last may be
 missing (None); a stack of matrices has one more axis in front of each of them:
 
     weight   uint8                [N / 16, K * 8]             two integers in each byte
+             or int32             [N / 16, K * 4]             one in each byte: a matrix of eight bits
     scale    float16 or float32   [N / 16, K / group * 16]
     minimum  as scale             [N / 16, K / group * 16]
 
@@ -18,6 +20,8 @@ line; tile t holds the inputs 8 t to 8 t + 7. Its byte 4 o + i (output o of the 
 8 t + i in its low four bits and that of the input 8 t + 4 + i in its high ones. A row of `scale` and of `minimum` has
 16 numbers for each group, one per output. A vector of 16 lanes of 32 bits so has one output in each lane, and four of
 its inputs in the four bytes of the lane, which is what instructions that multiply bytes take; sums stay in their lanes.
+
+Of eight bits, a tile is two cache lines: first the inputs 8 t to 8 t + 3, four bytes for each output, then the others.
 
 What other formats become, all of them exactly (`pack` and `pack_scales` do it):
 
@@ -29,8 +33,10 @@ What other formats become, all of them exactly (`pack` and `pack_scales` do it):
                   6 bits per weight then, where the file has 4.5
 
 Scales and minimums are then those of the format to the last bit, their products with integers are exact in float32,
-and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it. Formats
-with a table of values (IQ4_NL, MXFP4) are not of this kind.
+and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it.
+
+In eight bits, with groups of 32: Q8_0, Q5_0 and IQ4_NL, whose table has integers, with float16 scales; Q5_1 with
+float16 minimums too; IQ4_XS with float32 scales, Q5_K with minimums as well. Q6_K has groups of 16 and float32 scales.
 """
 
 from __future__ import annotations
@@ -44,19 +50,23 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 GROUPS = (32, 64, 128)  # inputs that share a scale
+GROUPS_OF = {4: GROUPS, 8: (16, *GROUPS)}  # by bits
 OUTPUTS = 16  # of a row of the arrays: lanes of a vector
 INPUTS = 8  # of a tile
 TILE = OUTPUTS * INPUTS // 2  # bytes
 ROW_BYTES = TILE // INPUTS  # of a row of `weight` for each input
+COLUMNS = {"uint8": ROW_BYTES, "int32": ROW_BYTES // 2}  # of `weight` for each input, by its dtype
+DTYPES = {4: "uint8", 8: "int32"}  # of `weight` by bits
+BITS = {dtype: bits for bits, dtype in DTYPES.items()}
 OFFSET = 8  # of integers without minimums
 HIGHEST = 15
 SCALES = ("float16", "float32")
 
 
-def reason_against(outputs: int, inputs: int, group: int) -> str | None:
+def reason_against(outputs: int, inputs: int, group: int, bits: int = 4) -> str | None:
     """Why a matrix can't be stored with this group; None if it can."""
-    if group not in GROUPS:
-        return f"groups of {group} inputs are not known, only those of {', '.join(map(str, GROUPS))}"
+    if group not in GROUPS_OF[bits]:
+        return f"groups of {group} inputs are not known, only those of {', '.join(map(str, GROUPS_OF[bits]))}"
     if outputs % OUTPUTS:
         return f"its {outputs} outputs are not a multiple of {OUTPUTS}"
     if inputs % group:
@@ -64,10 +74,10 @@ def reason_against(outputs: int, inputs: int, group: int) -> str | None:
     return None
 
 
-def weight_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def weight_shape(shape: tuple[int, ...], bits: int = 4) -> tuple[int, ...]:
     """The shape of `weight` for a matrix [N, K] or a stack [G, N, K]."""
     *stack, outputs, inputs = shape
-    return (*stack, outputs // OUTPUTS, inputs * ROW_BYTES)
+    return (*stack, outputs // OUTPUTS, inputs * COLUMNS[DTYPES[bits]])
 
 
 def scale_shape(shape: tuple[int, ...], group: int) -> tuple[int, ...]:
@@ -79,18 +89,21 @@ def scale_shape(shape: tuple[int, ...], group: int) -> tuple[int, ...]:
 def matrix_shape(weight: Any) -> tuple[int, ...]:
     """The shape [N, K] or [G, N, K] of what `weight` holds."""
     *stack, blocks, width = weight.shape
-    return (*stack, blocks * OUTPUTS, width // ROW_BYTES)
+    return (*stack, blocks * OUTPUTS, width // COLUMNS[weight.dtype.name])
 
 
 def group_of(weight: Any, scale: Any) -> int:
     """How many inputs share a scale."""
-    group: int = weight.shape[-1] // ROW_BYTES * OUTPUTS // scale.shape[-1]
+    group: int = weight.shape[-1] // COLUMNS[weight.dtype.name] * OUTPUTS // scale.shape[-1]
     return group
 
 
-def pack(integers: NDArray[Any]) -> NDArray[np.uint8]:
-    """`weight` of integers 0 to 15, [N, K] or [G, N, K]."""
+def pack(integers: NDArray[Any]) -> NDArray[Any]:
+    """`weight` of integers 0 to 15, [N, K] or [G, N, K]; of eight bits if they are int8."""
     *stack, outputs, inputs = integers.shape
+    if integers.dtype == np.int8:
+        quads = np.ascontiguousarray(integers).view(np.int32).reshape(*stack, outputs // OUTPUTS, OUTPUTS, inputs // 4)
+        return np.ascontiguousarray(np.swapaxes(quads, -1, -2)).reshape(weight_shape(integers.shape, 8))
     # In words of four bytes: one byte by one it took four times as long.
     words = np.ascontiguousarray(integers, np.uint8).view(np.uint32)
     words = words.reshape(*stack, outputs // OUTPUTS, OUTPUTS, inputs // INPUTS, 2)
@@ -98,9 +111,12 @@ def pack(integers: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(np.swapaxes(pairs, -1, -2)).view(np.uint8).reshape(weight_shape(integers.shape))
 
 
-def unpack(weight: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def unpack(weight: NDArray[Any]) -> NDArray[Any]:
     """The integers [N, K] or [G, N, K] that `weight` holds; the inverse of `pack`."""
     *stack, blocks, width = weight.shape
+    if weight.dtype == np.int32:
+        quads = np.swapaxes(weight.reshape(*stack, blocks, width // OUTPUTS, OUTPUTS), -1, -2)
+        return np.ascontiguousarray(quads).view(np.int8).reshape(matrix_shape(weight))
     pairs = np.moveaxis(weight.reshape(*stack, blocks, width // TILE, OUTPUTS, 4), -3, -2)
     return np.stack([pairs & 15, pairs >> 4], axis=-2).reshape(matrix_shape(weight))
 
@@ -124,12 +140,26 @@ def dequantized(
 ) -> jax.Array:
     """The values [N, K] or [G, N, K], computed in float32 and rounded to `dtype`."""
     *stack, blocks, width = weight.shape
-    tiles, groups = width // TILE, scale.shape[-1] // OUTPUTS
-    pairs = weight.reshape(*stack, blocks, groups, tiles // groups, OUTPUTS, 4)
-    q = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)  # [..., groups, tiles, 16, 2, 4]
-    values = _values(q, *(_lanes(array, (*stack, blocks, groups, 1, OUTPUTS, 1, 1)) for array in (scale, minimum)))
+    groups = scale.shape[-1] // OUTPUTS
+    q = _integers(weight.reshape(*stack, blocks, groups, width // groups // _wide(weight), _wide(weight)))
+    shape = (*stack, blocks, groups, 1, OUTPUTS, 1, 1)
+    values = _values(weight, q, *(None if array is None else array.reshape(shape) for array in (scale, minimum)))
     ordered = jnp.moveaxis(values.astype(dtype), -3, -5)
     return ordered.reshape(matrix_shape(weight))
+
+
+def _wide(weight: jax.Array) -> int:
+    """Columns of `weight` that a tile takes."""
+    return INPUTS * COLUMNS[weight.dtype.name]
+
+
+def _integers(tiles: jax.Array) -> jax.Array:
+    """The integers, counted from 0, of tiles [..., columns] as float32 [..., 16, 2, 4]: outputs, halves, inputs."""
+    if tiles.dtype == jnp.int32:
+        halves = jnp.swapaxes(tiles.reshape(*tiles.shape[:-1], 2, OUTPUTS), -1, -2)
+        return jax.lax.bitcast_convert_type(halves, jnp.int8).astype(jnp.float32)
+    pairs = tiles.reshape(*tiles.shape[:-1], OUTPUTS, 4)
+    return jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)
 
 
 def rows(
@@ -142,20 +172,19 @@ def rows(
         tiled = array.reshape(array.shape[0], -1, OUTPUTS, *lanes)
         return tiled[block, :, lane]
 
-    pairs = one(weight, (4,))  # [..., tiles, 4]
-    q = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)  # [..., tiles, 2, 4]
+    if weight.dtype == jnp.int32:
+        q = jax.lax.bitcast_convert_type(one(weight, ()), jnp.int8).astype(jnp.float32)  # [..., quads, 4]
+    else:
+        pairs = one(weight, (4,))  # [..., tiles, 4]
+        q = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)  # [..., tiles, 2, 4]
     found = scale.shape[-1] // OUTPUTS
     grouped = q.reshape(*at.shape, found, -1)
     scales, minimums = (None if array is None else one(array, ())[..., None] for array in (scale, minimum))
-    return _values(grouped, scales, minimums).astype(dtype).reshape(*at.shape, -1)
+    return _values(weight, grouped, scales, minimums).astype(dtype).reshape(*at.shape, -1)
 
 
-def _lanes(array: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    return None if array is None else array.reshape(shape)
-
-
-def _values(q: jax.Array, scale: jax.Array | None, minimum: jax.Array | None) -> jax.Array:
+def _values(weight: jax.Array, q: jax.Array, scale: jax.Array | None, minimum: jax.Array | None) -> jax.Array:
     assert scale is not None, "integers have scales"
     if minimum is None:
-        return (q - OFFSET) * scale.astype(jnp.float32)
+        return (q - (0 if weight.dtype == jnp.int32 else OFFSET)) * scale.astype(jnp.float32)
     return q * scale.astype(jnp.float32) + minimum.astype(jnp.float32)

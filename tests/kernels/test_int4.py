@@ -10,20 +10,23 @@ import numpy as np
 import pytest
 
 from rekindle_kernels import LinearOptions, int4, linear, native
+from rekindle_kernels.native import products
+from rekindle_kernels.native.cpu import has_feature
 
 RANDOM = np.random.default_rng(0)
 
 
-def integers(*shape: int) -> np.ndarray:
-    return RANDOM.integers(0, 16, shape).astype(np.uint8)
+def integers(*shape: int, bits: int = 4) -> np.ndarray:
+    return RANDOM.integers(0, 16, shape).astype(np.uint8) if bits == 4 else RANDOM.integers(-128, 128, shape, np.int8)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(16, 32), (48, 128), (3, 32, 96), (2, 16, 2048)], ids=str)
-def test_integers_and_scales_come_back(shape: tuple[int, ...]) -> None:
-    q = integers(*shape)
+def test_integers_and_scales_come_back(shape: tuple[int, ...], bits: int) -> None:
+    q = integers(*shape, bits=bits)
     packed = int4.pack(q)
-    assert (packed.dtype, packed.shape) == (np.uint8, int4.weight_shape(shape))
-    assert packed.nbytes * 2 == q.size
+    assert (packed.dtype.name, packed.shape) == (int4.DTYPES[bits], int4.weight_shape(shape, bits))
+    assert packed.nbytes * 8 == q.size * bits
     assert int4.matrix_shape(packed) == shape
     np.testing.assert_array_equal(int4.unpack(packed), q)
     scales = RANDOM.random((*shape[:-1], shape[-1] // 32)).astype(np.float16)
@@ -42,21 +45,24 @@ def test_a_byte_lies_where_the_definition_says() -> None:
         assert (byte >> 4 if inside >= 4 else byte & 15) == q[output, column]
 
 
-@pytest.mark.parametrize("group", int4.GROUPS)
+@pytest.mark.parametrize(("bits", "group"), [(bits, group) for bits in (4, 8) for group in int4.GROUPS_OF[bits]])
 @pytest.mark.parametrize("kind", int4.SCALES)
 @pytest.mark.parametrize("shape", [(32, 256), (2, 16, 128)], ids=str)
-def test_values_are_those_of_the_definition_to_the_last_bit(shape: tuple[int, ...], kind: str, group: int) -> None:
-    q = integers(*shape)
+def test_values_are_those_of_the_definition_to_the_last_bit(
+    shape: tuple[int, ...], kind: str, bits: int, group: int
+) -> None:
+    q, offset = integers(*shape, bits=bits), 8 if bits == 4 else 0
     scale, minimum = (
         RANDOM.standard_normal((*shape[:-1], shape[-1] // group)).astype(np.float32).astype(kind) for _ in range(2)
     )
     wide, low = (np.repeat(array.astype(np.float64), group, -1) for array in (scale, minimum))
     weight, *packed = int4.pack(q), int4.pack_scales(scale), int4.pack_scales(minimum)
     symmetric = np.asarray(int4.dequantized(weight, packed[0], None))
-    np.testing.assert_array_equal(symmetric, ((q.astype(np.float64) - 8) * wide).astype(np.float32))
+    np.testing.assert_array_equal(symmetric, ((q.astype(np.float64) - offset) * wide).astype(np.float32))
     got = np.asarray(int4.dequantized(weight, *packed))
     want = q.astype(np.float64) * wide
-    np.testing.assert_allclose(got, (want + low).astype(np.float32), rtol=2e-6, atol=1e-5)
+    atol = 1e-5 if bits == 4 else 2e-4
+    np.testing.assert_allclose(got, (want + low).astype(np.float32), rtol=2e-6, atol=atol)
     if len(shape) == 2:
         at = RANDOM.integers(0, shape[0], (3, 5))
         np.testing.assert_array_equal(int4.rows(weight, *packed, jnp.asarray(at)), got[at])
@@ -84,13 +90,13 @@ Matrix = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def matrix(
-    outputs: int, inputs: int, group: int, kind: str = "float16", minimums: bool = False
+    outputs: int, inputs: int, group: int, kind: str = "float16", minimums: bool = False, bits: int = 4
 ) -> tuple[Matrix, np.ndarray]:
     """A random matrix and its values in float64."""
-    q = integers(outputs, inputs)
-    scale = (RANDOM.random((outputs, inputs // group)) / 40).astype(kind)
+    q = integers(outputs, inputs, bits=bits)
+    scale = (RANDOM.random((outputs, inputs // group)) / (40 if bits == 4 else 640)).astype(kind)
     minimum = (RANDOM.standard_normal(scale.shape) / 5).astype(kind) if minimums else None
-    values = np.repeat(scale.astype(np.float64), group, -1) * (q - (0.0 if minimums else 8.0))
+    values = np.repeat(scale.astype(np.float64), group, -1) * (q - (0.0 if minimums or bits == 8 else 8.0))
     packed = None
     if minimum is not None:
         values += np.repeat(minimum.astype(np.float64), group, -1)
@@ -109,17 +115,20 @@ def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     return (np.rint(steps).astype(np.float64) * unit.astype(np.float64)).reshape(x.shape), certain
 
 
-FORMS = [(32, "float16", False), (64, "float16", False), (128, "float16", True), (64, "float32", True)]
+FORMS = [
+    (4, 32, "float16", False), (4, 64, "float16", False), (4, 128, "float16", True), (4, 64, "float32", True),
+    (8, 32, "float16", False), (8, 16, "float32", False), (8, 16, "float32", True), (8, 128, "float16", True),
+]  # fmt: skip
 needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 
 
-@pytest.mark.parametrize(("group", "kind", "minimums"), FORMS)
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
 @pytest.mark.parametrize("implementation", ["xla", None])
 @pytest.mark.parametrize("rows", [1, 3, 30])
 def test_a_product_is_that_of_the_values(
-    rows: int, implementation: str | None, group: int, kind: str, minimums: bool
+    rows: int, implementation: str | None, bits: int, group: int, kind: str, minimums: bool
 ) -> None:
-    (weight, scale, minimum), values = matrix(96, 256, group, kind, minimums)
+    (weight, scale, minimum), values = matrix(96, 256, group, kind, minimums, bits)
     x = RANDOM.standard_normal((rows, 256), np.float32)
     multiply = partial(linear, options=LinearOptions("int4"), implementation=implementation)
     got = np.asarray(jax.jit(multiply)(x, weight, scale=scale, minimum=minimum))
@@ -132,12 +141,12 @@ def test_a_product_is_that_of_the_values(
 
 
 @needs_numba
-@pytest.mark.parametrize(("group", "kind", "minimums"), FORMS)
-@pytest.mark.parametrize("shape", [(16, 128), (208, 256), (1056, 384)], ids=str)
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
+@pytest.mark.parametrize("shape", [(16, 128), (208, 256), (1056, 384), (48, 2304)], ids=str)
 def test_rows_of_eight_bits_are_multiplied_exactly(
-    shape: tuple[int, int], group: int, kind: str, minimums: bool
+    shape: tuple[int, int], bits: int, group: int, kind: str, minimums: bool
 ) -> None:
-    packed, values = matrix(*shape, group, kind, minimums)
+    packed, values = matrix(*shape, group, kind, minimums, bits)
     x = RANDOM.standard_normal((203, shape[1]), np.float32) * RANDOM.random((203, 1), np.float32) * 10
     x[7], x[:, 32:64] = 0, 0  # an empty row, and empty groups
     multiply = jax.jit(native.multiply_int4)
@@ -170,6 +179,23 @@ def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: 
     half = tuple(None if array is None else array[:7] for array in packed)
     got, want = multiply(x, *half, residual), multiply(x, *half) + residual
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-4)
+
+
+@needs_numba
+@pytest.mark.skipif(not has_feature("amx-int8"), reason="this processor has no AMX")
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_amx_changes_nothing(
+    gated: bool, bits: int, group: int, kind: str, minimums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, _ = matrix(96, 1280, group, kind, minimums, bits)
+    x = RANDOM.standard_normal((150, 1280), np.float32)
+    found = []
+    for there in (True, False):
+        monkeypatch.setattr(products, "has_amx", lambda there=there: there)
+        multiply = jax.jit(partial(native.multiply_int4, gated=gated))
+        found.append(np.asarray(multiply(x, *packed)))
+    np.testing.assert_array_equal(*found)
 
 
 @needs_numba

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -41,6 +43,19 @@ def expected(case: Case) -> tuple[Problem, np.ndarray]:
     oracle = jax.jit(partial(paged_attention, options=problem.options, implementation="reference"))
     out = oracle(in_wide_queries(problem.inputs))
     return problem, np.asarray(out)
+
+
+def test_pages_of_fp8_are_stored_as_their_bits_and_read_as_numbers() -> None:
+    case = Case("fp8_pages", decode=(1, 17, 0, 40), prefill=((16, 33),), kv_dtype="float8_e4m3fn", head_dim=64)
+    problem, want = expected(case)
+    kv = problem.inputs.kv
+    assert kv.dtype == jnp.float8_e4m3fn and (kv.pages.dtype == jnp.uint8) == (jax.default_backend() == "cpu")
+    for name in (None, "xla"):
+        got = jax.jit(partial(paged_attention, options=problem.options, implementation=name))(problem.inputs)
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))
+    wide, _ = expected(replace(case, kv_dtype="float32"))
+    exact = jax.jit(partial(paged_attention, options=wide.options))(wide.inputs)
+    assert 0 < np.abs(want - exact).max() < 0.2, "three bits of fraction"
 
 
 @pytest.mark.parametrize(("name", "case"), implementations())

@@ -216,18 +216,19 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
         assert writer._complete_at == session._engine.scheduler.cache.version
 
 
-def test_int8_pages_are_kept_as_such(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_narrow_pages_are_kept_as_such(kind: str, tmp_path: Path) -> None:
     options = {"max_tokens": NEW, "ignore_eos": True}
-    with opened(tmp_path, kv_dtype="int8") as session:
+    with opened(tmp_path, kv_dtype=kind) as session:
         cold = session.generate_sync(list(prompt(0)), **options)
         session.save("small").result_sync()
         small = session.cache.stats().page_bytes
-    with opened(tmp_path, kv_dtype="int8", restore="small") as session:
+    with opened(tmp_path, kv_dtype=kind, restore="small") as session:
         again = session.generate_sync(list(prompt(0)), **options)
         assert again.usage.cached_tokens == 64
         assert again.token_ids == cold.token_ids
         session.check_integrity()
-    with pytest.raises(SnapshotRefused, match="pages hold 'int8'"):
+    with pytest.raises(SnapshotRefused, match=f"pages hold '{kind}'"):
         opened(tmp_path, restore="small")
     with opened(tmp_path) as session:
         assert small < 0.5 * session.cache.stats().page_bytes

@@ -34,7 +34,7 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     names = [CHAIN]
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
-        if spec is kernel_table.INT4:
+        if spec in (kernel_table.INT4, kernel_table.INT8_GROUPS):
             dtypes = int4.SCALES
         if spec is kernel_table.GEMM:
             dtypes = tuple(name.removeprefix("gemm_") for name in NEEDED)

@@ -35,22 +35,28 @@ def _product(kind: str, **settings: str) -> KernelSpec:
 GEMM = _product("gemm")
 MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
 
-# Rows times a 4-bit matrix, whose three arrays `rekindle_kernels.int4` describes; W is eight bytes for each input.
-INT4 = KernelSpec(
-    "int4",
-    operands=(
-        Operand("weight", "B W", "uint8"),
-        Operand("scale", "B S", dtype=None),
-        Operand("minimum", "B S", dtype=None, optional=True),
-        Operand("x", "T K"),
-        Operand("residual", "T M", optional=True),
-        Operand("rows", "2", "int32", optional=True, fields=("before", "gap")),
-        Operand("norm", "K", optional=True),
-    ),
-    results=(Result("out", "T M"),),
-    settings={"eps": "float32", "gated": "int32"},
-    parameters=DTYPE,
-)
+
+# Rows times a matrix of four or eight bits in groups, whose three arrays `rekindle_kernels.int4` describes; W is its
+# columns. With `amx`, the processor has these instructions: results are the same without.
+def _grouped(kind: str, weight: str) -> KernelSpec:
+    return KernelSpec(
+        kind,
+        operands=(
+            Operand("weight", "B W", weight),
+            Operand("scale", "B S", dtype=None),
+            Operand("minimum", "B S", dtype=None, optional=True),
+            Operand("x", "T K"),
+            Operand("residual", "T M", optional=True),
+            Operand("rows", "2", "int32", optional=True, fields=("before", "gap")),
+            Operand("norm", "K", optional=True),
+        ),
+        results=(Result("out", "T M"),),
+        settings={"eps": "float32", "gated": "int32", "amx": "int32"},
+        parameters=DTYPE,
+    )
+
+
+INT4, INT8_GROUPS = _grouped("int4", "uint8"), _grouped("int8groups", "int32")
 
 # x / rms(x) · weight.
 RMS_NORM = KernelSpec(
@@ -140,7 +146,11 @@ SAMPLE = KernelSpec(
 )
 
 KERNELS = {
-    spec.kind: spec for spec in (MATVEC, GEMM, INT4, RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL, ARGMAX, SAMPLE)
+    spec.kind: spec
+    for spec in (
+        *(MATVEC, GEMM, INT4, INT8_GROUPS, RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL),
+        *(ARGMAX, SAMPLE),
+    )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands
 
 

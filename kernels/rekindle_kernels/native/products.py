@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import jax
@@ -18,6 +19,7 @@ from rekindle_kernels.native.kernel_table import (
     DECODE,
     GEMM,
     INT4,
+    INT8_GROUPS,
     MATVEC,
     PREFILL,
     RMS_NORM,
@@ -32,6 +34,7 @@ GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 # XLA multiplies by tiles (AMX) where the processor has them: from so many rows on that beats any kernel here.
 _TILES = {"bfloat16": ("amx-bf16", FEW_ROWS + 1), "int8": ("amx-int8", 64)}
+_GROUPED = {"uint8": INT4, "int32": INT8_GROUPS}  # by the dtype of matrices in groups: of four bits, of eight
 _INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multiply two and four of them in a lane
 
 
@@ -69,7 +72,8 @@ def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]
     kinds = [dtype for dtype in DTYPES if dtype in matrices]
     products = [MATVEC.variant(dtype) for dtype in kinds]
     products += [GEMM.variant(dtype) for dtype in kinds if has_feature(_INSTRUCTIONS.get(dtype, ""))]
-    products += [INT4.variant("float16")] if "uint8" in matrices else []  # of others its first call is compiled
+    for stored, spec in _GROUPED.items():  # with other scales the first call is compiled
+        products += [spec.variant("float16")] if stored in matrices else []
     own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE)]
     if pages in DTYPES and head_dim % 16 == 0:
         own += [spec.variant(pages, head_dim) for spec in (DECODE, PREFILL)]
@@ -79,7 +83,13 @@ def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]
 
 def multiplies_int4(weight: jax.Array, scale: str) -> bool:
     """Whether `multiply_int4` takes this weight with scales of that dtype, for any number of rows."""
-    return weight.ndim == 2 and weight.dtype == jnp.uint8 and scale in int4.SCALES and builds(INT4.variant(scale).name)
+    spec = _GROUPED.get(weight.dtype.name)
+    return spec is not None and weight.ndim == 2 and scale in int4.SCALES and builds(spec.variant(scale).name)
+
+
+def has_amx() -> bool:
+    """Whether 4-bit products of many rows may use AMX; Linux gives it to a process that asks."""
+    return has_feature("amx-int8") and sys.platform == "linux"
 
 
 def multiply_int4(
@@ -94,7 +104,9 @@ def multiply_int4(
     eps: float = 0.0,
     gated: bool = False,
 ) -> jax.Array:
-    """x [R, K] · a 4-bit matrix [N, K] + residual -> float32 [R, N], with norm and gate as in `multiply`.
+    """x [R, K] · a matrix [N, K] of four or eight bits in groups + residual -> float32 [R, N].
+
+    Norm and gate are those of `multiply`.
 
     Rows become 8-bit integers with a scale for each group of inputs. A row's results do not depend on the number of
     rows, to the last bit. Results behind the first `count` rows are undefined.
@@ -103,10 +115,10 @@ def multiply_int4(
     assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
     assert not gated or N % GATED_UNIT == 0, f"{N} outputs have to be gated behind"
     assert x.shape[1] == K, f"rows of {x.shape[1]} and a matrix of {K} inputs"
-    reason = int4.reason_against(N, K, int4.group_of(weight, scale))
+    reason = int4.reason_against(N, K, int4.group_of(weight, scale), int4.BITS[weight.dtype.name])
     assert reason is None, reason
     (product,) = call(
-        INT4.variant(scale.dtype.name),
+        _GROUPED[weight.dtype.name].variant(scale.dtype.name),
         {
             "weight": weight,
             "scale": scale,
@@ -116,7 +128,7 @@ def multiply_int4(
             "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
             "norm": None if norm is None else norm.astype(jnp.float32),
         },
-        {"eps": eps, "gated": gated},
+        {"eps": eps, "gated": gated, "amx": has_amx()},
         {"M": N // 2 if gated else N},
     )
     return product

@@ -1,8 +1,9 @@
-"""Rows times a 4-bit matrix: rows become 8-bit integers with a scale for each group of inputs.
+"""Rows times a matrix of four or eight bits: rows become 8-bit integers with a scale for each group of inputs.
 
 A group's products are exact integers, and groups are added in their order, so a row's results are the same to the last
 bit whatever is computed beside it. Few rows read the matrix as fast as memory gives it. Tiles of 12 rows unpack it on
-the way, a tenth of their work; for more than a few tiles it is unpacked before.
+the way, a tenth of their work; for more than a few tiles it is unpacked before. Processors with AMX multiply 16 rows
+and more by it (`int4_amx`).
 
 Milliseconds of CPU time on one core, 5120 x 960 twice, the least of 12 in turn, on a busy machine with VNNI:
 
@@ -11,7 +12,14 @@ Milliseconds of CPU time on one core, 5120 x 960 twice, the least of 12 in turn,
     groups of 64           0.29   0.34   0.87   3.02   24.9
     groups of 32           0.31   0.39   1.13   3.73   31.0
 
-A random model of 360M parameters in a session, two busy cores, medians in turn, as shares of int8's tokens/s: one
+By AMX, milliseconds of two cores of a busy Xeon, groups of 64, the least of 12 in turn; int8 is XLA's from 64 rows on:
+
+    5120 x 960, rows         12     16     32     64    512
+    AMX                    0.32   0.25   0.38   0.62    5.1
+    VNNI                   0.19   0.25   0.46   0.80   11.1
+    int8                   0.32   0.28   0.39   0.57    4.5
+
+A random model of 360M parameters in a session without AMX, two busy cores, medians in turn, as shares of int8's tokens/s: one
 stream 2.0 (groups of 32: 2.1), eight streams 1.6 (1.5), a prompt of 1,024 tokens 0.9 (0.8).
 """
 
@@ -21,9 +29,11 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.int4 import OFFSET, ROW_BYTES
+from rekindle_kernels.int4 import COLUMNS, DTYPES, OFFSET
+from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernel_table import INT4
+from rekindle_kernels.native.kernel_table import INT4, INT8_GROUPS
+from rekindle_kernels.native.kernels import int4_amx
 from rekindle_kernels.native.kernels.int4_tile import (
     BACK,
     BEGIN,
@@ -35,7 +45,7 @@ from rekindle_kernels.native.kernels.int4_tile import (
     UNPACKED,
     VALUES,
     multiply_tile,
-    unpack,
+    unpacker,
 )
 from rekindle_kernels.native.kernels.rms_norm import normalise
 from rekindle_kernels.native.language.dot_products import store_i8
@@ -64,6 +74,7 @@ PACKED_BYTES = 64 << 10  # of rows that a block packs
 BLOCK_BYTES = 384 << 10  # of weights that a block reads, where rows are few
 FEWEST = 96  # rows of a group, where several blocks have the same weights
 SEVERAL = 3 * ROWS  # rows for which weights are unpacked into memory
+TILED = 16  # rows from which AMX is faster, where it is there
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
 MINUS_MAGIC = np.float32(-MAGIC)
 
@@ -83,16 +94,18 @@ JOB = job_layout(
         "weight": "",
         "scale": "",
         "minimum": "or 0",
+        "offset": "what is stored is more than the integers",
         "block_bytes": "of the weights of 16 outputs",
         "scale_bytes": "of their scales",
         "groups": "of inputs",
-        "steps": "of a group, STEP tiles each",
+        "steps": "of a group, STEP[bits] tiles each",
         "residual": "[tokens, results], or 0",
         "out": "[tokens, results]",
         "results": "of a row",
         "ups": "blocks of outputs before the first up, or 0",
         "parts": "into which the outputs are cut",
         "group": "rows that a block multiplies",
+        "tiles": "1 where many rows are multiplied by AMX",
     },
     numbers={"eps": "added to the mean square"},
 )
@@ -127,7 +140,7 @@ def pack_row(job: Any, r: int, scratch: int) -> None:
             sums = add(sums, integers)
             store_i8(out, k, integers)
         whole = total(sums)
-        set_i32(numbers, BEGIN * groups + g, MAGIC_BITS - (0 if job.minimum > 0 else OFFSET * int(whole)))
+        set_i32(numbers, BEGIN * groups + g, MAGIC_BITS - job.offset * int(whole))
         set_f32(numbers, VALUES * groups + g, scale * whole)
         set_f32(numbers, BACK * groups + g, MINUS_MAGIC * scale)
 
@@ -152,14 +165,19 @@ def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
     store(job.out + at, 0, y)
 
 
-def kernel(dtype: str) -> Kernel:
-    """Rows times a 4-bit matrix whose scales have this dtype."""
+def kernel(dtype: str, bits: int = 4) -> Kernel:
+    """Rows times a matrix of four or eight bits whose scales have this dtype."""
     wide = dtype == "float32"
+    offset, columns = OFFSET if bits == 4 else 128, COLUMNS[DTYPES[bits]]
+    word, step_inputs = np.dtype(DTYPES[bits]).itemsize, STEP[bits] * 8
     instruction = "vnni" if has_feature("avx512vnni") else "avx2" if has_feature("avx2") else "any"
     large = instruction == "vnni"
-    one, two, four = (multiply_tile(rows, 1, instruction, wide=wide, prefetches=True) for rows in (1, 2, 4))
+    unpack = unpacker(bits)
+    tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))  # a caller says whether it runs
+    one, two, four = (multiply_tile(rows, 1, instruction, wide=wide, bits=bits, prefetches=True) for rows in (1, 2, 4))
     many, many_unpacked = (
-        multiply_tile(ROWS, 2, instruction, wide=wide, unpacked=ahead) if large else None for ahead in (False, True)
+        multiply_tile(ROWS, 2, instruction, wide=wide, bits=bits, unpacked=ahead) if large else None
+        for ahead in (False, True)
     )
 
     @jit
@@ -203,7 +221,7 @@ def kernel(dtype: str) -> Kernel:
     @inline
     def paired(job: Any) -> bool:
         """Whether blocks of outputs are multiplied two by two."""
-        return large and (job.ups > 0 or job.rows >= ROWS)
+        return large and (job.tiles > 0 or job.ups > 0 or job.rows >= ROWS)
 
     @inline
     def unit(job: Any) -> int:
@@ -225,16 +243,17 @@ def kernel(dtype: str) -> Kernel:
         job.gap = gap
         job.rows = before + max(0, rows - before - gap)
         job.x = frame.x.data
-        job.width = dim(frame.weight, 1) // ROW_BYTES
+        job.width = dim(frame.weight, 1) // columns
         job.norm = frame.norm.data if frame.has_norm else 0
         job.eps = frame.settings.eps
         job.weight = frame.weight.data
         job.scale = frame.scale.data
         job.minimum = frame.minimum.data if frame.has_minimum else 0
-        job.block_bytes = dim(frame.weight, 1)
+        job.offset = offset if bits == 8 or job.minimum == 0 else 0
+        job.block_bytes = dim(frame.weight, 1) * word
         job.scale_bytes = dim(frame.scale, 1) * (4 if wide else 2)
         job.groups = dim(frame.scale, 1) // LANES
-        job.steps = job.width // (job.groups * STEP * 8)
+        job.steps = job.width // (job.groups * step_inputs)
         job.residual = frame.residual.data if frame.has_residual else 0
         job.out = frame.out.data
         job.results = dim(frame.out, 1)
@@ -244,8 +263,12 @@ def kernel(dtype: str) -> Kernel:
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
         rows = job.rows
+        job.tiles = 0
+        if tiled and rows >= TILED and frame.settings.amx > 0:
+            job.tiles = int4_amx.allowed()
+        step = int4_amx.ROWS if job.tiles > 0 else ROWS
         job.stride = (job.width + 4 * NUMBERS * job.groups + LINE - 1) // LINE * LINE
-        job.packed = malloc(rows * job.stride)
+        job.packed = malloc((rows + step - 1) // step * step * job.stride)  # the last tile is whole
         job.per_pack = max(1, PACKED_BYTES // (job.width * 4))
         if rows <= AT_ONCE:
             pack_rows(job, 0, rows)
@@ -259,7 +282,7 @@ def kernel(dtype: str) -> Kernel:
         parts = min(rounds * threads, units(job))
         job.parts = parts
         groups = max(1, min(4 * threads // max(1, parts), rows // FEWEST))
-        job.group = (rows + groups * ROWS - 1) // (groups * ROWS) * ROWS
+        job.group = (rows + groups * step - 1) // (groups * step) * step
         if rows == 0:
             return 0
         return job.packs + parts * ((rows + job.group - 1) // job.group)
@@ -291,6 +314,25 @@ def kernel(dtype: str) -> Kernel:
                 put(job, block + behind, r, count, sums + half, 0)
             r += count
 
+    multiply_by_tiles = int4_amx.multiplier(wide, bits, offset, put) if tiled else None
+
+    @jit
+    def by_tiles(job: Any, part: int, first: int, end: int) -> None:
+        """A part of the outputs for the rows [first, end)."""
+        size, ups, blocks = unit(job), job.ups, job.results // LANES
+        memory = malloc(int4_amx.memory_for(end - first))
+        int4_amx.begin(memory, job.width // job.groups)
+        for u in range(first_unit(part, job.parts, units(job)), first_unit(part + 1, job.parts, units(job))):
+            at = u * size
+            behind = ups if ups > 0 else 1 if at + 1 < blocks else 0
+            following = job.weight + (at + size) * job.block_bytes if at + 2 * size <= blocks else 0
+            if behind > 0:
+                multiply_by_tiles(job, at, behind, first, end, memory, following)
+            else:
+                multiply_rows(job, at, 0, first, end, memory + int4_amx.INTEGERS, 0)
+        int4_amx.end(memory)
+        free(memory)
+
     @jit
     def block(job: Any, index: int) -> None:
         packs, rows = job.packs, job.rows
@@ -300,6 +342,9 @@ def kernel(dtype: str) -> Kernel:
         wait_for_blocks(job, packs)  # blocks that multiply come last: by then every row is packed
         parts, size, ups = job.parts, unit(job), job.ups
         part, first = (index - packs) % parts, (index - packs) // parts * job.group
+        if tiled and job.tiles > 0:
+            by_tiles(job, part, first, min(rows, first + job.group))
+            return
         last = job.results // LANES
         several = large and first + SEVERAL <= min(rows, first + job.group)
         sums = malloc(2 * ROWS * LANES * 4 + (job.width // 8 * UNPACKED if several else 0))
@@ -314,4 +359,4 @@ def kernel(dtype: str) -> Kernel:
     def finish(job: Any) -> None:
         free(job.packed)
 
-    return Kernel(INT4, JOB, prepare, block, finish)
+    return Kernel(INT4 if bits == 4 else INT8_GROUPS, JOB, prepare, block, finish)

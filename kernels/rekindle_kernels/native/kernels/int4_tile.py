@@ -2,9 +2,10 @@
 groups of inputs.
 
 A load fills a vector with eight inputs of each of 16 outputs (`rekindle_kernels.int4`). Its low and its high halves of
-bytes meet four 8-bit inputs of a row each, spread over a vector. What a group adds up to is an exact integer; it is
-multiplied by the row's scale of that group, then by the outputs' and added to what earlier groups have given. So the
-result of a row is the same to the last bit whatever tile computes it, with whatever instructions.
+bytes meet four 8-bit inputs of a row each, spread over a vector; of eight bits, two loads do that. What a group adds up
+to is an exact integer; it is multiplied by the row's scale of that group, then by the outputs' and added to what
+earlier groups have given. So the result of a row is the same to the last bit whatever tile computes it, with whatever
+instructions.
 
 Sums of integers begin at the bits of MAGIC, so that as a float they are MAGIC plus the sum, without a conversion. A
 row's scale has 22 bits, so that MAGIC times the scale is exact, and (MAGIC + sum) · scale - MAGIC · scale, in one
@@ -27,8 +28,8 @@ from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call
 INT, BYTE = ir.IntType(32), ir.IntType(8)
 _INTS, _HALF_INTS = ir.VectorType(INT, LANES), ir.VectorType(INT, LANES // 2)
 _BYTES, _SHORTS = ir.VectorType(BYTE, 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
-_LOW_BITS = 0x0F0F0F0F
-STEP = 4  # tiles of the smallest group
+_LOW_BITS, _SIGN_BITS = 0x0F0F0F0F, 0x80808080
+STEP = {4: 4, 8: 2}  # tiles of the smallest group, by bits
 AHEAD = 8 << 10  # bytes by which weights are prefetched, as in `matvec`
 
 # What a row is packed into: its 8-bit integers, then for all groups four numbers of four bytes each: their scales, what
@@ -41,18 +42,26 @@ assert OUTPUTS == LANES, "an output has a lane"
 
 
 def multiply_tile(
-    rows: int, vectors: int, instruction: str, *, wide: bool, prefetches: bool = False, unpacked: bool = False
+    rows: int,
+    vectors: int,
+    instruction: str,
+    *,
+    wide: bool,
+    bits: int = 4,
+    prefetches: bool = False,
+    unpacked: bool = False,
 ) -> Any:
     """`tile(weights, scales, minimums, further, further_scales, x, stride, groups, steps, sums)`.
 
     Packed rows lie `stride` bytes apart at x. The second block of outputs has its weights `further` bytes behind those
-    of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP tiles; `minimums`
-    may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is "vnni", "avx2" or "any"; scales are float32 if they
-    are `wide`, else float16. With `unpacked`, weights are what `unpack` made of two blocks.
+    of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP[bits] tiles;
+    `minimums` may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is "vnni", "avx2" or "any"; scales are
+    float32 if they are `wide`, else float16. With `unpacked`, weights are what `unpacker` made of two blocks. Integers
+    of eight bits are multiplied as if 128 were added to them.
     """
     in_registers = rows * vectors <= 8
     stored = FLOATS if wide else ir.VectorType(ir.HalfType(), LANES)
-    count = rows * vectors
+    count, tile_bytes, step = rows * vectors, TILE * bits // 4, STEP[bits]
 
     @intrinsic
     def tile(
@@ -88,11 +97,11 @@ def multiply_tile(
             kept = [cgutils.alloca_once(builder, FLOATS) if in_registers else at(place, FLOATS) for place in places]
             for one in kept:
                 builder.store(ir.Constant(FLOATS, [0.0] * LANES), one, align=64 if in_registers else 4)
-            width = times(times(groups, steps), STEP * 8)  # inputs, and bytes of a row's integers
+            width = times(times(groups, steps), step * 8)  # inputs, and bytes of a row's integers
 
             def number(row: int, group: Any, which: int, kind: ir.Type) -> Any:
                 behind = builder.add(width, times(builder.add(times(groups, which), group), 4))
-                return _everywhere(builder, builder.load(at(builder.add(begins[row], behind), kind)), kind)
+                return everywhere(builder, builder.load(at(builder.add(begins[row], behind), kind)), kind)
 
             with cgutils.for_range(builder, groups) as outer:
                 group = outer.index
@@ -101,12 +110,12 @@ def multiply_tile(
                     for vector in range(vectors):
                         builder.store(offset, totals[vector * rows + row])
                 with cgutils.for_range(builder, steps) as inner:
-                    first = times(builder.add(times(group, steps), inner.index), STEP)
-                    for each in range(STEP):
+                    first = times(builder.add(times(group, steps), inner.index), step)
+                    for each in range(step):
                         number_of_tile = builder.add(first, WORD(each))
-                        address = builder.add(weights, times(number_of_tile, UNPACKED if unpacked else TILE))
-                        if prefetches:
-                            _prefetch(builder, builder.add(address, WORD(AHEAD)))
+                        address = builder.add(weights, times(number_of_tile, UNPACKED if unpacked else tile_bytes))
+                        for line in range(0, tile_bytes if prefetches else 0, TILE):
+                            _prefetch(builder, builder.add(address, WORD(AHEAD + line)))
                         if unpacked:
                             found = [
                                 builder.load(at(builder.add(address, WORD(4 * LANES * index)), _INTS), align=64)
@@ -114,17 +123,15 @@ def multiply_tile(
                             ]
                             halves = [found[:2], found[2:]]
                         else:
-                            pairs = [builder.load(at(address, _INTS), align=4)]
-                            if vectors == 2:
-                                pairs.append(builder.load(at(builder.add(address, further), _INTS), align=4))
-                            halves = [*zip(*(_halves(builder, pair) for pair in pairs), strict=True)]
+                            pair = [address, builder.add(address, further)][:vectors]
+                            halves = [*zip(*(_unsigned(builder, bits, place) for place in pair), strict=True)]
                         for half, columns in enumerate(halves):
                             inputs = builder.add(times(number_of_tile, 8), WORD(4 * half))
                             for row in range(rows):
                                 here = [totals[vector * rows + row] for vector in range(vectors)]
                                 word = builder.add(begins[row], inputs)
                                 before = [builder.load(total) for total in here]
-                                after = _add_row(builder, instruction, word, list(columns), before)
+                                after = _add_row(builder, instruction, bits, word, list(columns), before)
                                 for total, value in zip(here, after, strict=True):
                                     builder.store(value, total)
                 at_scales = times(group, LANES * (4 if wide else 2))
@@ -156,7 +163,7 @@ def multiply_tile(
     return tile
 
 
-def _everywhere(builder: Any, value: Any, kind: ir.Type) -> Any:
+def everywhere(builder: Any, value: Any, kind: ir.Type) -> Any:
     vector = ir.VectorType(kind, LANES)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, INT(0))
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
@@ -169,6 +176,16 @@ def _halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
     return builder.and_(pairs, mask), builder.and_(shifted, mask)
 
 
+def _unsigned(builder: Any, bits: int, address: Any) -> tuple[Any, Any]:
+    """The integers of the tile at `address` as unsigned bytes: its first four inputs, and the others."""
+    pointer = builder.inttoptr(address, _INTS.as_pointer())
+    if bits == 4:
+        return _halves(builder, builder.load(pointer, align=4))
+    first, second = (builder.load(builder.gep(pointer, [WORD(half)]), align=4) for half in range(2))
+    signs = ir.Constant(_INTS, [_SIGN_BITS] * LANES)
+    return builder.xor(first, signs), builder.xor(second, signs)
+
+
 def _prefetch(builder: Any, address: Any) -> None:
     flag, pointer = INT, BYTE.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
@@ -176,13 +193,14 @@ def _prefetch(builder: Any, address: Any) -> None:
     builder.call(function, [builder.inttoptr(address, pointer), flag(0), flag(3), flag(1)])
 
 
-def _add_row(builder: Any, instruction: str, word: Any, columns: list[Any], sums: list[Any]) -> list[Any]:
-    """The sums and the products of the four 8-bit inputs at address `word` with four unsigned bytes of each lane."""
+def _add_row(builder: Any, instruction: str, bits: int, word: Any, columns: list[Any], sums: list[Any]) -> list[Any]:
+    """The sums and the products of the four 8-bit inputs at address `word` with four unsigned bytes of each lane, which
+    have so many bits."""
     if instruction == "vnni":
         return _with_vnni(builder, word, columns, sums)
     inputs = builder.load(builder.inttoptr(word, INT.as_pointer()))
     if instruction == "avx2":
-        return [_with_avx2(builder, inputs, *pair) for pair in zip(columns, sums, strict=True)]
+        return [_with_avx2(builder, bits, inputs, *pair) for pair in zip(columns, sums, strict=True)]
     return [_with_any(builder, inputs, *pair) for pair in zip(columns, sums, strict=True)]
 
 
@@ -202,21 +220,29 @@ def _with_vnni(builder: Any, word: Any, columns: list[Any], sums: list[Any]) -> 
     return [builder.extract_value(added, i) for i in range(count)]
 
 
-def _with_avx2(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
-    """Two products of 4 and 8 bits fit into 16 bits with room to spare, so that nothing saturates."""
+def _with_avx2(builder: Any, bits: int, inputs: Any, column: Any, total: Any) -> Any:
+    """Two products of 4 and 8 bits fit into 16 bits with room to spare, so that nothing saturates. Two of 8 and 8 bits
+    do not: their bytes are widened before."""
     products = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_SHORTS, [_BYTES, _BYTES]), "llvm.x86.avx2.pmadd.ub.sw"
     )
     pairs = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_HALF_INTS, [_SHORTS, _SHORTS]), "llvm.x86.avx2.pmadd.wd"
     )
-    spread = _everywhere(builder, inputs, INT)
-    ones = ir.Constant(_SHORTS, [1] * LANES)
+    spread = everywhere(builder, inputs, INT)
+    ones, eight = ir.Constant(_SHORTS, [1] * LANES), ir.Constant(_SHORTS, [8] * LANES)
     found = []
     for start in (0, LANES // 2):
         lanes = ir.Constant(_HALF_INTS, list(range(start, start + LANES // 2)))
-        w, x = (builder.bitcast(builder.shuffle_vector(vector, vector, lanes), _BYTES) for vector in (column, spread))
-        found.append(builder.call(pairs, [builder.call(products, [w, x]), ones]))
+        halves = [builder.shuffle_vector(vector, vector, lanes) for vector in (column, spread)]
+        if bits == 4:
+            w, x = (builder.bitcast(half, _BYTES) for half in halves)
+            found.append(builder.call(pairs, [builder.call(products, [w, x]), ones]))
+            continue
+        w, x = (builder.bitcast(half, _SHORTS) for half in halves)
+        even = builder.lshr(builder.shl(w, eight), eight), builder.ashr(builder.shl(x, eight), eight)
+        odd = builder.lshr(w, eight), builder.ashr(x, eight)
+        found.append(builder.add(builder.call(pairs, even), builder.call(pairs, odd)))
     both = builder.shuffle_vector(*found, ir.Constant(_INTS, list(range(LANES))))
     return builder.add(total, both)
 
@@ -226,26 +252,33 @@ def _with_any(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
         x = builder.ashr(builder.shl(inputs, INT(24 - 8 * byte)), INT(24))
         shifted = builder.lshr(column, ir.Constant(_INTS, [8 * byte] * LANES))
         w = builder.and_(shifted, ir.Constant(_INTS, [0xFF] * LANES))
-        total = builder.add(total, builder.mul(w, _everywhere(builder, x, INT)))
+        total = builder.add(total, builder.mul(w, everywhere(builder, x, INT)))
     return total
 
 
-@intrinsic
-def unpack(typing_context: Any, weights: Any, target: Any, tiles: Any) -> Any:
-    """The weights of a block of outputs, one in each byte: at `target` those of the low halves of its first tile, two
-    vectors behind them those of the high halves, and four vectors behind each tile the next one."""
+def unpacker(bits: int, offset: int = 0) -> Any:
+    """`unpack(weights, target, tiles)`: the weights of a block of outputs, an unsigned integer less `offset` in each
+    byte: at `target` the first four inputs of its first tile, two vectors behind them the others, and four vectors
+    behind each tile the next one."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights, target, tiles = args
+    @intrinsic
+    def unpack(typing_context: Any, weights: Any, target: Any, tiles: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            weights, target, tiles = args
+            many = ir.VectorType(BYTE, 4 * LANES)
+            subtracted = ir.Constant(many, [offset] * 4 * LANES)
 
-        def vector(start: Any, index: Any, size: int, behind: int = 0) -> Any:
-            address = builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
-            return builder.inttoptr(address, _INTS.as_pointer())
+            def at(start: Any, index: Any, size: int, behind: int = 0) -> Any:
+                return builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
 
-        with cgutils.for_range(builder, tiles) as loop:
-            low, high = _halves(builder, builder.load(vector(weights, loop.index, TILE), align=4))
-            builder.store(low, vector(target, loop.index, UNPACKED), align=64)
-            builder.store(high, vector(target, loop.index, UNPACKED, UNPACKED // 2), align=64)
-        return context.get_dummy_value()
+            with cgutils.for_range(builder, tiles) as loop:
+                halves = _unsigned(builder, bits, at(weights, loop.index, TILE * bits // 4))
+                for half, integers in enumerate(halves):
+                    values = builder.sub(builder.bitcast(integers, many), subtracted)
+                    place = at(target, loop.index, UNPACKED, half * UNPACKED // 2)
+                    builder.store(values, builder.inttoptr(place, many.as_pointer()), align=64)
+            return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), codegen
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return unpack

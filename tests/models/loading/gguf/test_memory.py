@@ -11,6 +11,7 @@ import pytest
 
 from helpers import checkpoints
 from rekindle._src.session.exporting import export
+from rekindle_kernels import unavailable_reason
 
 RAW = checkpoints.CASES["qwen3"]
 
@@ -39,3 +40,6 @@ def test_peak_memory_is_the_leaves_and_a_bounded_rest(kind: str, dtype: str, tmp
     leaves, grown = map(int, ended.stdout.split())
     assert grown < 1.05 * leaves + (80 << 20), f"{grown >> 20} MiB for leaves of {leaves >> 20}"
     assert grown < leaves + file.stat().st_size + (300 << 20)
+    if dtype == "auto" and unavailable_reason("cpu") is None:  # as it is stored
+        assert leaves <= file.stat().st_size + (1 << 20)
+        assert grown < file.stat().st_size + (300 << 20)

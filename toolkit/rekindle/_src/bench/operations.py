@@ -32,8 +32,9 @@ PARTS = {
     "idle": "the host's work and the program's start, before the step",
 }
 KERNELS = {
-    "matvec": "products", "gemm": "products", "int4": "products", "decode": "attention", "prefill": "attention",
-    "write": "pages", "norm": "norms", "rope": "rope", "argmax": "sampling", "sample": "sampling",
+    "matvec": "products", "gemm": "products", "int4": "products", "int8groups": "products",
+    "decode": "attention", "prefill": "attention", "write": "pages",
+    "norm": "norms", "rope": "rope", "argmax": "sampling", "sample": "sampling",
 }  # fmt: skip
 SCOPES = {
     "attend": "attention", "write_kv": "pages", "rope": "rope", "logits": "logits", "sample": "sampling",
@@ -70,7 +71,7 @@ def parts_of(program: str) -> dict[str, str]:
 
 
 def _part(line: str, body: Sequence[str]) -> str:
-    kernel = re.search(r'custom_call_target="rekindle_([a-z]+)', line)
+    kernel = re.search(r'custom_call_target="rekindle_([a-z0-9]+)', line)
     scopes = re.search(r'op_name="([^"]*)"', line) or re.search(r'op_name="([^"]*)"', "\n".join(reversed(body)))
     inside = [SCOPES[scope] for scope in (scopes[1].split("/") if scopes else ()) if scope in SCOPES]
     assert kernel is None or kernel[1] in KERNELS, f"KERNELS has no entry for rekindle_{kernel and kernel[1]}"

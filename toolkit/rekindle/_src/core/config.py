@@ -43,7 +43,8 @@ class EngineConfig(html.Record):
 
     Options:
         dtype ("auto"): of the weights; "auto" is the checkpoint's on GPU and TPU, bfloat16 on CPU.
-        kv_dtype ("auto"): of cached keys and values; "auto" follows dtype.
+        kv_dtype ("auto"): of cached keys and values; "auto" follows dtype. "int8" and "float8_e4m3fn" take about half
+            of 16 bits, with a scale for each token and head.
         quantize (None): "int8" for weights and activations, "int8-weight" for weights alone, "int4" for four bits with
             embedding and head in eight; "int4-32" and -128 choose the group. A dict says it by part: "attention",
             "mlp", "experts", "embedding" and "head"; what it leaves out is not quantised.

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict
 from rekindle._src.core.mesh_shape import DeviceMesh
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 QuantizeKind = Literal["int8", "int8-weight", "int4", "int4-32", "int4-64", "int4-128"]
 QuantizePart = Literal["attention", "mlp", "experts", "embedding", "head"]
 Quantize = QuantizeKind | Mapping[QuantizePart, QuantizeKind | None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -20,7 +21,7 @@ from jax.typing import DTypeLike
 from rekindle._src.core import html
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
-from rekindle._src.models.nn.packing import is_packed
+from rekindle._src.models.nn.packing import is_packed, matrix_shape
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import family
 from rekindle_kernels import current_platform
@@ -73,7 +74,7 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        return sum(leaf.size * (2 if is_packed(leaf) else 1) for leaf in self.leaves)
+        return sum(prod(matrix_shape(leaf)) for leaf in self.leaves)
 
     def __repr__(self) -> str:
         size = f"{self.num_parameters / 1e6:,.1f}M parameters, {self.nbytes / 2**20:,.0f} MiB"
@@ -183,7 +184,7 @@ def _draw(key: jax.Array, path: str, leaf: jax.ShapeDtypeStruct, graph: Graph) -
     if leaf.dtype == jnp.int8:
         return jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
     if is_packed(leaf):
-        return jax.random.bits(key, leaf.shape, jnp.uint8)
+        return jax.random.bits(key, leaf.shape, jnp.uint8)  # only files have others
     spread = _spread(path, graph.config)
     drawn = (jax.random.normal(key, leaf.shape) * spread).astype(graph.precision.value_dtype(leaf.dtype))
     return drawn if drawn.dtype == leaf.dtype else jax.lax.bitcast_convert_type(drawn, leaf.dtype)

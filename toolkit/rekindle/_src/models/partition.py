@@ -94,7 +94,7 @@ class Partition:
                 raise ConfigError(
                     "mesh",
                     {name: count for name, count in self.sizes.items() if count > 1},
-                    f"{path} is kept in four bits and can't be divided like this: {reason}",
+                    f"{path} is kept in {packed.bits} bits and can't be divided like this: {reason}",
                     f"Use fewer devices, quantize='int4-{min(int4.GROUPS)}', or eight bits for this part",
                 )
 
@@ -120,7 +120,8 @@ def roles_of(graph: Graph) -> dict[str, Role]:
         matrix = path if path in sources else path.removesuffix("scale").removesuffix("minimum") + "weight"
         role, packed = sources[matrix].role, packings.get(matrix)
         if packed is not None:
-            columns = Fraction(int4.ROW_BYTES) if path == matrix else Fraction(int4.OUTPUTS, packed.group)
+            each = int4.COLUMNS[int4.DTYPES[packed.bits]]
+            columns = Fraction(each) if path == matrix else Fraction(int4.OUTPUTS, packed.group)
             found[path] = role.packed(sources[matrix].stack, int4.OUTPUTS, columns)
         else:
             found[path] = role if path == matrix else role.scale
@@ -128,7 +129,7 @@ def roles_of(graph: Graph) -> dict[str, Role]:
 
 
 def packings_of(graph: Graph) -> dict[str, Packing]:
-    """How the matrices of four bits are stored, by the paths of their weights."""
+    """How the matrices of four or eight bits in groups are stored, by the paths of their weights."""
     if not graph.precision.quantizes:
         return {}
     leaves = dict(zip(graph.paths, leaf_shapes(graph), strict=True))

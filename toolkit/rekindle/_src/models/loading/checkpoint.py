@@ -28,6 +28,7 @@ from rekindle._src.models.nn.packing import matrix_shape, packing_of
 from rekindle._src.models.placement import Placement
 from rekindle._src.models.registry import config_from_hf
 from rekindle.errors import CheckpointError, StoreError
+from rekindle_kernels import unavailable_reason
 
 __all__ = ["Checkpoint", "Described", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
 # Buffers that older versions of transformers saved with the weights; they follow from the config.
@@ -100,15 +101,16 @@ def describe(
 ) -> Described:
     """Checks a folder or hub id and describes the model that `load` would return for it.
 
-    With dtype "auto" and no `quantize`, matrices that are stored in four bits stay as they are.
+    With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and where
+    native kernels multiply them those of eight bits too.
     """
     quantize = checked_quantize(quantize)
     seen = look(model)
-    keeps_four_bits = quantize is None and dtype == "auto" and seen.may_be_quantized
+    keeps_in_groups = quantize is None and dtype == "auto" and seen.may_be_quantized
     kept = known = reads = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         asked = resolve_dtype(dtype, None)
-        as_stored = ("as stored",) if keeps_four_bits else ()
+        as_stored = ("as stored",) if keeps_in_groups else ()
         kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings, *as_stored)
         with _damage_warns():
             known = prepared.known(kept)
@@ -116,13 +118,18 @@ def describe(
         config = config_from_hf(seen.raw)
         _check_counts(seen, config)
         name = resolve_dtype(dtype, config)
-        kinds = stored_kinds(*named_tensors(seen, config)) if keeps_four_bits else ()
+        kinds = stored_kinds(*named_tensors(seen, config), eight=_multiplies_groups()) if keeps_in_groups else ()
         graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings, kinds=kinds)
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)
         known = prepared.Known(graph, shapes, name)
     found = Checkpoint(seen, known.graph.config)
     return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept, reads)
+
+
+def _multiplies_groups() -> bool:
+    """Whether there are kernels for groups of eight bits; elsewhere products with 16 bits are faster."""
+    return jax.default_backend() == "cpu" and unavailable_reason("cpu") is None
 
 
 def _check_counts(seen: Stored, config: ModelConfig) -> None:

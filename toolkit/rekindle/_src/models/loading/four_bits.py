@@ -1,4 +1,4 @@
-"""Matrices that a checkpoint stores in four bits, kept as they are: which can be, and their integers and scales.
+"""Matrices that a checkpoint stores in groups of four or eight bits, kept as they are: which can be, and how.
 
 A reader of rows that has `packing` and `integers` can fill a matrix of `rekindle_kernels.int4` exactly. A parameter of
 the model may be made of several tensors, q, k and v for example; their packings are joined to one that holds them all.
@@ -19,16 +19,16 @@ from rekindle_kernels import int4
 
 
 class Integers(NamedTuple):
-    """Integers from 0 to 15 [outputs, inputs], scales and minimums [outputs, groups], as `int4` defines them."""
+    """Integers [outputs, inputs], scales and minimums [outputs, groups], as `rekindle_kernels.int4` defines them."""
 
-    integers: NDArray[np.uint8]
+    integers: NDArray[Any]  # uint8 from 0 to 15, or int8
     scales: NDArray[Any]
     minimums: NDArray[Any] | None = None
 
 
 @runtime_checkable
-class FourBitRows(Protocol):
-    """Reads rows of a matrix of four bits."""
+class GroupedRows(Protocol):
+    """Reads rows of a matrix in groups."""
 
     @property
     def packing(self) -> Packing | None:
@@ -47,15 +47,21 @@ def packing_for(group: int, *, minimum: bool, dtype: Any) -> Packing | None:
     return Packing(max(fitting), minimum, scales) if fitting else None
 
 
-def stored_kinds(declared: Manifest, entries: Mapping[str, TensorEntry]) -> tuple[tuple[str, str], ...]:
-    """The kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in four bits."""
+def stored_kinds(
+    declared: Manifest, entries: Mapping[str, TensorEntry], *, eight: bool = True
+) -> tuple[tuple[str, str], ...]:
+    """The kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in groups of four bits, and of
+    `eight`."""
     found = []
     for path, source in declared.sources.items():
         parts = [entries[name] for name in source.names if name in entries]
         packing = _joined(_packing(entry) for entry in parts) if len(parts) == len(source.names) else None
         if packing is None or source.transpose or source.add or source.tiled or not path.endswith(".weight"):
             continue
-        if int4.reason_against(sum(source.rows), parts[0].shape[-1], packing.group) is None:
+        if packing.bits == 8 and not eight:
+            continue
+        outputs, inputs = sum(source.rows), parts[0].shape[-1]
+        if int4.reason_against(outputs, inputs, packing.group, packing.bits) is None:
             found.append((path.removesuffix(".weight"), packing.kind))
     return tuple(found)
 
@@ -69,19 +75,22 @@ def fills(packing: Packing | None, entry: TensorEntry, source: Source) -> bool:
 
 
 def fitted(found: Integers, stored: Packing, packing: Packing) -> Integers:
-    """The same numbers for a packing that holds more: smaller groups, minimums, wider scales."""
+    """The same numbers for a packing that holds more: smaller groups, minimums, wider scales, eight bits."""
     scales = np.repeat(found.scales, stored.group // packing.group, axis=1).astype(packing.scales)
+    integers, offset = found.integers, 0 if stored.minimum or stored.bits == 8 else int4.OFFSET
+    if packing.bits > stored.bits:
+        integers, offset = integers.astype(np.int8) - np.int8(offset), 0
     if not packing.minimum:
-        return Integers(found.integers, scales)
-    if found.minimums is None:
-        minimums = scales * np.asarray(-int4.OFFSET, scales.dtype)
-    else:
+        return Integers(integers, scales)
+    if found.minimums is not None:
         minimums = np.repeat(found.minimums, stored.group // packing.group, axis=1).astype(packing.scales)
-    return Integers(found.integers, scales, minimums)
+    else:
+        minimums = scales * np.asarray(-offset, scales.dtype) if offset else np.zeros_like(scales)
+    return Integers(integers, scales, minimums)
 
 
 def _packing(entry: TensorEntry) -> Packing | None:
-    return entry.rows.packing if isinstance(entry.rows, FourBitRows) else None
+    return entry.rows.packing if isinstance(entry.rows, GroupedRows) else None
 
 
 def _joined(packings: Iterable[Packing | None]) -> Packing | None:
@@ -92,6 +101,8 @@ def _joined(packings: Iterable[Packing | None]) -> Packing | None:
         return None
     group = min(packing.group for packing in known)
     minimum = any(packing.minimum for packing in known)
-    mixed = minimum and not all(packing.minimum for packing in known)  # eight times a scale may not fit into 16 bits
+    bits = max(packing.bits for packing in known)
+    # Eight times a scale, which takes the place of an offset, may not fit into 16 bits.
+    mixed = minimum and bits == 4 and not all(packing.minimum for packing in known)
     wide = mixed or any(packing.scales == "float32" for packing in known)
-    return Packing(group, minimum, "float32" if wide else "float16")
+    return Packing(group, minimum, "float32" if wide else "float16", bits)

@@ -25,12 +25,12 @@ class LeafPlan(NamedTuple):
     dtype: np.dtype[Any]
     scale: str | None = None
     stored: np.dtype[Any] | None = None  # the leaf's dtype, if the leaf holds the bits of values of another dtype
-    packing: Packing | None = None  # of a matrix of four bits
+    packing: Packing | None = None  # of a matrix in groups
     minimum: str | None = None
 
 
 class LeafArrays(NamedTuple):
-    """What workers fill for one parameter. A matrix of four bits is packed once it is there as a whole."""
+    """What workers fill for one parameter. A matrix in groups is packed once it is there as a whole."""
 
     values: NDArray[Any]
     scale: NDArray[Any] | None = None
@@ -43,19 +43,20 @@ class LeafArrays(NamedTuple):
             return cls(aligned(leaf.shape, leaf.dtype), scale)
         groups = (*leaf.shape[:-1], leaf.shape[-1] // leaf.packing.group)
         minimum = np.empty(groups, leaf.packing.scales) if leaf.packing.minimum else None
-        return cls(np.empty(leaf.shape, np.uint8), np.empty(groups, leaf.packing.scales), minimum)
+        integers = np.uint8 if leaf.packing.bits == 4 else np.int8
+        return cls(np.empty(leaf.shape, integers), np.empty(groups, leaf.packing.scales), minimum)
 
     def quantize(self, values: NDArray[Any], index: Any) -> None:
         """Quantise rows [out, in] into the place that `index` says."""
         assert self.scale is not None, "what is quantised has scales"
-        if self.values.dtype == np.int8:
+        if self.scale.ndim < self.values.ndim:  # one for each output
             quantize_into(values, self.values[index], self.scale[index])
             return
         minimum = None if self.minimum is None else self.minimum[index]
         quantize_int4.quantize_into(values, self.values[index], self.scale[index], minimum)
 
     def fill(self, found: Integers, index: Any) -> None:
-        """Put rows that are stored in four bits into the place that `index` says."""
+        """Put rows that are stored in groups into the place that `index` says."""
         assert self.scale is not None, "integers have scales"
         self.values[index], self.scale[index] = found.integers, found.scales
         if self.minimum is not None:

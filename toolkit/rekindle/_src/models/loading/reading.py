@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.loading.four_bits import FourBitRows, fills, fitted
+from rekindle._src.models.loading.four_bits import GroupedRows, fills, fitted
 from rekindle._src.models.loading.leaf_arrays import LeafArrays, LeafPlan
 from rekindle._src.models.loading.load_progress import Meter
 from rekindle._src.models.loading.manifest import Part
@@ -142,9 +142,9 @@ def _read(
 
 
 def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays, meter: Meter) -> None:
-    """Puts rows of four bits into a matrix of four bits as they are."""
+    """Puts rows that are stored in groups into a matrix in groups as they are."""
     entry = piece.entry
-    assert isinstance(entry.rows, FourBitRows), entry.name
+    assert isinstance(entry.rows, GroupedRows), entry.name
     assert entry.rows.packing is not None, entry.name
     assert leaf.packing is not None, leaf.path
     found = entry.rows.integers(piece.start, piece.stop)

@@ -11,8 +11,9 @@ A quantised matrix is a pair of leaves of its module, and `quantised = weight * 
 
 `quantize="int8"` multiplies int8 by int8 with one dynamic scale per activation row; `"int8-weight"` widens the weights
 to the activations' 16 bits right before the product. Both have the same leaves. A matrix of four bits ("int4", with a
-scale for each group of inputs) has the leaves `weight`, `scale` and perhaps `minimum` that `rekindle_kernels.int4`
-describes. `quantise` chooses, once the model is made, by the precision and each matrix's place in the model.
+scale for each group of inputs), or of eight that a file has in groups, has the leaves `weight`, `scale` and perhaps
+`minimum` that `rekindle_kernels.int4` describes. `quantise` chooses, once the model is made, by the precision and each
+matrix's place in the model.
 
 Where experts are picked one by one in a loop (on CPU), a stack of 16-bit floats is kept as a uint16 leaf that holds
 their bits, `array.view(numpy.uint16)`: XLA:CPU would widen the whole stack to float32 before it takes a slice of it,
@@ -76,7 +77,8 @@ class Matrix(nnx.Module):
             self.quantize, self.weight = kind, parameter(self.shape, jnp.int8)
             self.scale = nnx.data(parameter(self.shape[:-1], jnp.float32))
             return
-        self.quantize, self.weight = "int4", parameter(int4.weight_shape(self.shape), jnp.uint8)
+        bits = self.packing.bits
+        self.quantize, self.weight = "int4", parameter(int4.weight_shape(self.shape, bits), int4.DTYPES[bits])
         scales = int4.scale_shape(self.shape, self.packing.group)
         self.scale = nnx.data(parameter(scales, self.packing.scales))
         if self.packing.minimum:

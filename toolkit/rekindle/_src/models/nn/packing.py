@@ -1,8 +1,9 @@
-"""How a matrix is stored in four bits: what the kinds of a plan and the shape of a matrix come to.
+"""How a matrix is stored in groups of four or eight bits: what the kinds of a plan and the shape of a matrix come to.
 
 Kinds are text, as a graph and its JSON hold them: `int4`, with `-32`, `-64` or `-128` for the inputs of a group, then
 `-min` where groups have minimums, then `-f32` where scales and minimums are float32: `int4-32` holds Q4_0,
 `int4-32-min` Q4_1, `int4-128-min-f32` AWQ and GPTQ with zero points, `int4-32-min-f32` Q4_K. Users name the first four.
+`int8-32` and so on are groups of eight bits, which only files have: Q8_0, Q6_K, Q5_0 and others.
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ PREFERRED = 64  # inputs of a group where a plan does not say it; 32 where 64 do
 
 
 class Packing(NamedTuple):
-    """A matrix of four bits, as `rekindle_kernels.int4` stores it."""
+    """A matrix of four or eight bits in groups, as `rekindle_kernels.int4` stores it."""
 
     group: int
     minimum: bool = False  # groups have minimums
     scales: str = "float16"  # the dtype of scales and minimums
+    bits: int = 4
 
     @property
     def kind(self) -> str:
         """The kind that says all of it."""
-        return f"int4-{self.group}{'-min' * self.minimum}{'-f32' * (self.scales == 'float32')}"
+        return f"int{self.bits}-{self.group}{'-min' * self.minimum}{'-f32' * (self.scales == 'float32')}"
 
 
 def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | None:
-    """The packing of a matrix [out, in] or a stack of them; None for kinds that are not of four bits.
+    """The packing of a matrix [out, in] or a stack of them; None for kinds that are not in groups.
 
     Raises ConfigError for a matrix that can't be stored like this.
     """
-    if kind is None or not kind.startswith("int4"):
+    if kind is None or not re.match(r"int4|int8-\d", kind):
         return None
-    found = re.fullmatch(r"int4(?:-(\d+))?(-min)?(-f32)?", kind)
+    found = re.fullmatch(r"int([48])(?:-(\d+))?(-min)?(-f32)?", kind)
     assert found is not None, f"kind {kind!r}"
-    asked, minimum, wide = found.groups()
+    bits, asked, minimum, wide = found.groups()
     outputs, inputs = shape[-2:]
     group = int(asked) if asked else PREFERRED if inputs % PREFERRED == 0 else min(int4.GROUPS)
-    reason = int4.reason_against(outputs, inputs, group)
+    reason = int4.reason_against(outputs, inputs, group, int(bits))
     if reason is not None:
         raise ConfigError(
             "quantize",
@@ -49,7 +51,7 @@ def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | No
             f"{path} can't be kept in four bits: {reason}",
             'Keep this part in eight, as quantize={"attention": "int8", "mlp": "int4"} does',
         )
-    return Packing(group, minimum is not None, "float32" if wide else "float16")
+    return Packing(group, minimum is not None, "float32" if wide else "float16", int(bits))
 
 
 def matrix_shape(leaf: Any) -> tuple[int, ...]:
@@ -59,12 +61,13 @@ def matrix_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def is_packed(leaf: Any) -> bool:
-    """Whether a leaf is the `weight` of a matrix of four bits: nothing else has its dtype."""
-    return str(leaf.dtype) == "uint8"
+    """Whether a leaf is the `weight` of a matrix in groups: nothing else has these dtypes."""
+    return str(leaf.dtype) in int4.COLUMNS
 
 
 def packing_of(weight: Any, scale: Any = None, minimum: Any = None) -> Packing | None:
-    """The packing of a matrix by its leaves; None for one that is not of four bits."""
+    """The packing of a matrix by its leaves; None for one that is not in groups."""
     if not is_packed(weight):
         return None
-    return Packing(int4.group_of(weight, scale), minimum is not None, str(scale.dtype))
+    bits = int4.BITS[str(weight.dtype)]
+    return Packing(int4.group_of(weight, scale), minimum is not None, str(scale.dtype), bits)

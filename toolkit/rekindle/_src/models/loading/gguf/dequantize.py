@@ -17,7 +17,7 @@ from rekindle._src.models.loading.gguf.block_types import BlockType
 Blocks = NDArray[np.void]
 Values = NDArray[np.float32]
 # The 16 levels of IQ4, and twice those of a 4-bit float (E2M1).
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 _E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
@@ -39,29 +39,30 @@ def _single(field: NDArray[Any]) -> Values:
     return field.astype(np.float32)[:, None]
 
 
-def _q4(blocks: Blocks) -> NDArray[np.uint8]:
+def q4(blocks: Blocks) -> NDArray[np.uint8]:
+    """The four bits of blocks that hold 32 of them in 16 bytes, or several times that [·, 32]."""
     return _parts(blocks["low"], 4, 16).reshape(-1, 32)
 
 
-def _q5(blocks: Blocks) -> NDArray[np.uint8]:
+def q5(blocks: Blocks) -> NDArray[np.uint8]:
     fifth = np.unpackbits(blocks["high"], axis=1, bitorder="little")
-    return _q4(blocks) | (fifth << np.uint8(4))
+    return q4(blocks) | (fifth << np.uint8(4))
 
 
 def _q4_0(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * (_q4(blocks).view(np.int8) - np.int8(8))
+    return _single(blocks["scale"]) * (q4(blocks).view(np.int8) - np.int8(8))
 
 
 def _q4_1(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * _q4(blocks) + _single(blocks["least"])
+    return _single(blocks["scale"]) * q4(blocks) + _single(blocks["least"])
 
 
 def _q5_0(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * (_q5(blocks).view(np.int8) - np.int8(16))
+    return _single(blocks["scale"]) * (q5(blocks).view(np.int8) - np.int8(16))
 
 
 def _q5_1(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * _q5(blocks) + _single(blocks["least"])
+    return _single(blocks["scale"]) * q5(blocks) + _single(blocks["least"])
 
 
 def _q8_0(blocks: Blocks) -> Values:
@@ -70,11 +71,11 @@ def _q8_0(blocks: Blocks) -> Values:
 
 
 def _iq4_nl(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * _IQ4[_q4(blocks)]
+    return _single(blocks["scale"]) * IQ4[q4(blocks)]
 
 
 def _mxfp4(blocks: Blocks) -> Values:
-    return _half_powers(blocks["scale"])[:, None] * _E2M1_TWICE[_q4(blocks)]
+    return _half_powers(blocks["scale"])[:, None] * _E2M1_TWICE[q4(blocks)]
 
 
 def _half_powers(exponents: NDArray[np.uint8]) -> Values:
@@ -111,35 +112,61 @@ def six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArra
     return np.concatenate(scales, axis=1), np.concatenate(minima, axis=1)
 
 
-def _k_scales(blocks: Blocks) -> tuple[Values, Values]:
+def k_scales(blocks: Blocks) -> tuple[Values, Values]:
     scales, minima = six_bit_scales(blocks["scales"])
     return (_single(blocks["scale"]) * scales)[:, :, None], (_single(blocks["least"]) * minima)[:, :, None]
 
 
+def q4_k(blocks: Blocks) -> NDArray[np.uint8]:
+    """The integers [N, 8, 32] of Q4_K."""
+    found: NDArray[np.uint8] = _parts(blocks["low"], 4, 32).reshape(-1, 8, 32)
+    return found
+
+
+def q5_k(blocks: Blocks) -> NDArray[np.uint8]:
+    """The integers [N, 8, 32] of Q5_K."""
+    fifth = _parts(blocks["high"], 1, 32).reshape(-1, 8, 32)
+    return q4_k(blocks) | (fifth << np.uint8(4))
+
+
 def _q4_k(blocks: Blocks) -> Values:
-    step, least = _k_scales(blocks)
-    return step * _parts(blocks["low"], 4, 32).reshape(-1, 8, 32) - least
+    step, least = k_scales(blocks)
+    return step * q4_k(blocks) - least
 
 
 def _q5_k(blocks: Blocks) -> Values:
-    step, least = _k_scales(blocks)
-    fifth = _parts(blocks["high"], 1, 32).reshape(-1, 8, 32)
-    return step * (_parts(blocks["low"], 4, 32).reshape(-1, 8, 32) | (fifth << np.uint8(4))) - least
+    step, least = k_scales(blocks)
+    return step * q5_k(blocks) - least
+
+
+def q6_k_scales(blocks: Blocks) -> Values:
+    """The scales [N, 16, 1] of Q6_K."""
+    found: Values = (_single(blocks["scale"]) * blocks["scales"])[:, :, None]
+    return found
+
+
+def q6_k(blocks: Blocks) -> NDArray[np.int8]:
+    """The integers [N, 16, 16] of Q6_K."""
+    low = _parts(blocks["low"], 4, 64).reshape(-1, 16, 16)
+    high = _parts(blocks["high"], 2, 32).reshape(-1, 16, 16)
+    found: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    return found
 
 
 def _q6_k(blocks: Blocks) -> Values:
-    step = (_single(blocks["scale"]) * blocks["scales"])[:, :, None]
-    low = _parts(blocks["low"], 4, 64).reshape(-1, 16, 16)
-    high = _parts(blocks["high"], 2, 32).reshape(-1, 16, 16)
-    return step * ((low | (high << np.uint8(4))).view(np.int8) - np.int8(32))
+    return q6_k_scales(blocks) * q6_k(blocks)
 
 
-def _iq4_xs(blocks: Blocks) -> Values:
+def iq4_xs_scales(blocks: Blocks) -> Values:
+    """The scales [N, 8, 1] of IQ4_XS."""
     low = _parts(blocks["scales"], 4, 1).reshape(-1, 8)
     high = (blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & np.uint8(3)
     scales = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
-    step = (_single(blocks["scale"]) * scales)[:, :, None]
-    return step * _IQ4[_parts(blocks["low"], 4, 16).reshape(-1, 8, 32)]
+    return (_single(blocks["scale"]) * scales)[:, :, None]
+
+
+def _iq4_xs(blocks: Blocks) -> Values:
+    return iq4_xs_scales(blocks) * IQ4[q4(blocks).reshape(-1, 8, 32)]
 
 
 _FUNCTIONS: dict[str, Callable[[Blocks], Values]] = {

@@ -10,16 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.loading.four_bits import Integers
+from rekindle._src.models.loading.gguf import grouped
 from rekindle._src.models.loading.gguf.block_types import BlockType
-from rekindle._src.models.loading.gguf.dequantize import dequantize, six_bit_scales
+from rekindle._src.models.loading.gguf.dequantize import dequantize
 from rekindle._src.models.loading.read_bytes import read_exactly
 from rekindle._src.models.nn.packing import Packing
 
-_PACKINGS = {
-    "Q4_0": Packing(32),
-    "Q4_1": Packing(32, minimum=True),
-    "Q4_K": Packing(32, minimum=True, scales="float32"),
-}
 VALUES = 1 << 18  # that are unpacked at a time: they and what is made on the way stay in the cache
 
 
@@ -60,23 +56,12 @@ class GgufRows:
 
     @property
     def packing(self) -> Packing | None:
-        """How the matrix can be kept in four bits; None if its type is another one."""
-        return _PACKINGS.get(self.kind.name) if len(self.shape) == 2 else None
+        """How the matrix can be kept in groups; None if its type is another one."""
+        return grouped.PACKINGS.get(self.kind.name) if len(self.shape) == 2 else None
 
     def integers(self, start: int, stop: int) -> Integers:
-        """The integers, scales and minimums of the rows [start, stop) of a matrix of four bits."""
-        blocks = self.blocks(start, stop)
-        rows, low = len(blocks), blocks["low"]
-        width = 32 if self.kind.name == "Q4_K" else 16  # bytes whose low halves come first, then their high ones
-        parts = low.reshape(rows, -1, 1, width)
-        found = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2).reshape(rows, -1)
-        if self.kind.name != "Q4_K":
-            return Integers(found, blocks["scale"], blocks["least"] if self.kind.name == "Q4_1" else None)
-        scales, minimums = six_bit_scales(blocks["scales"].reshape(-1, 12))
-        with np.errstate(all="ignore"):
-            step = blocks["scale"].astype(np.float32).reshape(-1, 1) * scales
-            least = -(blocks["least"].astype(np.float32).reshape(-1, 1) * minimums)
-        return Integers(found, step.reshape(rows, -1), least.reshape(rows, -1))
+        """The integers, scales and minimums of the rows [start, stop) of a matrix in groups."""
+        return grouped.integers(self.kind.name, self.blocks(start, stop))
 
     def blocks(self, start: int, stop: int) -> NDArray[Any]:
         """The blocks [rows, blocks of a row] of the rows [start, stop), as they are stored."""

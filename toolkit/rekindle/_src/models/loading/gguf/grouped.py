@@ -1,0 +1,79 @@
+"""Types of GGUF tensors that are integers in groups of 32 or 16: how they are kept in four or eight bits, exactly.
+
+What they stand for is what `dequantize` makes of them: levels of a table are integers, and products of scales that a
+type computes in float32 become the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.models.loading.four_bits import Integers
+from rekindle._src.models.loading.gguf import dequantize
+from rekindle._src.models.nn.packing import Packing
+
+PACKINGS = {
+    "Q4_0": Packing(32),
+    "Q4_1": Packing(32, minimum=True),
+    "Q4_K": Packing(32, minimum=True, scales="float32"),
+    "Q5_0": Packing(32, bits=8),
+    "Q5_1": Packing(32, minimum=True, bits=8),
+    "Q5_K": Packing(32, minimum=True, scales="float32", bits=8),
+    "Q6_K": Packing(16, scales="float32", bits=8),
+    "Q8_0": Packing(32, bits=8),
+    "IQ4_NL": Packing(32, bits=8),
+    "IQ4_XS": Packing(32, scales="float32", bits=8),
+}
+
+
+def integers(kind: str, blocks: NDArray[Any]) -> Integers:
+    """What rows of blocks [rows, blocks of a row] hold, for a type that PACKINGS has."""
+    with np.errstate(all="ignore"):  # scales may be infinite or NaN; the numbers then are, too
+        found, scales, minimums = _FUNCTIONS[kind](blocks.reshape(-1))
+    rows, dtype = len(blocks), np.uint8 if PACKINGS[kind].bits == 4 else np.int8
+    return Integers(
+        found.reshape(rows, -1).view(dtype),
+        scales.reshape(rows, -1),
+        None if minimums is None else minimums.reshape(rows, -1),
+    )
+
+
+Found = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # integers of 8 bits, scales, minimums
+
+
+def _one_group(levels: Callable[[Any], NDArray[Any]], *, minimums: bool = False) -> Callable[[Any], Found]:
+    """Of blocks that are a group each, with a scale of 16 bits."""
+    return lambda blocks: (levels(blocks), blocks["scale"], blocks["least"] if minimums else None)
+
+
+def _with_k_scales(levels: Callable[[Any], NDArray[Any]]) -> Callable[[Any], Found]:
+    """Of blocks of eight groups, with scales and minimums of six bits."""
+
+    def found(blocks: Any) -> Found:
+        step, least = dequantize.k_scales(blocks)
+        return levels(blocks), step, -least
+
+    return found
+
+
+def _of_table(table: NDArray[Any], blocks: Any) -> NDArray[Any]:
+    found: NDArray[Any] = table.astype(np.int8)[dequantize.q4(blocks)]
+    return found
+
+
+_FUNCTIONS: dict[str, Callable[[Any], Found]] = {
+    "Q4_0": _one_group(dequantize.q4),
+    "Q4_1": _one_group(dequantize.q4, minimums=True),
+    "Q4_K": _with_k_scales(dequantize.q4_k),
+    "Q5_0": _one_group(lambda blocks: dequantize.q5(blocks).view(np.int8) - np.int8(16)),
+    "Q5_1": _one_group(dequantize.q5, minimums=True),
+    "Q5_K": _with_k_scales(dequantize.q5_k),
+    "Q6_K": lambda blocks: (dequantize.q6_k(blocks), dequantize.q6_k_scales(blocks), None),
+    "Q8_0": _one_group(lambda blocks: np.ascontiguousarray(blocks["low"])),
+    "IQ4_NL": _one_group(lambda blocks: _of_table(dequantize.IQ4, blocks)),
+    "IQ4_XS": lambda blocks: (_of_table(dequantize.IQ4, blocks), dequantize.iq4_xs_scales(blocks), None),
+}
