@@ -19,8 +19,8 @@ By AMX, milliseconds of two cores of a busy Xeon, groups of 64, the least of 12 
     VNNI                   0.19   0.25   0.46   0.80   11.1
     int8                   0.32   0.28   0.39   0.57    4.5
 
-A random model of 360M parameters in a session without AMX, two busy cores, medians in turn, as shares of int8's tokens/s: one
-stream 2.0 (groups of 32: 2.1), eight streams 1.6 (1.5), a prompt of 1,024 tokens 0.9 (0.8).
+A random model of 360M parameters in a session without AMX, two busy cores, medians in turn, as shares of int8's
+tokens/s: one stream 2.0 (groups of 32: 2.1), eight streams 1.6 (1.5), a prompt of 1,024 tokens 0.9 (0.8).
 """
 
 from __future__ import annotations
