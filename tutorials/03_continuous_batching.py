@@ -131,7 +131,7 @@ plt.show()
 #
 # A prompt of hundreds of tokens is a long step, and every text that is being decoded would wait for it. The engine gives
 # every step a budget, here `max_tokens_per_step=128`, that decode rows and prefill share: decoding texts take one token each,
-# and the rest goes to a *chunk* of the prompt.
+# and a *chunk* of the prompt at most half of the budget.
 
 # %%
 async with session.paused():
@@ -159,7 +159,7 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# The two talkers got a token in every step, while the 420 tokens of the reader's prompt were worked off in four chunks beside
+# The two talkers got a token in every step, while the 420 tokens of the reader's prompt were worked off in seven chunks beside
 # them.
 #
 # ## The price and the choice

@@ -131,7 +131,7 @@ settings = {
     "frequency 1.0": {"frequency_penalty": 1.0},
     "repetition 1.3": {"repetition_penalty": 1.3},
 }
-for prompt in ("Lily likes apples. Tom likes apples. Lily likes", "Tom and Anna"):
+for prompt in ("Lily likes apples. Tom likes apples. Lily likes", "The old clock\nwagon wagon wagon wagon"):
     print(prompt)
     for name, options in settings.items():
         done = await session.generate(prompt, max_tokens=32, ignore_eos=True, **options)
@@ -170,13 +170,13 @@ for options in ({"max_tokens": 8}, {"stop": "."}, {"stop": ("named", "called")},
 # %%
 repeatable = await rekindle.open("tiny", seed=0, deterministic=True)
 options = {"max_tokens": 24, "temperature": 1.0}
-alone = await repeatable.generate("The old clock", seed=11, **options)
+alone = await repeatable.generate("In the garden", seed=11, **options)
 crowd = repeatable.generate(["A", "crowd", "of", "others"], max_tokens=40)
-together, _ = await repeatable.generate(["The old clock", "Another"], seed=11, **options), await crowd
+together, _ = await repeatable.generate(["In the garden", "Another"], seed=11, **options), await crowd
 print(alone.text == together[0].text, repr(alone.text))
 
-drawn_by_chance = await repeatable.generate("The old clock", **options)
-again = await repeatable.generate("The old clock", seed=drawn_by_chance.seed, **options)
+drawn_by_chance = await repeatable.generate("In the garden", **options)
+again = await repeatable.generate("In the garden", seed=drawn_by_chance.seed, **options)
 print(again.text == drawn_by_chance.text, f"seed {drawn_by_chance.seed}")
 await repeatable.aclose()
 

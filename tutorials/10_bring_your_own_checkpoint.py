@@ -123,7 +123,7 @@ except rekindle.errors.CheckpointError as error:
 # `dtype` chooses the type of the weights; `quantize` stores matrices as 8-bit integers with one scale per row. `"int8"` also
 # multiplies in integers, `"int8-weight"` only stores in them.
 #
-# Names from `rekindle._src`, such as `load` below, are private; they are shown for teaching and may change. From here on we
+# `rekindle.models.load` reads a checkpoint without opening a session, here to see how large its weights are. From here on we
 # use the tiny model, since a random one has no predictions that quantising could spoil.
 
 # %%

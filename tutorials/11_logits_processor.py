@@ -5,8 +5,7 @@
 #
 # A logits processor is a pure JAX function. It gets the logits of all rows that want it and some context, and returns new
 # logits. The engine compiles it into its step programs, so there is no trip to the host between two tokens, and rows that did
-# not ask for it are left alone. (`Tokenizer` below comes from `rekindle._src`: it is private, shown for teaching, and may
-# change.)
+# not ask for it are left alone.
 
 # %%
 import jax.numpy as jnp
@@ -33,11 +32,12 @@ def no_echo(logits, context):
 options = {"max_requests": 4, "max_tokens_per_step": 64, "precompile": "lazy"}
 async with rekindle.open("tiny", processors=[LogitsProcessor(no_echo, name="no-echo")], **options) as session:
     for names in ((), "no-echo"):
-        done = await session.generate("Tom and Anna", max_tokens=14, processors=names)
+        done = await session.generate("The old clock\nwagon wagon wagon wagon", max_tokens=14, processors=names)
         print(f"{names!s:10}{done.text!r}")
 
 # %% [markdown]
-# The *name* is what a request says to ask for it. It got what we asked for: `' Tom'` and `'Tom'` are two tokens.
+# The *name* is what a request says to ask for it. The first text is a loop of one token; the second one got
+# what we asked for, and loops over two.
 #
 # The function's code and the values that it uses are part of the key under which compiled programs are stored, so a function that
 # you change is compiled anew. What Python can't look into, such as code that it imports, is not: give the processor another
@@ -105,14 +105,14 @@ session = await rekindle.open(
 )
 
 for names in ((), "no-e", ("no-e", "fresh-words")):
-    done = await session.generate("Tom saw", max_tokens=30, processors=names)
+    done = await session.generate("Max had a", max_tokens=30, processors=names)
     print(f"{names!s:25}{done.text!r}\n")
 
 # %% [markdown]
 # Is there an *e*? The engine's claim is easy to check.
 
 # %%
-many = await session.generate("Tom saw", n=4, temperature=1.0, seed=0, max_tokens=40, processors="no-e")
+many = await session.generate("Max had a", n=4, temperature=1.0, seed=0, max_tokens=40, processors="no-e")
 print([done.text.lower().count("e") for done in many])
 
 # %% [markdown]
