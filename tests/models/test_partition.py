@@ -119,5 +119,5 @@ def test_four_bits_that_cannot_be_divided_are_refused() -> None:
     config = config_from_hf(mesh_models.raw("llama") | {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16})
     graph, _ = abstract_model(config, "bfloat16", "mlp=int4-64")
     Partition(3).check_packed(graph)
-    with pytest.raises(ConfigError, match=r"mlp\.(down|gate_up)\.weight is kept in four bits .*not multiples of"):
+    with pytest.raises(ConfigError, match=r"mlp\.(down|gate_up)\.weight is kept in 4 bits .*not multiples of"):
         Partition(2).check_packed(graph)
