@@ -50,13 +50,20 @@ def test_a_terminal_shows_the_line_and_then_nothing(clock: Clock) -> None:
         assert out.getvalue() == ""
         clock.now = 3.0
         shown.draw()
-        assert screen(out.getvalue()) == "[█████···············] opening tiny: weights · 3 s"
+        assert screen(out.getvalue()) == "[█████···············] opening tiny: weights · 3.0 s"
         state[0] = State("compiling program r2t32")
         shown.draw()
-        assert screen(out.getvalue())[2:] == "compiling program r2t32 · 3 s"
+        assert screen(out.getvalue())[2:] == "compiling program r2t32 · 3.0 s"
     assert screen(out.getvalue()) == ""
     assert "\n" not in out.getvalue()
     shown.draw()
+    assert screen(out.getvalue()) == ""
+
+
+def test_a_wait_that_is_known_to_be_long_is_shown_before_it_begins(clock: Clock) -> None:
+    out = io.StringIO()
+    with Activity(lambda: State("opening tiny: importing JAX"), backend="terminal", stream=out, at_once=True):
+        assert "opening tiny: importing JAX · 0.0 s" in out.getvalue()
     assert screen(out.getvalue()) == ""
 
 
@@ -131,7 +138,7 @@ def test_a_notebook_gets_one_output_that_ends_empty(clock: Clock, monkeypatch: p
         running.draw()
         running.draw()
     assert len(shown) == 3
-    assert shown[0]["text/plain"] == "3 of 9 <prompts> · 1 s"
+    assert shown[0]["text/plain"] == "3 of 9 <prompts> · 1.0 s"
     assert "&lt;prompts&gt;" in shown[0]["text/html"]
     assert shown[2] == {"text/html": "", "text/plain": ""}
 
@@ -184,7 +191,7 @@ def test_marimo_shows_it_in_the_cell_of_the_thread_that_waits(clock: Clock, monk
             clock.now = 2.0
             assert pool.submit(wait.shown_by_caller).result().__enter__() is None, "not a thread of marimo's"
             shown.draw()
-    assert "compiling program r2t32 · 2 s" in outputs[0]
+    assert "compiling program r2t32 · 2.0 s" in outputs[0]
     assert type(outputs[0]) is str, "marimo's encoder makes an empty object of a subclass"
     assert outputs[1:] == [""]
     monkeypatch.delitem(sys.modules, "marimo")

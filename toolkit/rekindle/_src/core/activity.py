@@ -33,14 +33,23 @@ _lock = threading.RLock()
 class Activity:
     """`with Activity(look):` shows what `look()` returns, in a cell, a terminal or the log, until the block ends.
 
-    Nothing is shown in the first half second, while `look()` is None, or inside another activity. `look` is called in
-    another thread. A log, which can't be cleared, gets a line every ten seconds and none at the end.
+    Nothing is shown in the first half second, while `look()` is None, or inside another activity. With `at_once` the
+    first picture is drawn before the wait begins, for one that is known to be long and may keep other threads from
+    running. `look` is called in another thread. A log, which can't be cleared, gets a line every ten seconds and none
+    at the end.
     """
 
     def __init__(
-        self, look: Look, *, backend: Backend = "auto", quiet: bool = False, stream: TextIO | None = None
+        self,
+        look: Look,
+        *,
+        backend: Backend = "auto",
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        at_once: bool = False,
     ) -> None:
         self._look, self._backend, self._quiet, self._stream = look, backend, quiet, stream
+        self._patience = 0.0 if at_once else PATIENCE
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._screen: Screen | None = None
@@ -62,6 +71,8 @@ class Activity:
         self._began, self._screen = time.monotonic(), screen
         with _lock:
             _shown.append(self)
+        if not self._patience:
+            self._draw_or_end()
         self._thread = screen.thread(target=self._run, name="rekindle activity", daemon=True)
         self._thread.start()
         return self
@@ -84,7 +95,7 @@ class Activity:
             if self._ended.is_set() or self._screen is None or _shown[0] is not self:
                 return
             seconds = time.monotonic() - self._began
-            if seconds >= PATIENCE:
+            if seconds >= self._patience:
                 state = self._look()
                 if state is None:
                     self._screen.clear()
@@ -92,12 +103,16 @@ class Activity:
                     self._screen.show(state, seconds)
 
     def _run(self) -> None:
-        while not self._ended.wait(INTERVAL):
-            try:
-                self.draw()
-            except Exception as error:  # a picture is not worth a wait that fails
-                log.debug("progress could not be shown: %r", error)
-                return
+        while not self._ended.wait(INTERVAL) and self._draw_or_end():
+            pass
+
+    def _draw_or_end(self) -> bool:
+        try:
+            self.draw()
+        except Exception as error:  # a picture is not worth a wait that fails
+            log.debug("progress could not be shown: %r", error)
+            return False
+        return True
 
 
 def _screen(asked: Backend, stream: TextIO | None) -> Screen | None:
@@ -201,7 +216,7 @@ class _Marimo(Screen):
 
 
 def _line(state: State, seconds: float) -> str:
-    return f"{state.line} · {seconds:.0f} s"
+    return f"{state.line} · {seconds:.{1 if seconds < 60 else 0}f} s"
 
 
 def _picture(state: State, seconds: float) -> str:

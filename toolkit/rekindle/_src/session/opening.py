@@ -104,7 +104,8 @@ def open(
     forked.opening()  # before an event loop is asked for anything
     config, shown, given_up = EngineConfig.of(options), OpeningProgress(model), threading.Event()
     build = functools.partial(_build, model, config, _listed(processors), progress, given_up, shown)
-    return Opening(build, Activity(shown.look, quiet=config.quiet), given_up)
+    first = "jax" not in sys.modules  # its import takes a second, in which other threads hardly run
+    return Opening(build, Activity(shown.look, quiet=config.quiet, at_once=first), given_up)
 
 
 @takes_options(EngineConfig)
