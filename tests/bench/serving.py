@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import json
 import os
+import selectors
 import socket
 import statistics
 import subprocess
@@ -153,28 +154,44 @@ def over_http(reader: Any, asked: dict[str, Any]) -> list[list[float]]:
 
 def client() -> None:
     for line in sys.stdin:
-        print(json.dumps(asyncio.run(read_all(**json.loads(line)))), flush=True)
+        print(json.dumps(read_all(**json.loads(line))), flush=True)
 
 
-async def read_all(port: int, prompts: list[list[int]], tokens: int) -> list[list[float]]:
-    """When each event of each stream was there."""
+def read_all(port: int, prompts: list[list[int]], tokens: int) -> list[list[float]]:
+    """When each event of each stream was there. One thread reads all sockets, so that the client takes little part."""
     began = time.perf_counter()
+    streams = [Stream(port, prompt, tokens) for prompt in prompts]
+    with selectors.DefaultSelector() as selector:
+        for stream in streams:
+            selector.register(stream.socket, selectors.EVENT_READ, stream)
+        while selector.get_map():
+            for key, _ in selector.select():
+                if not key.data.read(time.perf_counter() - began):
+                    selector.unregister(key.fileobj)
+                    key.data.socket.close()
+    return [stream.times for stream in streams]
 
-    async def one(prompt: list[int]) -> list[float]:
+
+class Stream:
+    """A request for a stream of events, and when they were there."""
+
+    def __init__(self, port: int, prompt: list[int], tokens: int) -> None:
         body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         data = json.dumps(body).encode()
-        stream, writer = await asyncio.open_connection("127.0.0.1", port)
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += "Content-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        times: list[float] = []
-        while line := await stream.readline():
-            if line.startswith(b"data: {"):
-                times.append(time.perf_counter() - began)
-        writer.close()
-        return times
+        self.times: list[float] = []
+        self._rest = b""  # what may be the beginning of an event
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
-    return await asyncio.gather(*map(one, prompts))
+    def read(self, now: float) -> bool:
+        """Take what came; False at the end."""
+        came = self.socket.recv(1 << 16)
+        text = self._rest + came
+        self.times += [now] * text.count(b"data: {")
+        self._rest = text[-6:]  # shorter than what is counted
+        return bool(came)
 
 
 def figures(times: list[list[float]], tokens: int) -> dict[str, float]:
