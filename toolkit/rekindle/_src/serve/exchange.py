@@ -25,9 +25,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` would make one each time
+
+
 def dumps(value: Any) -> str:
     """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return "null" if value is None else _encode(value)
 
 
 class Dialect(Protocol):
