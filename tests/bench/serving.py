@@ -109,6 +109,7 @@ async def compare(session: Any, ports: dict[str, int], reader: Any, count: int, 
         for name in names if turn % 2 else names[::-1]:
             prompts = [[100 + turn % 50, 3 + index, *range(20, 50)] for index in range(count)]
             await session.cache.clear(tier="memory")
+            await asyncio.sleep(1.0)  # the arm before may still be busy with what it has answered
             if name == "process":
                 times = await in_process(session, prompts, tokens)
             else:
