@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
-import threading
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rekindle._src.replicas.fleet import Parts
+from rekindle._src.replicas.ray_runtime import start
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.wire import Described, Mail, ReplicaGone, Sent
@@ -25,29 +23,13 @@ from rekindle.errors import MissingExtra, RekindleError
 
 try:
     import ray
-    import ray._private.ray_constants
-    import ray._private.worker
     import ray.exceptions
     import ray.util
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
-# Of Ray, if it is started here: no report of its use, devices as they are for actors without any, and the addresses
-# that it takes on Windows and macOS, where it is for one machine alone: those of the loopback.
-_LOCAL = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-}
 _AT_ONCE = 1000  # calls of an actor
-ATTEMPTS = 3  # to start Ray
 LEASE = 60.0  # seconds that a shared replica waits for another fleet
-
-_PRINT: Any = getattr(ray._private.worker, "print_to_stdstream", None)
-
-_lock = threading.Lock()
-_users = 0  # fleets on a Ray that was started here
-_started = False
 
 
 class Actor:
@@ -84,6 +66,10 @@ class Actor:
         """Take pages from other replicas."""
         return await self._replica.warm(addresses)
 
+    async def swap_weights(self, weights: str) -> None:
+        """Go on with other weights."""
+        await self._replica.swap_weights(weights)
+
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         """Run requests, and abort others."""
         await self._replica.send(sender, requests, ended)
@@ -119,6 +105,9 @@ class RayConnection:
     async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
         found: int = await self._call("warm", addresses)
         return found
+
+    async def swap_weights(self, weights: str) -> None:
+        await self._call("swap_weights", weights)
 
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         await self._call("send", sender, requests, ended)
@@ -183,107 +172,18 @@ def cores_of(index: int, replicas: int) -> tuple[int, ...]:
     return tuple(cores[index * len(cores) // replicas : (index + 1) * len(cores) // replicas])
 
 
-def start() -> Callable[[], None]:
-    """Join a cluster of Ray, or start Ray on this machine alone. Returns what undoes that."""
-    global _users, _started
-    with _lock:
-        if ray.is_initialized() and not _started:
-            return lambda: None
-        if not ray.is_initialized():
-            with _quietly():
-                try:
-                    ray.init(address="auto", log_to_driver=False, configure_logging=False)
-                except ConnectionError:
-                    _start_patiently()
-            _started = True
-        _users += 1
-    return _leave
-
-
-def _start_patiently() -> None:
-    """Try again where Ray could not be started: on a busy machine its own processes wait too shortly for each other."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            _start_here()
-            return
-        except Exception as error:
-            ray.shutdown()
-            if attempt == ATTEMPTS:
-                told = str(error).strip()[:300]
-                raise RekindleError(
-                    f"Ray could not be started here, in {ATTEMPTS} attempts: {told} Its logs are in "
-                    "/tmp/ray/session_latest/logs. Or start it yourself (ray start --head) and open the fleet again"
-                ) from error
-
-
-def _start_here() -> None:
-    """Start Ray on this machine, without a dashboard, listening to this machine alone."""
-    constants = ray._private.ray_constants
-    before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
-    constants.ENABLE_RAY_CLUSTER = False  # it was read from the environment when Ray was imported
-    try:
-        # JAX warns of every process that is started by a fork; Ray's begin with another program at once.
-        with _environment(_LOCAL), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                _node_ip_address="127.0.0.1",
-            )
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
-    # Ray prints a page about each process that dies, which no option turns off; the fleet tells of it in a line.
-    ray._private.worker.print_to_stdstream = _say_nothing
-
-
-def _say_nothing(*ignored: object, **options: object) -> None: ...
-
-
-def _leave() -> None:
-    global _users, _started
-    with _lock:
-        _users -= 1
-        if _users == 0 and _started:
-            _started = False
-            with _quietly():
-                ray.shutdown()
-            ray._private.worker.print_to_stdstream = _PRINT
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Ray says nothing but errors."""
-    log = logging.getLogger("ray")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment where they are not set, and remove them again."""
-    new = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
-
-
 def actors(
     model: str,
     options: Mapping[str, Any],
     roles: Sequence[Role],
     resources: Mapping[str, Any] | None,
     shared: str | None,
+    most: int | None = None,
 ) -> Callable[[], RayConnection]:
-    """A function that starts one more replica: those of `roles` first, then others like the last one."""
+    """A function that starts one more replica: those of `roles` first, then others like the last one.
+
+    On one machine they divide the cores: by `most`, if there may be more of them later.
+    """
     replicas = len(roles)
     alone = len([node for node in ray.nodes() if node.get("Alive")]) == 1
     wanted: dict[str, Any] = {"num_cpus": 0 if alone else 1}
@@ -304,7 +204,7 @@ def actors(
         index, count = count, count + 1
         role = roles[min(index, replicas - 1)]
         name = f"{'replica' if role == 'both' else role}-{index}"
-        cores = cores_of(index, replicas) if alone and "num_gpus" not in wanted else ()
+        cores = cores_of(index, max(replicas, most or 0)) if alone and "num_gpus" not in wanted else ()
         if shared is None:
             return RayConnection(name, made.remote(model, dict(options), cores, role, alone=alone), role)
         named = made.options(
@@ -324,6 +224,7 @@ def parts(
     resources: Mapping[str, Any] | None,
     *,
     shared: str | None = None,
+    most: int | None = None,
 ) -> Parts:
     """Start the replicas of a fleet, and wait until the first of them is open."""
     leave = start()
@@ -335,13 +236,19 @@ def parts(
         leave()
 
     try:
-        another = actors(model, options, roles, resources, shared)
+        another = actors(model, options, roles, resources, shared, most)
         connections += [another() for _ in roles]
         ready, _ = ray.wait([connection.opening() for connection in connections], num_returns=1)
         described: Described = ray.get(ready[0])
     except ray.exceptions.RayTaskError as error:
         close()
         raise cause_of(error) from None
+    except ray.exceptions.RayError as error:
+        close()
+        raise RekindleError(
+            f"the processes of the replicas ended before one was open ({type(error).__name__}). Look into their logs "
+            "in /tmp/ray/session_latest/logs; memory may be short"
+        ) from error
     except BaseException:
         close()
         raise

@@ -14,6 +14,7 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
+from rekindle._src.replicas.autoscaling import Demand
 from rekindle._src.replicas.roles import Role, goes_two_ways, prompt_only
 from rekindle._src.replicas.routing import Keys, Load, Router
 from rekindle._src.replicas.wire import News, Sent
@@ -137,6 +138,12 @@ class Routes:
     def waiting(self) -> int:
         """Sequences that no replica has taken."""
         return len(self._backlog)
+
+    @property
+    def demand(self) -> Demand:
+        """What there is to do, for the number of replicas that follows it."""
+        begins = (live.request.prompt_length for live in self._by_id.values() if not live.made and not live.scored)
+        return Demand(len(self._by_id), sum(begins))
 
     def submit(self, request: Request, keys: Keys) -> None:
         live = self._by_id[request.id] = Live(request, keys)
