@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -150,6 +151,57 @@ def test_it_grows_and_shrinks(fleet: Fleet, cache: str) -> None:
     fleet.scale(2, drain=5).result_sync()
     assert len(fleet.stats().replicas) == 2
     assert anyio.run(ask_all, fleet, 6, 60, 6) == texts(cache, 6, 60)
+
+
+def test_other_weights_while_streams_go_on(fleet: Fleet, cache: str) -> None:
+    """The same weights again, so that no text may change, wherever its request was when they came."""
+
+    async def run() -> list[str]:
+        found: list[str] = []
+
+        async def ask() -> None:
+            found.extend(await ask_all(fleet, 12, 200, 12))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await anyio.sleep(0.3)
+            await fleet.swap_weights("tiny", drain=0.2)
+        return found
+
+    assert anyio.run(run) == texts(cache, 12, 200)
+    assert [one.weights for one in fleet.stats().replicas] == ["tiny", "tiny"]
+    with pytest.raises(rekindle.CheckpointError):
+        fleet.swap_weights("no such folder").result_sync()
+    ready(fleet, 2)
+
+
+def test_which_ray_is_joined(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Ray that this process has started for itself is there, and is nobody else's."""
+    from rekindle._src.replicas import ray_runtime
+
+    joined: list[str] = []
+    monkeypatch.setattr(ray_runtime.ray, "init", lambda **given: joined.append(given["address"]))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert not ray_runtime._join()
+    noted = tmp_path / "ray" / "ray_current_cluster"
+    noted.parent.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        noted.write_text(address)
+        assert ray_runtime._join()
+    assert not ray_runtime._join(), "it has ended"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert not ray_runtime._join()
+    assert joined == [address]
+
+    def refuse(**given: Any) -> None:
+        raise ConnectionError("nothing is there")
+
+    monkeypatch.setattr(ray_runtime.ray, "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+        ray_runtime._join()
 
 
 def test_prompts_in_one_process_and_answers_in_another(cache: str) -> None:

@@ -246,6 +246,7 @@ def _simulate(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--row-us", type=float, default=30.0, help="of a row that decodes (default 30)")
     simulate.add_argument("--prefill-us", type=float, default=40.0, help="of a prompt's token (default 40)")
     simulate.add_argument("--context-us", type=float, default=0.05, help="of a position looked back at (default 0.05)")
+    simulate.add_argument("--request-ms", type=float, default=0.0, help="of a request beside its steps (default 0)")
     simulate.add_argument("--max-requests", type=int, default=64, help="that one replica runs at once (default 64)")
     simulate.add_argument("--max-tokens-per-step", type=int, default=1024)
     simulate.add_argument("--max-model-len", type=int, default=32768)
@@ -268,9 +269,9 @@ def _replicas(text: str) -> int | tuple[int, int]:
     try:
         least, most = (int(part) for part in (text.split("-") if "-" in text else (text, text)))
         size = Range.of((least, most))
-    except (ValueError, ConfigError):
+    except ValueError:  # ConfigError is one
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and no range. Use 2, or 1-4") from None
-    return size.least if size.least == size.most else tuple(size)
+    return size.least if size.least == size.most else (size.least, size.most)
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -81,6 +81,10 @@ class Link:
         return 0 if self.described is None else self.described.places
 
     @property
+    def rows(self) -> int:
+        return 0 if self.described is None else self.described.config.max_requests
+
+    @property
     def role(self) -> Role:
         return self._connection.role
 
@@ -154,6 +158,7 @@ class Link:
         if self.state is ReplicaState.OPENING:
             self.state = ReplicaState.READY
         self._routes.place()
+        self._routes.spread(self)
         sender = f"{self._routes.sender}.{self._lives}"
         try:
             async with anyio.create_task_group() as group:

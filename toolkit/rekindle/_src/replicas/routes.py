@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -40,6 +41,11 @@ class LinkLike(Protocol):
 
     @property
     def places(self) -> int: ...
+    @property
+    def rows(self) -> int:
+        """How many sequences its steps compute at once."""
+        ...
+
     @property
     def role(self) -> Role: ...
     @property
@@ -253,6 +259,22 @@ class Routes:
         """Send what waits to where there is room now, in turn."""
         while self._backlog and self._place(self._backlog[0]):
             self._backlog.popleft()
+
+    def spread(self, to: LinkLike) -> None:
+        """A replica was opened: it gets its share of what waits in the queues of others. What runs there stays."""
+        same = [link for link in self.links.values() if link.takes and link.role == to.role]
+        share = math.ceil(sum(self.inside(link.name) for link in same) / max(1, len(same)))
+        found: list[Live] = []
+        for link in same:
+            many = self.inside(link.name) - max(share, link.rows)
+            if link is to or many <= 0:
+                continue
+            waiting = [live for live in self._by_wire.values() if live.link is link and not (live.made or live.scored)]
+            found += waiting[-many:]  # the latest ones
+        for live in found:
+            self._leave(live, tell=True)
+        self._backlog.extend(found)
+        self.place()
 
     # Inside.
 
