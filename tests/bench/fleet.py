@@ -108,10 +108,11 @@ async def prediction(arguments: argparse.Namespace) -> None:
             print(f"{'real':24}{real}\n{'simulated':24}{told}")
             busy = [(work, taken) for work, taken in times.steps if taken > 0]
             again = StepCost.fitted(busy)
-            spent = sum(taken for _, taken in busy), sum(cost.seconds(work) for work, _ in busy)
+            spent = sum(taken for _, taken in busy)
+            told_spent = sum(cost.seconds(work) for work, _ in busy) * statistics.fmean(spread)
             usual = statistics.median(taken / cost.seconds(work) for work, taken in busy)
             print(
-                f"  {len(busy)} steps took {spent[0]:.2f} s, the model says {spent[1] * statistics.fmean(spread):.2f} s; "
+                f"  {len(busy)} steps took {spent:.2f} s, the model says {told_spent:.2f} s; "
                 f"the usual one took {usual:.2f} times what it says. Fitted to them: {again}",
                 flush=True,
             )

@@ -219,6 +219,29 @@ def test_prompts_in_one_process_and_answers_in_another(cache: str) -> None:
         )  # fmt: skip
 
 
+def test_a_replica_of_two_processes(fleet: Fleet, cache: str) -> None:
+    """Two devices of two processes share the model. The death of either is the death of the replica."""
+    given: dict[str, Any] = {**OPTIONS, "deterministic": False, "dtype": "float32"}
+    asked = {"max_tokens": 150, "temperature": 0.8, "ignore_eos": True}
+    with rekindle.open_sync("tiny", cache_dir=cache, **given) as session:
+        wanted = [session.generate_sync(prompt(number), seed=number, **asked).text for number in range(4)]
+    opening = rekindle.fleet("tiny", replicas=1, mesh=2, processes=2, cache_dir=cache, **given)
+    with opening.result_sync() as pair:
+        for victim in ("ray::Follower", "ray::Actor"):
+            before = {pid for pid, line in processes() if line.startswith(victim)}
+            handles = [pair.submit(prompt(number), seed=number, **asked) for number in range(4)]
+            eventually(lambda: pair.stats().generated_tokens > 0, 60)
+            of_pair = before if victim == "ray::Follower" else {pair.stats().replicas[0].pid}
+            for pid in of_pair:
+                os.kill(pid, signal.SIGKILL)
+            assert [handle.result_sync().text for handle in handles] == wanted
+            ready(pair, 1)
+        assert pair.stats().lost == 2 and pair.stats().moved >= 2
+    eventually(lambda: not [pid for pid, line in processes() if line.startswith("ray::Follower")], 20)
+    with pytest.raises(ConfigError, match="coordinator"):
+        rekindle.fleet("tiny", mesh=2, processes=2, coordinator="127.0.0.1:7000")
+
+
 def test_what_can_not_be_opened_is_told_at_once() -> None:
     with pytest.raises(ConfigError, match="replicas"):
         rekindle.fleet(replicas=0)
@@ -229,14 +252,16 @@ def test_what_can_not_be_opened_is_told_at_once() -> None:
 
 
 def test_cores_are_divided() -> None:
-    from rekindle._src.replicas import on_ray
+    from rekindle._src.replicas.cores import cores_of, shares
 
     cores = sorted(os.sched_getaffinity(0))
     for replicas in (1, 2, 3):
-        parts = [on_ray.cores_of(index, replicas) for index in range(replicas)]
+        parts = [cores_of(index, replicas) for index in range(replicas)]
         assert all(parts)
         if replicas <= len(cores):
             assert sorted(core for part in parts for core in part) == cores
+    for processes in (2, 3):
+        assert len({len(part) for part in shares(0, 1, processes)}) == 1, "they compute alike"
 
 
 @pytest.mark.parametrize("replicas", [2, 4])

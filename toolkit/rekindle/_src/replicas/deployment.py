@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.replicas.autoscaling import Range
-from rekindle._src.replicas.opening_fleet import shared_fleet, sized
+from rekindle._src.replicas.opening_fleet import checked, shared_fleet, sized
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routing import RouterName
 from rekindle._src.replicas.routing import router as router_named
@@ -53,7 +53,7 @@ def deployment(
         problem = "can't follow a load that several ingresses divide"
         raise ConfigError("replicas", replicas, problem, "Use a number, or one ingress")
     router_named(router)
-    EngineConfig.of(options)
+    checked(options)
     called = name or Path(str(model)).name
 
     def built() -> Any:  # Ray Serve takes nothing but a plain function for one

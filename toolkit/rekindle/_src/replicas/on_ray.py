@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rekindle._src.replicas.cores import pin, shares
 from rekindle._src.replicas.fleet import Parts
+from rekindle._src.replicas.followers import Team, bundles, gathered, in_bundle
 from rekindle._src.replicas.ray_runtime import start
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.wire import Described, Mail, ReplicaGone, Sent
 from rekindle._src.session.opening import open_sync
+from rekindle._src.session.session import Session
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import MissingExtra, RekindleError
 
@@ -29,6 +32,7 @@ except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
 _AT_ONCE = 1000  # calls of an actor
+LAST_SECONDS = 0.5  # for an error to reach the fleet
 LEASE = 60.0  # seconds that a shared replica waits for another fleet
 
 
@@ -39,23 +43,36 @@ class Actor:
         self,
         model: str,
         options: Mapping[str, Any],
-        cores: Sequence[int],
+        team: Team,
         role: Role = "both",
         lease: float | None = None,
         *,
         alone: bool = True,
     ) -> None:
-        pin(cores)
+        pin(team.cores[0])
+        self._model, self._options, self._team = model, options, team
         self._lease = lease  # seconds without a fleet after which it ends
-        listen = "127.0.0.1" if alone else ray.util.get_node_ip_address()
-        self._replica = Replica(lambda: open_sync(model, **options), role=role, listen=listen)
+        self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+        self._followers: list[Any] = []
+        self._replica = Replica(self._session, role=role, listen=self._host)
         self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> Described:
         """Open the session, unless it is open already."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
-        return await self._replica.open()
+        try:
+            return await self._replica.open()
+        except Exception:
+            if self._team.processes > 1:  # a process joins others once in its life, so that another one tries again
+                asyncio.get_running_loop().call_later(LAST_SECONDS, os._exit, 1)
+            raise
+
+    def _session(self) -> Session:
+        if self._team.processes == 1:
+            return open_sync(self._model, **self._options)
+        coordinator, self._followers = gathered(self._team, self._host, self._options.get("cache_dir"))
+        return open_sync(self._model, **self._options, coordinator=coordinator)
 
     async def _look(self) -> None:
         await self._replica.run(self._lease)
@@ -82,8 +99,8 @@ class Actor:
 class RayConnection:
     """A fleet's way to one actor."""
 
-    def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False) -> None:
-        self._name, self._actor, self._role, self._shared = name, actor, role, shared
+    def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False, group: Any = None) -> None:
+        self._name, self._actor, self._role, self._shared, self._group = name, actor, role, shared, group
         self._described: Described | None = None
 
     @property
@@ -138,6 +155,8 @@ class RayConnection:
             return  # others may use it; its lease ends by itself
         with contextlib.suppress(Exception):  # Ray may have been shut down
             ray.kill(self._actor, no_restart=True)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
 
 
 def _is_ours(pid: int) -> bool:
@@ -153,25 +172,6 @@ def cause_of(error: Any) -> BaseException:
     return cause if isinstance(cause, BaseException) else error
 
 
-def pin(cores: Sequence[int]) -> None:
-    """Keep all threads of this process, and those that they start, on these cores; so replicas divide a machine."""
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        return
-    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
-        with contextlib.suppress(OSError):  # it has ended
-            os.sched_setaffinity(int(thread), cores)
-
-
-def cores_of(index: int, replicas: int) -> tuple[int, ...]:
-    """The share of this machine's cores that one of several replicas gets; none where it is not known."""
-    if not hasattr(os, "sched_getaffinity"):
-        return ()
-    cores = sorted(os.sched_getaffinity(0))
-    if replicas >= len(cores):
-        return (cores[index % len(cores)],)
-    return tuple(cores[index * len(cores) // replicas : (index + 1) * len(cores) // replicas])
-
-
 def actors(
     model: str,
     options: Mapping[str, Any],
@@ -184,19 +184,19 @@ def actors(
 
     On one machine they divide the cores: by `most`, if there may be more of them later.
     """
-    replicas = len(roles)
+    replicas, processes = len(roles), int(options.get("processes", 1))
     alone = len([node for node in ray.nodes() if node.get("Alive")]) == 1
     wanted: dict[str, Any] = {"num_cpus": 0 if alone else 1}
-    if ray.cluster_resources().get("GPU", 0) >= replicas:
+    if ray.cluster_resources().get("GPU", 0) >= replicas * processes:
         wanted["num_gpus"] = 1
     wanted |= resources or {}
-    made = ray.remote(Actor).options(
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=_AT_ONCE,
-        scheduling_strategy="DEFAULT" if alone else "SPREAD",
+    given: dict[str, Any] = {
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": _AT_ONCE,
+        "scheduling_strategy": "DEFAULT" if alone else "SPREAD",
         **wanted,
-    )
+    }
     count = 0
 
     def another() -> RayConnection:
@@ -204,15 +204,18 @@ def actors(
         index, count = count, count + 1
         role = roles[min(index, replicas - 1)]
         name = f"{'replica' if role == 'both' else role}-{index}"
-        cores = cores_of(index, max(replicas, most or 0)) if alone and "num_gpus" not in wanted else ()
-        if shared is None:
-            return RayConnection(name, made.remote(model, dict(options), cores, role, alone=alone), role)
-        named = made.options(
-            name=f"rekindle {shared} {name}", namespace="rekindle", lifetime="detached", get_if_exists=True
-        )
-        return RayConnection(
-            name, named.remote(model, dict(options), cores, role, LEASE, alone=alone), role, shared=True
-        )
+        cores: tuple[tuple[int, ...], ...] = ((),) * processes
+        if alone and "num_gpus" not in wanted:
+            cores = shares(index, max(replicas, most or 0), processes)
+        group = bundles(processes, wanted) if processes > 1 and shared is None else None
+        team = Team(processes, group, wanted, cores)
+        lease: float | None = None
+        own = {**given, **in_bundle(group, 0)}
+        if shared is not None:  # it belongs to all fleets of this name, and is found by it
+            lease, own["name"] = LEASE, f"rekindle {shared} {name}"
+            own |= {"namespace": "rekindle", "lifetime": "detached", "get_if_exists": True}
+        actor = ray.remote(Actor).options(**own).remote(model, dict(options), team, role, lease, alone=alone)
+        return RayConnection(name, actor, role, shared=shared is not None, group=group)
 
     return another
 

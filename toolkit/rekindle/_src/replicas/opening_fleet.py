@@ -45,14 +45,15 @@ def fleet(
     "shortest" takes the one with the fewest requests; "round-robin" takes each in turn. `roles` divides the work:
     {"prefill": 1, "decode": 2} has one replica compute prompts up to their first token, and two go on from there with
     the pages that they take from it, so that long prompts don't make streams wait. `resources` are options of
-    Ray for each replica, such as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. The other
-    options are those of `open()`. Needs the extra `ray`.
+    Ray for each process, such as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. The other
+    options are those of `open()`. With `mesh` and `processes` each replica is a group of so many processes that share
+    the model, placed near each other; they end together and are replaced together. Needs the extra `ray`.
     """
     forked.opening()
     parts_of, size = sized(roles, replicas)
     if not isinstance(model, str | Path):
         raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
-    EngineConfig.of(options)  # what is wrong is refused before a process is started
+    checked(options)
     most = None if size is None else size.most
     started = functools.partial(_parts, located(model), _sent(options), parts_of, resources, most=most)
     return FleetOpening(started, str(model), router, size=size)
@@ -85,6 +86,17 @@ def sized(
         problem = "can't follow the load where they have roles"
         raise ConfigError("replicas", replicas, problem, "Leave one of the two out")
     return roles_of(None, size.least), size if size.least < size.most else None
+
+
+def checked(options: Mapping[str, Any]) -> None:
+    """Refuse options that no session takes, before a process is started."""
+    if options.get("processes", 1) == 1:
+        EngineConfig.of(options)
+        return
+    if options.get("coordinator") is not None:
+        problem = "is found by each replica of a fleet for itself"
+        raise ConfigError("coordinator", options["coordinator"], problem, "Leave it out")
+    EngineConfig.of({**options, "coordinator": "127.0.0.1:1"})
 
 
 def _sent(options: Mapping[str, Any]) -> dict[str, Any]:
