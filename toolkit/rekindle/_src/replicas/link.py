@@ -257,6 +257,11 @@ class Link:
             if self._lives != life:
                 raise ReplicaGone("was replaced while it took other weights")
             self.weights = weights
+        except ReplicaGone:
+            if self.state is ReplicaState.SWAPPING:
+                self.state = ReplicaState.OPENING
+                self._connection.kill()  # so that `run` finds it gone, and opens another
+            raise
         finally:
             if self.state is ReplicaState.SWAPPING:
                 self.state = ReplicaState.READY

@@ -142,13 +142,18 @@ class RayConnection:
             raise ReplicaGone(f"is gone ({type(error).__name__})") from error
 
     def kill(self) -> None:
-        """End its process: by a signal where that is possible, since a process that hangs takes no calls of Ray."""
+        """End its process: by a signal where that is possible, since a process that hangs takes no calls of Ray.
+
+        A process that has ended is left to Ray, which is starting another: that one must not be ended, too.
+        """
         described, self._described = self._described, None
+        if described is None:
+            return
         with contextlib.suppress(Exception):
-            if described is not None and described.host == socket.gethostname() and _is_ours(described.pid):
-                os.kill(described.pid, signal.SIGKILL)
-            else:
+            if described.host != socket.gethostname() or not os.path.isdir("/proc"):
                 ray.kill(self._actor, no_restart=False)
+            elif _is_ours(described.pid):
+                os.kill(described.pid, signal.SIGKILL)
 
     def close(self) -> None:
         if self._shared:
