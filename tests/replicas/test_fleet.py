@@ -14,7 +14,18 @@ import pytest
 
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
-from rekindle import ConfigError, FinishReason, InvalidRequest, QueueFull, ReplicaLost, RequestAborted, SessionClosed
+from rekindle import (
+    ConfigError,
+    FinishReason,
+    InvalidRequest,
+    ProcessLost,
+    QueueFull,
+    ReplicaLost,
+    RequestAborted,
+    SessionClosed,
+    StepFailed,
+)
+from rekindle._src.replicas.mailing import failed
 
 pytestmark = pytest.mark.anyio
 
@@ -353,3 +364,12 @@ async def test_a_new_replica_gets_its_share_of_what_waits() -> None:
         assert there["local-1"] >= 8
         assert fleet.explain(handles[0]).replica == "local-0"
         assert (fleet.stats().lost, fleet.stats().moved) == (0, 0)
+
+
+def test_a_step_that_failed_with_a_lost_process_is_no_end_of_the_request() -> None:
+    error = StepFailed("step 3 failed")
+    error.__cause__ = ProcessLost("process 1 is gone")
+    assert isinstance(failed("a", error).error, SessionClosed)
+    error.__cause__ = ValueError("too large")
+    told_error = failed("a", error).error
+    assert isinstance(told_error, StepFailed) and "too large" in str(told_error)

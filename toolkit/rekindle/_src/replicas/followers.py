@@ -23,11 +23,11 @@ except ImportError as error:
 LEAST_CPU = 0.001  # of a bundle whose processes ask for nothing: Ray takes no empty ones
 
 
-class Team(NamedTuple):
+class Group(NamedTuple):
     """What a leader needs for its followers."""
 
     processes: int  # that share the model, the leader included
-    group: Any  # their placement group, with a bundle for each, the leader's first; None: Ray places them one by one
+    placement: Any  # their placement group, with a bundle for each, the leader's first; None: placed one by one
     wanted: Mapping[str, Any]  # options of Ray for each of them
     cores: Sequence[Sequence[int]]  # for each of them; empty: as the system divides them
 
@@ -40,11 +40,11 @@ def bundles(processes: int, wanted: Mapping[str, Any]) -> Any:
     return placement_group([{**needs, **wanted.get("resources", {})}] * processes, strategy="PACK")
 
 
-def in_bundle(group: Any, index: int) -> dict[str, Any]:
+def in_bundle(placement: Any, index: int) -> dict[str, Any]:
     """Options of Ray that put an actor there."""
-    if group is None:
+    if placement is None:
         return {}
-    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)}
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index)}
 
 
 class Follower:
@@ -59,14 +59,14 @@ class Follower:
         follow(coordinator, Place(process, processes), cache_dir=cache_dir, lost=lambda error: os._exit(1))
 
 
-def gathered(team: Team, host: str, cache_dir: str | None) -> tuple[str, list[Any]]:
+def gathered(group: Group, host: str, cache_dir: str | None) -> tuple[str, list[Any]]:
     """Start the followers of this process; where they will look for it, and what keeps them alive."""
     secret = os.environ[SECRET] = secrets.token_hex(32)
     with socket.create_server((host, 0)) as server:
         coordinator = f"{host}:{server.getsockname()[1]}"
     kept: list[Any] = []
-    for process in range(1, team.processes):
-        options = {**team.wanted, **in_bundle(team.group, process), "max_restarts": 0}
-        follower = ray.remote(Follower).options(**options).remote(secret, team.cores[process])
-        kept += [follower, follower.run.remote(coordinator, process, team.processes, cache_dir)]
+    for process in range(1, group.processes):
+        options = {**group.wanted, **in_bundle(group.placement, process), "max_restarts": 0}
+        follower = ray.remote(Follower).options(**options).remote(secret, group.cores[process])
+        kept += [follower, follower.run.remote(coordinator, process, group.processes, cache_dir)]
     return coordinator, kept

@@ -14,7 +14,7 @@ from typing import Any
 
 from rekindle._src.replicas.cores import pin, shares
 from rekindle._src.replicas.fleet import Parts
-from rekindle._src.replicas.followers import Team, bundles, gathered, in_bundle
+from rekindle._src.replicas.followers import Group, bundles, gathered, in_bundle
 from rekindle._src.replicas.ray_runtime import start
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.roles import Role
@@ -43,14 +43,14 @@ class Actor:
         self,
         model: str,
         options: Mapping[str, Any],
-        team: Team,
+        group: Group,
         role: Role = "both",
         lease: float | None = None,
         *,
         alone: bool = True,
     ) -> None:
-        pin(team.cores[0])
-        self._model, self._options, self._team = model, options, team
+        pin(group.cores[0])
+        self._model, self._options, self._group = model, options, group
         self._lease = lease  # seconds without a fleet after which it ends
         self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
         self._followers: list[Any] = []
@@ -64,14 +64,14 @@ class Actor:
         try:
             return await self._replica.open()
         except Exception:
-            if self._team.processes > 1:  # a process joins others once in its life, so that another one tries again
+            if self._group.processes > 1:  # a process joins others once in its life, so that another one tries again
                 asyncio.get_running_loop().call_later(LAST_SECONDS, os._exit, 1)
             raise
 
     def _session(self) -> Session:
-        if self._team.processes == 1:
+        if self._group.processes == 1:
             return open_sync(self._model, **self._options)
-        coordinator, self._followers = gathered(self._team, self._host, self._options.get("cache_dir"))
+        coordinator, self._followers = gathered(self._group, self._host, self._options.get("cache_dir"))
         return open_sync(self._model, **self._options, coordinator=coordinator)
 
     async def _look(self) -> None:
@@ -99,8 +99,8 @@ class Actor:
 class RayConnection:
     """A fleet's way to one actor."""
 
-    def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False, group: Any = None) -> None:
-        self._name, self._actor, self._role, self._shared, self._group = name, actor, role, shared, group
+    def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False, placement: Any = None) -> None:
+        self._name, self._actor, self._role, self._shared, self._placement = name, actor, role, shared, placement
         self._described: Described | None = None
 
     @property
@@ -160,8 +160,8 @@ class RayConnection:
             return  # others may use it; its lease ends by itself
         with contextlib.suppress(Exception):  # Ray may have been shut down
             ray.kill(self._actor, no_restart=True)
-            if self._group is not None:
-                ray.util.remove_placement_group(self._group)
+            if self._placement is not None:
+                ray.util.remove_placement_group(self._placement)
 
 
 def _is_ours(pid: int) -> bool:
@@ -212,15 +212,15 @@ def actors(
         cores: tuple[tuple[int, ...], ...] = ((),) * processes
         if alone and "num_gpus" not in wanted:
             cores = shares(index, max(replicas, most or 0), processes)
-        group = bundles(processes, wanted) if processes > 1 and shared is None else None
-        team = Team(processes, group, wanted, cores)
+        placement = bundles(processes, wanted) if processes > 1 and shared is None else None
+        group = Group(processes, placement, wanted, cores)
         lease: float | None = None
-        own = {**given, **in_bundle(group, 0)}
+        own = {**given, **in_bundle(placement, 0)}
         if shared is not None:  # it belongs to all fleets of this name, and is found by it
             lease, own["name"] = LEASE, f"rekindle {shared} {name}"
             own |= {"namespace": "rekindle", "lifetime": "detached", "get_if_exists": True}
-        actor = ray.remote(Actor).options(**own).remote(model, dict(options), team, role, lease, alone=alone)
-        return RayConnection(name, actor, role, shared=shared is not None, group=group)
+        actor = ray.remote(Actor).options(**own).remote(model, dict(options), group, role, lease, alone=alone)
+        return RayConnection(name, actor, role, shared=shared is not None, placement=placement)
 
     return another
 
