@@ -21,7 +21,7 @@ from rekindle._src.bench.shapes import random_shape
 from rekindle._src.bench.simulation.fleet import HEAD, Outcome, Watch, simulate
 from rekindle._src.bench.simulation.loads import Ask, chats, percentile
 from rekindle._src.bench.simulation.measuring import measure
-from rekindle._src.bench.simulation.step_cost import StepTimes
+from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes
 
 OPTIONS: dict[str, Any] = {
     "max_requests": 16, "max_tokens_per_step": 256, "max_model_len": 1024, "disk_memory": 0, "host_memory": 0,

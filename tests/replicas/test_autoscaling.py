@@ -106,6 +106,6 @@ async def test_scale_sets_a_range_or_a_number(quick: None) -> None:
         await anyio.sleep(0.8)
         stats = fleet.stats()
         assert stats.follows is None and len(stats.replicas) == 2
-    with local_fleet(slow_session, roles={"prefill": 1, "decode": 1}) as (fleet, _):
-        with pytest.raises(ConfigError, match="roles"):
-            fleet.scale((2, 4))
+    roles = local_fleet(slow_session, roles={"prefill": 1, "decode": 1})
+    with roles as (fleet, _), pytest.raises(ConfigError, match="roles"):
+        fleet.scale((2, 4))

@@ -316,9 +316,7 @@ async def test_a_replica_that_fails_to_open_now_and_then_is_not_given_up() -> No
         for lives in range(2, 6):
             replicas[0].broken = OSError("for a moment")
             replicas[0].die()
-            await anyio.to_thread.run_sync(
-                lambda: eventually(lambda: "for a moment" in fleet.stats().replicas[0].why)
-            )
+            await anyio.to_thread.run_sync(lambda: eventually(lambda: "for a moment" in fleet.stats().replicas[0].why))
             replicas[0].broken = None
             await anyio.to_thread.run_sync(
                 lambda lives=lives: eventually(lambda: replicas[0].lives == lives and fleet.stats().ready == 1)

@@ -86,7 +86,5 @@ def _app(
     """The ASGI app of one ingress. It opens its fleet when it starts, and answers 503 until that is open."""
     from rekindle._src.serve.app import app
 
-    opening = shared_fleet(
-        model, called, roles=roles, router=router, resources=resources, options=options, size=size
-    )
+    opening = shared_fleet(model, called, roles=roles, router=router, resources=resources, options=options, size=size)
     return app({called: opening}, api_key=api_key)

@@ -199,9 +199,7 @@ def simulate(
     prefill, decode = ([one for one in fleet.values() if one.role != role] for role in ("decode", "prefill"))
     handed: dict[str, tuple[Ask, Request]] = {}  # whose prompt is being computed for another replica
     order = itertools.count()
-    queue: list[tuple[float, int, Ask | Replica | str]] = [
-        (ask.at + cost.request, next(order), ask) for ask in asks
-    ]
+    queue: list[tuple[float, int, Ask | Replica | str]] = [(ask.at + cost.request, next(order), ask) for ask in asks]
     heapq.heapify(queue)
     watch, refused, now = watch or Watch(), 0, 0.0
     longest = config.max_model_len or 1 << 30

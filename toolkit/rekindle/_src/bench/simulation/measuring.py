@@ -15,7 +15,6 @@ from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes, StepWo
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 
-
 SOLITARY = 32  # requests of which each has the session to itself
 
 
