@@ -11,7 +11,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -20,7 +20,7 @@ import rekindle
 from rekindle._src.bench.shapes import random_shape
 from rekindle._src.bench.simulation.fleet import HEAD, Outcome, Watch, simulate
 from rekindle._src.bench.simulation.loads import Ask, chats, percentile
-from rekindle._src.bench.simulation.measuring import measure
+from rekindle._src.bench.simulation.measuring import measure, replay
 from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes
 
 OPTIONS: dict[str, Any] = {
@@ -34,25 +34,6 @@ def small_chats(requests: int, rate: float, seed: int = 1) -> list[Ask]:
     """Conversations that fit into the embedded model's context."""
     found = chats(random.Random(seed), requests, rate, **SMALL)
     return [ask for ask in found if ask.length + ask.output < 900]
-
-
-async def replay(target: Any, asks: Sequence[Ask], watch: Watch | None = None) -> tuple[Watch, float]:
-    """Send requests when they are due, and note when tokens came."""
-    watch, vocabulary, begun = watch or Watch(), target._engine.vocab_size, time.perf_counter()
-
-    async def one(number: int, ask: Ask) -> None:
-        await anyio.sleep(max(0.0, begun + ask.at - asks[0].at - time.perf_counter()))
-        name = str(number)
-        prompt = (ask.tokens() % vocabulary).tolist()
-        watch.asked(name, time.perf_counter())
-        async for delta in target.stream(prompt, max_tokens=ask.output, ignore_eos=True):
-            if delta.token_ids:
-                watch.came(name, len(delta.token_ids), time.perf_counter(), ended=False)
-
-    async with anyio.create_task_group() as group:
-        for number, ask in enumerate(asks):
-            group.start_soon(one, number, ask)
-    return watch, time.perf_counter() - begun
 
 
 def outcome(watch: Watch, seconds: float, stats: Any, before: Any, requests: int) -> Outcome:

@@ -27,7 +27,7 @@ import rekindle  # noqa: E402
 from rekindle._src.bench.shapes import random_shape  # noqa: E402
 from rekindle._src.bench.simulation.fleet import HEAD, Watch, simulate  # noqa: E402
 from rekindle._src.bench.simulation.loads import Ask  # noqa: E402
-from rekindle._src.bench.simulation.measuring import measure  # noqa: E402
+from rekindle._src.bench.simulation.measuring import measure, replay  # noqa: E402
 from rekindle._src.session.sharing.pulling import Puller  # noqa: E402
 from rekindle._src.session.sharing.source import PageAddress  # noqa: E402
 
@@ -142,7 +142,7 @@ def flood(arguments: argparse.Namespace) -> None:
 
 
 async def _flood(arguments: argparse.Namespace) -> None:
-    from fleet import eventually, outcome, replay, warm
+    from fleet import eventually, outcome, warm
 
     asks = load(arguments)
     given: dict[str, Any] = {

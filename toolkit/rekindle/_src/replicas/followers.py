@@ -67,6 +67,6 @@ def gathered(group: Group, host: str, cache_dir: str | None) -> tuple[str, list[
     kept: list[Any] = []
     for process in range(1, group.processes):
         options = {**group.wanted, **in_bundle(group.placement, process), "max_restarts": 0}
-        follower = ray.remote(Follower).options(**options).remote(secret, group.cores[process])
+        follower: Any = ray.remote(Follower).options(**options).remote(secret, group.cores[process])
         kept += [follower, follower.run.remote(coordinator, process, group.processes, cache_dir)]
     return coordinator, kept

@@ -1,21 +1,24 @@
-"""The cost of steps, measured on this machine: a session answers prompts of all sizes, in batches of all sizes."""
+"""The pace of this machine, measured: a session answers prompts of all sizes, in batches of all sizes, and chats."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import anyio
 
+from rekindle._src.bench.simulation.fleet import Watch, simulate
+from rekindle._src.bench.simulation.loads import Ask, chats, percentile
 from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes, StepWork
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 
-SOLITARY = 32  # requests of which each has the session to itself
+CHATS = 120  # requests of the chats
+BUSY = 0.15  # share of the time in which they keep the device busy, about
+OUTPUT = 24  # tokens
 
 
 class Measured(NamedTuple):
@@ -32,56 +35,96 @@ def measured(model: str, **options: Any) -> Measured:
 
 
 def measure(session: Session, *, seed: int = 0) -> Measured:
-    """The pace of an open session. The first round only compiles."""
+    """The pace of an open session. The first round only compiles.
+
+    What a request takes beside its steps is what first tokens of chats took longer than they would have with the
+    steps alone: a request that comes amid others waits for more than the device.
+    """
     draw = random.Random(seed)
-    times = StepTimes()
-    longest = session.config.max_model_len
-    assert longest is not None, "an open session has resolved it"
-    for observed in (False, True):
-        if observed:
-            session._host.observe(times)
-        short = [_prompt(draw, session, 160) for _ in range(48)]
-        anyio.run(_stream, session, short, [draw.uniform(0.0, 4.0) for _ in short])
+    times, batches = StepTimes(), StepTimes()
+    for observer in (None, batches):
+        if observer is not None:
+            session._host.observe(observer)
         for rows in (1, 2, 4, 8, session.config.max_requests):
-            prompts = [_prompt(draw, session, longest) for _ in range(rows)]
-            anyio.run(_stream, session, prompts, [0.0] * rows)
+            prompts = [_prompt(draw, session) for _ in range(rows)]
+            anyio.run(_stream, session, prompts)
+        session.cache.clear().result_sync()
+    session._host.unobserve(batches)
+    asks = _chats(draw, session, StepCost.fitted(_usable(batches)))
+    for watched in (False, True):
+        if watched:
+            session._host.observe(times)
+        watch, _ = anyio.run(replay, session, asks)
         session.cache.clear().result_sync()
     session._host.unobserve(times)
-    steps = [(work, seconds) for work, seconds in times.steps if seconds > 0]
-    cost = StepCost.fitted(steps)
-    beside = anyio.run(_beside, session, cost, [_prompt(draw, session, 160) for _ in range(SOLITARY)])
-    session.cache.clear().result_sync()
+    steps = _usable(times)
+    cost = StepCost.fitted([*steps, *_usable(batches)])
+    told = simulate(asks, session.config, cost, spread=cost.spread(steps))
+    beside = max(0.0, percentile(watch.first, 0.5) - told.first_token[0])
     return Measured(dataclasses.replace(cost, request=beside), cost.spread(steps))
 
 
-async def _beside(session: Session, cost: StepCost, prompts: Sequence[Sequence[int]]) -> float:
-    """Seconds to the first token that a request takes beside its step, when nothing else runs."""
-    found: list[float] = []
-    for prompt in prompts:
-        begun, first = time.perf_counter(), 0.0
-        async for _ in session.stream(prompt, max_tokens=4, ignore_eos=True):
-            first = first or time.perf_counter() - begun
-        found.append(first - cost.seconds(StepWork(0, len(prompt), 0, 1)))
-        await anyio.sleep(0.02)  # until the session rests, as it does between requests that come now and then
-    return max(0.0, statistics.median(found))
+async def replay(target: Any, asks: Sequence[Ask], watch: Watch | None = None) -> tuple[Watch, float]:
+    """Send requests when they are due and read every delta as it comes, as those do who are served; and the seconds.
 
-
-async def _stream(session: Session, prompts: Sequence[Sequence[int]], after: Sequence[float]) -> None:
-    """Read every delta as it comes, as those do who are served: their work takes its share of the processor.
-
-    Prompts that come `after` others were begun are computed beside these.
+    Notes when tokens came.
     """
+    watch, vocabulary, begun = watch or Watch(), target._engine.vocab_size, time.perf_counter()
 
-    async def read(prompt: Sequence[int], seconds: float) -> None:
-        await anyio.sleep(seconds)
-        async for _ in session.stream(prompt, max_tokens=24, ignore_eos=True):
+    async def one(number: int, ask: Ask) -> None:
+        prompt = (ask.tokens() % vocabulary).tolist()
+        await anyio.sleep(max(0.0, begun + ask.at - asks[0].at - time.perf_counter()))
+        name = str(number)
+        watch.asked(name, time.perf_counter())
+        async for delta in target.stream(prompt, max_tokens=ask.output, ignore_eos=True):
+            if delta.token_ids:
+                watch.came(name, len(delta.token_ids), time.perf_counter(), ended=False)
+
+    async with anyio.create_task_group() as group:
+        for number, ask in enumerate(asks):
+            group.start_soon(one, number, ask)
+    return watch, time.perf_counter() - begun
+
+
+def _usable(times: StepTimes) -> list[tuple[StepWork, float]]:
+    return [(work, seconds) for work, seconds in times.steps if seconds > 0]
+
+
+def _chats(draw: random.Random, session: Session, cost: StepCost) -> list[Ask]:
+    """Chats that fit into the session's context, and come so fast that the device is busy now and then."""
+    longest = _longest(session)
+    question = max(2, longest // 40)
+    each = cost.seconds(StepWork(0, 2 * question, 0, 1)) + OUTPUT * cost.seconds(StepWork(1, 0, longest // 4))
+    found = chats(
+        draw,
+        CHATS,
+        BUSY / each,
+        systems=6,
+        system_tokens=max(4, longest // 6),
+        turns=3,
+        question=question,
+        output=OUTPUT,
+        pause=10 * each,
+    )
+    return [ask for ask in found if ask.length + ask.output < longest]
+
+
+async def _stream(session: Session, prompts: Sequence[Sequence[int]]) -> None:
+    async def read(prompt: Sequence[int]) -> None:
+        async for _ in session.stream(prompt, max_tokens=OUTPUT, ignore_eos=True):
             pass
 
     async with anyio.create_task_group() as group:
-        for prompt, seconds in zip(prompts, after, strict=True):
-            group.start_soon(read, prompt, seconds)
+        for prompt in prompts:
+            group.start_soon(read, prompt)
 
 
-def _prompt(draw: random.Random, session: Session, longest: int) -> list[int]:
-    size = min(longest - 32, int(2 ** draw.uniform(4, 10)))
+def _longest(session: Session) -> int:
+    longest = session.config.max_model_len
+    assert longest is not None, "an open session has resolved it"
+    return min(1024, longest)
+
+
+def _prompt(draw: random.Random, session: Session) -> list[int]:
+    size = min(_longest(session) - 32, int(2 ** draw.uniform(4, 10)))
     return [draw.randrange(1, session._engine.vocab_size) for _ in range(max(1, size))]
