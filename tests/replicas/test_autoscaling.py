@@ -13,6 +13,7 @@ import rekindle
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle import ConfigError
+from rekindle._src.cli.main import parser
 from rekindle._src.replicas import fleet_dispatch
 from rekindle._src.replicas.autoscaling import Autoscaler, Demand, Range, Room, wanted
 
@@ -67,6 +68,15 @@ def test_ranges_are_checked() -> None:
         rekindle.fleet(replicas=(4, 1))
     with pytest.raises(ConfigError, match="roles"):
         rekindle.fleet(replicas=(1, 4), roles={"prefill": 1, "decode": 1})
+
+
+def test_a_range_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parser().parse_args(["serve", "--replicas", "1-4"]).replicas == (1, 4)
+    assert parser().parse_args(["serve", "--replicas", "2"]).replicas == 2
+    for wrong in ("4-1", "0", "1-2-3", "many"):
+        with pytest.raises(SystemExit):
+            parser().parse_args(["serve", "--replicas", wrong])
+        assert "no number above 0 and no range" in capsys.readouterr().err
 
 
 @pytest.fixture
