@@ -11,7 +11,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -20,8 +20,8 @@ import rekindle
 from rekindle._src.bench.shapes import random_shape
 from rekindle._src.bench.simulation.fleet import HEAD, Outcome, Watch, simulate
 from rekindle._src.bench.simulation.loads import Ask, chats, percentile
-from rekindle._src.bench.simulation.measuring import measure
-from rekindle._src.bench.simulation.step_cost import StepTimes
+from rekindle._src.bench.simulation.measuring import measure, replay
+from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes
 
 OPTIONS: dict[str, Any] = {
     "max_requests": 16, "max_tokens_per_step": 256, "max_model_len": 1024, "disk_memory": 0, "host_memory": 0,
@@ -34,25 +34,6 @@ def small_chats(requests: int, rate: float, seed: int = 1) -> list[Ask]:
     """Conversations that fit into the embedded model's context."""
     found = chats(random.Random(seed), requests, rate, **SMALL)
     return [ask for ask in found if ask.length + ask.output < 900]
-
-
-async def replay(target: Any, asks: Sequence[Ask], watch: Watch | None = None) -> tuple[Watch, float]:
-    """Send requests when they are due, and note when tokens came."""
-    watch, vocabulary, begun = watch or Watch(), target._engine.vocab_size, time.perf_counter()
-
-    async def one(number: int, ask: Ask) -> None:
-        await anyio.sleep(max(0.0, begun + ask.at - asks[0].at - time.perf_counter()))
-        name = str(number)
-        prompt = (ask.tokens() % vocabulary).tolist()
-        watch.asked(name, time.perf_counter())
-        async for delta in target.stream(prompt, max_tokens=ask.output, ignore_eos=True):
-            if delta.token_ids:
-                watch.came(name, len(delta.token_ids), time.perf_counter(), ended=False)
-
-    async with anyio.create_task_group() as group:
-        for number, ask in enumerate(asks):
-            group.start_soon(one, number, ask)
-    return watch, time.perf_counter() - begun
 
 
 def outcome(watch: Watch, seconds: float, stats: Any, before: Any, requests: int) -> Outcome:
@@ -87,38 +68,50 @@ async def warm(target: Any) -> None:
 
 
 async def prediction(arguments: argparse.Namespace) -> None:
+    """The pace is measured on other requests than those whose times are then predicted."""
     asks = small_chats(arguments.requests, arguments.rate)
     model: Any = arguments.model if arguments.model == "tiny" else random_shape(arguments.model)
     async with rekindle.open(model, **OPTIONS) as session:
         await warm(session)
-        cost = await anyio.to_thread.run_sync(measure, session)
-        print(cost)
-        print(f"{'':24}{HEAD}")
-        ratios: list[list[float]] = []
+        ratios: list[dict[str, float]] = []
         for number in range(arguments.rounds):
+            cost, spread = await anyio.to_thread.run_sync(measure, session)
+            print(f"{cost}; a tenth of the steps take {spread[len(spread) * 9 // 10]:.2f} times as long or longer")
             await session.cache.clear()
-            before = session.stats()
-            times = StepTimes()
+            before, times = session.stats(), StepTimes()
             session._host.observe(times)
             watch, seconds = await replay(session, asks)
             session._host.unobserve(times)
             real = outcome(watch, seconds, session.stats(), before, len(asks))
-            told = simulate(asks, session.config, cost)
+            told = simulate(asks, session.config, cost, spread=spread)
+            if not number:
+                print(f"{'':24}{HEAD}")
             print(f"{'real':24}{real}\n{'simulated':24}{told}")
-            spent = sum(taken for _, taken in times.steps), sum(cost.seconds(work) for work, _ in times.steps)
-            print(f"  the {len(times.steps)} real steps took {spent[0]:.2f} s, the model says {spent[1]:.2f} s")
-            ratios.append(
-                [
-                    told.first_token[0] / real.first_token[0],
-                    told.between[0] / real.between[0],
-                    told.tokens_per_second / real.tokens_per_second,
-                    told.hit_rate / real.hit_rate,
-                ]
+            busy = [(work, taken) for work, taken in times.steps if taken > 0]
+            again = StepCost.fitted(busy)
+            spent = sum(taken for _, taken in busy)
+            told_spent = sum(cost.seconds(work) for work, _ in busy) * statistics.fmean(spread)
+            usual = statistics.median(taken / cost.seconds(work) for work, taken in busy)
+            print(
+                f"  {len(busy)} steps took {spent:.2f} s, the model says {told_spent:.2f} s; "
+                f"the usual one took {usual:.2f} times what it says. Fitted to them: {again}",
+                flush=True,
             )
-            del number
-        names = ("first token p50", "between p50", "tokens/s", "cached")
-        medians = [statistics.median(values) for values in zip(*ratios, strict=True)]
-        print("simulated / real, medians:", ", ".join(f"{n} {v:.2f}" for n, v in zip(names, medians, strict=True)))
+            ratios.append(
+                {
+                    "first token p50": told.first_token[0] / real.first_token[0],
+                    "first token p99": told.first_token[1] / real.first_token[1],
+                    "between p50": told.between[0] / real.between[0],
+                    "between p99": told.between[1] / real.between[1],
+                    "tokens/s": told.tokens_per_second / real.tokens_per_second,
+                    "cached": told.hit_rate / real.hit_rate,
+                }
+            )
+    for name in ratios[0]:
+        values = [one[name] for one in ratios]
+        ratio = statistics.median(values)
+        verdict = "within 15 %" if abs(ratio - 1) <= 0.15 else "off"
+        print(f"simulated / real, {name:16} {ratio:5.2f} ({min(values):.2f} to {max(values):.2f}): {verdict}")
 
 
 async def routers(arguments: argparse.Namespace) -> None:
@@ -126,7 +119,7 @@ async def routers(arguments: argparse.Namespace) -> None:
     given = {**OPTIONS, "device_pages": arguments.pages}
     async with rekindle.open("tiny", **given) as session:
         await warm(session)
-        cost, config = await anyio.to_thread.run_sync(measure, session), session.config
+        (cost, spread), config = await anyio.to_thread.run_sync(measure, session), session.config
     print(f"{'':24}{HEAD}")
     for router in ("affinity", "shortest", "round-robin"):
         async with rekindle.fleet("tiny", replicas=2, router=router, **given) as fleet:  # type: ignore[arg-type]
@@ -137,7 +130,8 @@ async def routers(arguments: argparse.Namespace) -> None:
             watch, seconds = await replay(fleet, asks)
             await anyio.sleep(2.5)
             print(f"{router + ', real':24}{outcome(watch, seconds, fleet.stats(), before, len(asks))}")
-        print(f"{router + ', simulated':24}{simulate(asks, config, cost, replicas=2, router=router)}", flush=True)
+        told = simulate(asks, config, cost, replicas=2, router=router, spread=spread)
+        print(f"{router + ', simulated':24}{told}", flush=True)
 
 
 async def timed(call: Callable[[], Any], times: int) -> float:

@@ -27,7 +27,7 @@ import rekindle  # noqa: E402
 from rekindle._src.bench.shapes import random_shape  # noqa: E402
 from rekindle._src.bench.simulation.fleet import HEAD, Watch, simulate  # noqa: E402
 from rekindle._src.bench.simulation.loads import Ask  # noqa: E402
-from rekindle._src.bench.simulation.measuring import measure  # noqa: E402
+from rekindle._src.bench.simulation.measuring import measure, replay  # noqa: E402
 from rekindle._src.session.sharing.pulling import Puller  # noqa: E402
 from rekindle._src.session.sharing.source import PageAddress  # noqa: E402
 
@@ -142,7 +142,7 @@ def flood(arguments: argparse.Namespace) -> None:
 
 
 async def _flood(arguments: argparse.Namespace) -> None:
-    from fleet import eventually, outcome, replay, warm
+    from fleet import eventually, outcome, warm
 
     asks = load(arguments)
     given: dict[str, Any] = {
@@ -150,7 +150,7 @@ async def _flood(arguments: argparse.Namespace) -> None:
     }  # fmt: skip
     async with rekindle.open("tiny", **given) as session:
         await warm(session)
-        cost, config = await anyio.to_thread.run_sync(measure, session), session.config
+        (cost, spread), config = await anyio.to_thread.run_sync(measure, session), session.config
     print(cost)
     print(f"{len(asks)} requests, {arguments.streams} of them streams\n{'':24}{HEAD}")
     sizes: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ async def _flood(arguments: argparse.Namespace) -> None:
                     f"  {after.handed_over} handed over, {after.pulled_pages} pages pulled, {after.failed_pulls} failed"
                 )
     for name, size in sizes.items():
-        told = simulate(asks, config, cost, router="shortest", move=1e-6, watch=Streams(asks), **size)
+        told = simulate(asks, config, cost, router="shortest", move=1e-6, watch=Streams(asks), spread=spread, **size)
         print(f"{name + ', simulated':24}{told}", flush=True)
 
 

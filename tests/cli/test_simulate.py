@@ -83,6 +83,31 @@ TRACE = [
 ]
 
 
+def test_noise_on_one_side_does_not_draw_the_cost_along() -> None:
+    draw = random.Random(1)
+    works = [StepWork(draw.randint(1, 8), draw.choice([0, 0, 0, 100]), draw.randint(0, 2000)) for _ in range(600)]
+    cost = StepCost(step=2e-3, row=2e-4, prefill=2e-5, context=1e-7)
+    steps = [(work, cost.seconds(work) * (draw.uniform(2, 4) if draw.random() < 0.3 else 1.0)) for work in works]
+    found = StepCost.fitted(steps)
+    for work in works:
+        assert found.seconds(work) == pytest.approx(cost.seconds(work), rel=0.05)
+    spread = found.spread(steps)
+    assert list(spread) == sorted(spread) and len(spread) == 100
+    assert spread[50] == pytest.approx(1.0, abs=0.05) and spread[85] > 1.8
+
+
+def test_what_a_request_takes_beside_its_steps_and_how_its_steps_vary() -> None:
+    ask = Ask(0.0, ((1, 100),), 400, b"", b"")
+    plain = simulate([ask], CONFIG, COST)
+    later = simulate([ask], CONFIG, dataclasses.replace(COST, request=0.5))
+    assert later.first_token[0] == pytest.approx(plain.first_token[0] + 0.5)
+    assert later.between[0] == pytest.approx(plain.between[0])
+    varied = simulate([ask], CONFIG, COST, spread=(0.5, 1.0, 1.0, 1.0, 3.0))
+    assert varied.between[0] == pytest.approx(plain.between[0], rel=0.05)
+    assert varied.between[1] == pytest.approx(3 * plain.between[1], rel=0.05)
+    assert varied == simulate([ask], CONFIG, COST, spread=(0.5, 1.0, 1.0, 1.0, 3.0))
+
+
 def test_a_recorded_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps(entry) for entry in TRACE))

@@ -12,6 +12,7 @@ import anyio
 
 from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet import Fleet, FleetOpening, Parts
 from rekindle._src.replicas.replica import Replica, _described
 from rekindle._src.replicas.roles import Role, roles_of
@@ -35,6 +36,8 @@ class LocalReplica:
         self.closed = False
         self.poisoned = False  # dies of every request, before it tells of a token
         self.after: int | None = None  # dies by itself before it tells of more tokens than these
+        self.refuses: Exception | None = None  # raised when it is given other weights
+        self.fragile = 0  # times that it dies of being given other weights
 
     @property
     def name(self) -> str:
@@ -68,6 +71,15 @@ class LocalReplica:
 
     async def send(self, sender: str, requests: Any, ended: Any) -> None:
         await self._alive(lambda: self._now.send(sender, requests, ended))
+
+    async def swap_weights(self, weights: str) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        if self.fragile:
+            self.fragile -= 1
+            self.die()
+            raise ReplicaGone("died of the weights")
+        await self._alive(lambda: self._now.swap_weights(weights))
 
     async def mail(self, sender: str, patience: float) -> Mail:
         await self._alive(lambda: self._now._look())
@@ -126,6 +138,7 @@ def local_fleet(
     router: str = "affinity",
     hang: float = 15.0,
     roles: Mapping[Literal["prefill", "decode"], int] | None = None,
+    size: Range | None = None,
 ) -> Iterator[tuple[Fleet, list[LocalReplica]]]:
     """A fleet, and the connections to its replicas; checks at the end that no thread is left."""
     before = ours()
@@ -152,7 +165,7 @@ def local_fleet(
 
         return Parts(given, described, another, close, f"test-{next(_names)}")
 
-    fleet = run_sync(FleetOpening(parts, "fake", router, hang)._result())
+    fleet = run_sync(FleetOpening(parts, "fake", router, hang, size)._result())
     try:
         eventually(lambda: fleet.stats().ready == replicas)
         yield fleet, connections

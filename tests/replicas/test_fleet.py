@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import threading
+from collections import Counter
 from typing import Any
 
 import anyio
@@ -12,7 +14,18 @@ import pytest
 
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
-from rekindle import ConfigError, FinishReason, InvalidRequest, QueueFull, ReplicaLost, RequestAborted, SessionClosed
+from rekindle import (
+    ConfigError,
+    FinishReason,
+    InvalidRequest,
+    ProcessLost,
+    QueueFull,
+    ReplicaLost,
+    RequestAborted,
+    SessionClosed,
+    StepFailed,
+)
+from rekindle._src.replicas.mailing import failed
 
 pytestmark = pytest.mark.anyio
 
@@ -296,3 +309,65 @@ async def test_figures() -> None:
         assert "round-robin" in stats._repr_html_() and "2 of 2" in repr(stats)
         assert stats.as_dict()["generated_tokens"] == 20
         assert "<Fleet over fake: 2 of 2" in repr(fleet)
+
+
+async def test_a_replica_that_fails_to_open_now_and_then_is_not_given_up() -> None:
+    with local_fleet(slow_session, replicas=1) as (fleet, replicas):
+        for lives in range(2, 6):
+            replicas[0].broken = OSError("for a moment")
+            replicas[0].die()
+            await anyio.to_thread.run_sync(lambda: eventually(lambda: "for a moment" in fleet.stats().replicas[0].why))
+            replicas[0].broken = None
+            await anyio.to_thread.run_sync(
+                lambda lives=lives: eventually(lambda: replicas[0].lives == lives and fleet.stats().ready == 1)
+            )
+            await fleet.generate("a", max_tokens=2)
+
+
+async def test_metrics_of_a_fleet() -> None:
+    pytest.importorskip("prometheus_client", reason="metrics need the extra `serve`")
+    from rekindle._src.serve.life import Life
+    from rekindle._src.serve.metrics import Metrics
+    from rekindle._src.serve.models import Models
+
+    with local_fleet(slow_session) as (fleet, replicas):
+        metrics = Metrics(Models(fleet, "fake"), Life(max_queued_tokens=100))
+
+        def steps() -> int:
+            text = metrics.text("")[0].decode()
+            assert 'rekindle_replicas_ready{model_name="fake"}' in text
+            found = re.search(r'rekindle_iteration_tokens_total_count\{model_name="fake"\} (\d+)', text)
+            assert found is not None, text
+            return int(found[1])
+
+        await fleet.generate("Once upon a time", max_tokens=10)
+        await anyio.to_thread.run_sync(lambda: eventually(lambda: steps() >= 10))
+        before = steps()
+        for replica in replicas:
+            replica.die()
+        await anyio.to_thread.run_sync(lambda: eventually(lambda: fleet.stats().lost == 2))
+        assert steps() >= before, "a process that was replaced takes its counts along"
+
+
+async def test_a_new_replica_gets_its_share_of_what_waits() -> None:
+    with local_fleet(slow_session, replicas=1, router="shortest") as (fleet, _):
+        handles = [fleet.submit(f"{number} Once upon a time", max_tokens=60) for number in range(30)]
+        await aiter(handles[0]).__anext__()
+        running = [handle for handle in handles if fleet.explain(handle).replica == "local-0"]
+        assert len(running) == 30
+        await fleet.scale(2)
+        for number, handle in enumerate(handles):
+            assert told(await handle) == alone(f"{number} Once upon a time", max_tokens=60)
+        there = Counter(fleet.explain(handle).replica for handle in handles)
+        assert there["local-1"] >= 8
+        assert fleet.explain(handles[0]).replica == "local-0"
+        assert (fleet.stats().lost, fleet.stats().moved) == (0, 0)
+
+
+def test_a_step_that_failed_with_a_lost_process_is_no_end_of_the_request() -> None:
+    error = StepFailed("step 3 failed")
+    error.__cause__ = ProcessLost("process 1 is gone")
+    assert isinstance(failed("a", error).error, SessionClosed)
+    error.__cause__ = ValueError("too large")
+    told_error = failed("a", error).error
+    assert isinstance(told_error, StepFailed) and "too large" in str(told_error)

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -152,6 +153,57 @@ def test_it_grows_and_shrinks(fleet: Fleet, cache: str) -> None:
     assert anyio.run(ask_all, fleet, 6, 60, 6) == texts(cache, 6, 60)
 
 
+def test_other_weights_while_streams_go_on(fleet: Fleet, cache: str) -> None:
+    """The same weights again, so that no text may change, wherever its request was when they came."""
+
+    async def run() -> list[str]:
+        found: list[str] = []
+
+        async def ask() -> None:
+            found.extend(await ask_all(fleet, 12, 200, 12))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await anyio.sleep(0.3)
+            await fleet.swap_weights("tiny", drain=0.2)
+        return found
+
+    assert anyio.run(run) == texts(cache, 12, 200)
+    assert [one.weights for one in fleet.stats().replicas] == ["tiny", "tiny"]
+    with pytest.raises(rekindle.CheckpointError):
+        fleet.swap_weights("no such folder").result_sync()
+    ready(fleet, 2)
+
+
+def test_which_ray_is_joined(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Ray that this process has started for itself is there, and is nobody else's."""
+    from rekindle._src.replicas import ray_runtime
+
+    joined: list[str] = []
+    monkeypatch.setattr(ray_runtime.ray, "init", lambda **given: joined.append(given["address"]))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert not ray_runtime._join()
+    noted = tmp_path / "ray" / "ray_current_cluster"
+    noted.parent.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        noted.write_text(address)
+        assert ray_runtime._join()
+    assert not ray_runtime._join(), "it has ended"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert not ray_runtime._join()
+    assert joined == [address]
+
+    def refuse(**given: Any) -> None:
+        raise ConnectionError("nothing is there")
+
+    monkeypatch.setattr(ray_runtime.ray, "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+        ray_runtime._join()
+
+
 def test_prompts_in_one_process_and_answers_in_another(cache: str) -> None:
     prompts = [f"{prompt(number)} " * 8 for number in range(12)]
     with rekindle.open_sync("tiny", cache_dir=cache, **OPTIONS) as session:
@@ -167,6 +219,29 @@ def test_prompts_in_one_process_and_answers_in_another(cache: str) -> None:
         )  # fmt: skip
 
 
+def test_a_replica_of_two_processes(fleet: Fleet, cache: str) -> None:
+    """Two devices of two processes share the model. The death of either is the death of the replica."""
+    given: dict[str, Any] = {**OPTIONS, "deterministic": False, "dtype": "float32"}
+    asked = {"max_tokens": 150, "temperature": 0.8, "ignore_eos": True}
+    with rekindle.open_sync("tiny", cache_dir=cache, **given) as session:
+        wanted = [session.generate_sync(prompt(number), seed=number, **asked).text for number in range(4)]
+    opening = rekindle.fleet("tiny", replicas=1, mesh=2, processes=2, cache_dir=cache, **given)
+    with opening.result_sync() as pair:
+        for victim in ("ray::Follower", "ray::Actor"):
+            before = {pid for pid, line in processes() if line.startswith(victim)}
+            handles = [pair.submit(prompt(number), seed=number, **asked) for number in range(4)]
+            eventually(lambda: pair.stats().generated_tokens > 0, 60)
+            of_pair = before if victim == "ray::Follower" else {pair.stats().replicas[0].pid}
+            for pid in of_pair:
+                os.kill(pid, signal.SIGKILL)
+            assert [handle.result_sync().text for handle in handles] == wanted
+            ready(pair, 1)
+        assert pair.stats().lost == 2 and pair.stats().moved >= 2
+    eventually(lambda: not [pid for pid, line in processes() if line.startswith("ray::Follower")], 20)
+    with pytest.raises(ConfigError, match="coordinator"):
+        rekindle.fleet("tiny", mesh=2, processes=2, coordinator="127.0.0.1:7000")
+
+
 def test_what_can_not_be_opened_is_told_at_once() -> None:
     with pytest.raises(ConfigError, match="replicas"):
         rekindle.fleet(replicas=0)
@@ -177,14 +252,16 @@ def test_what_can_not_be_opened_is_told_at_once() -> None:
 
 
 def test_cores_are_divided() -> None:
-    from rekindle._src.replicas import on_ray
+    from rekindle._src.replicas.cores import cores_of, shares
 
     cores = sorted(os.sched_getaffinity(0))
     for replicas in (1, 2, 3):
-        parts = [on_ray.cores_of(index, replicas) for index in range(replicas)]
+        parts = [cores_of(index, replicas) for index in range(replicas)]
         assert all(parts)
         if replicas <= len(cores):
             assert sorted(core for part in parts for core in part) == cores
+    for processes in (2, 3):
+        assert len({len(part) for part in shares(0, 1, processes)}) == 1, "they compute alike"
 
 
 @pytest.mark.parametrize("replicas", [2, 4])

@@ -16,6 +16,7 @@ from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle._src.core.options import GenerationConfig, KVDType
 from rekindle._src.core.quantize_plan import KINDS, checked_quantize
 from rekindle._src.core.version import VERSION
+from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.routing import RouterName
 from rekindle.errors import ConfigError, RekindleError
 
@@ -173,7 +174,10 @@ def _serve(serve: argparse.ArgumentParser) -> None:
         "--metrics-names", choices=("rekindle", "vllm", "both"), default="rekindle", help="vllm: for its dashboards"
     )
     serve.add_argument(
-        "--replicas", type=int, metavar="N", help="processes that run the model, on Ray (default: this one)"
+        "--replicas",
+        type=_replicas,
+        metavar="N",
+        help="processes that run the model, on Ray; 1-4: as many as the load asks for (default: this one)",
     )
     serve.add_argument(
         "--router",
@@ -242,6 +246,7 @@ def _simulate(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--row-us", type=float, default=30.0, help="of a row that decodes (default 30)")
     simulate.add_argument("--prefill-us", type=float, default=40.0, help="of a prompt's token (default 40)")
     simulate.add_argument("--context-us", type=float, default=0.05, help="of a position looked back at (default 0.05)")
+    simulate.add_argument("--request-ms", type=float, default=0.0, help="of a request beside its steps (default 0)")
     simulate.add_argument("--max-requests", type=int, default=64, help="that one replica runs at once (default 64)")
     simulate.add_argument("--max-tokens-per-step", type=int, default=1024)
     simulate.add_argument("--max-model-len", type=int, default=32768)
@@ -258,6 +263,15 @@ def _counts(text: str) -> list[int]:
     if not found or min(found) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: these are no numbers above 0. Use 1,2,4")
     return found
+
+
+def _replicas(text: str) -> int | tuple[int, int]:
+    try:
+        least, most = (int(part) for part in (text.split("-") if "-" in text else (text, text)))
+        size = Range.of((least, most))
+    except ValueError:  # ConfigError is one
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and no range. Use 2, or 1-4") from None
+    return size.least if size.least == size.most else (size.least, size.most)
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -20,13 +20,18 @@ def run(arguments: argparse.Namespace) -> int:
         asks = recorded(arguments.trace)
     else:
         asks = LOADS[arguments.load](random.Random(arguments.seed), arguments.requests, arguments.rate)
+    spread: tuple[float, ...] = ()
     if arguments.measure is not None:
         from rekindle._src.bench.simulation.measuring import measured
 
-        cost = measured(arguments.measure)
+        cost, spread = measured(arguments.measure)
     else:
         cost = StepCost(
-            arguments.step_ms / 1e3, arguments.row_us / 1e6, arguments.prefill_us / 1e6, arguments.context_us / 1e6
+            arguments.step_ms / 1e3,
+            arguments.row_us / 1e6,
+            arguments.prefill_us / 1e6,
+            arguments.context_us / 1e6,
+            request=arguments.request_ms / 1e3,
         )
     config = EngineConfig(
         max_requests=arguments.max_requests,
@@ -43,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{len(asks)} requests in {last:.0f} s, {prompt:.0f} + {output:.0f} tokens on average")
         parts = [f"{1e3 * cost.step:.2f} ms a step", f"{1e6 * cost.row:.0f} µs a row"]
         parts += [f"{1e6 * cost.prefill:.1f} µs a prompt's token", f"{1e6 * cost.context:.3f} µs a position"]
+        parts += [f"{1e3 * cost.request:.2f} ms a request beside its steps"] if cost.request else []
         print(f"A device takes {', '.join(parts)}. Times below are in ms.")
         print(f"{'replicas':>8} {'router':12} {HEAD}")
     fleets: list[tuple[str, dict[str, Any]]] = [(str(count), {"replicas": count}) for count in arguments.replicas]
@@ -51,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         fleets.append((f"{prefill}+{decode}", {"roles": {"prefill": prefill, "decode": decode}}))
     for name, size in fleets:
         for router in arguments.router or get_args(RouterName):
-            outcome = simulate(asks, config, cost, router=router, move=arguments.move_us / 1e6, **size)
+            outcome = simulate(asks, config, cost, router=router, move=arguments.move_us / 1e6, spread=spread, **size)
             found.append({**size, "router": router, **outcome._asdict()})
             if not arguments.json:
                 print(f"{name:>8} {router:12} {outcome}", flush=True)

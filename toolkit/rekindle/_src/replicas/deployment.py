@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.replicas.opening_fleet import shared_fleet
-from rekindle._src.replicas.roles import Role, roles_of
+from rekindle._src.replicas.autoscaling import Range
+from rekindle._src.replicas.opening_fleet import checked, shared_fleet, sized
+from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routing import RouterName
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.session.signatures import takes_options
@@ -26,7 +27,7 @@ _AT_ONCE = 4096  # requests that Ray Serve gives one ingress; the fleet itself r
 def deployment(
     model: str | Path = "tiny",
     *,
-    replicas: int | None = None,
+    replicas: int | tuple[int, int] | None = None,
     router: RouterName = "affinity",
     roles: Mapping[Literal["prefill", "decode"], int] | None = None,
     resources: Mapping[str, Any] | None = None,
@@ -47,13 +48,16 @@ def deployment(
         raise MissingExtra("ray", "ray") from error
     if isinstance(ingresses, bool) or not isinstance(ingresses, int) or ingresses < 1:
         raise ConfigError("ingresses", ingresses, "is not a whole number above 0", "Leave it out for the default")
-    parts_of = roles_of(roles, replicas)
+    parts_of, size = sized(roles, replicas)
+    if size is not None and ingresses > 1:
+        problem = "can't follow a load that several ingresses divide"
+        raise ConfigError("replicas", replicas, problem, "Use a number, or one ingress")
     router_named(router)
-    EngineConfig.of(options)
+    checked(options)
     called = name or Path(str(model)).name
 
     def built() -> Any:  # Ray Serve takes nothing but a plain function for one
-        return _app(str(model), called, parts_of, router, resources, api_key, options)
+        return _app(str(model), called, parts_of, router, resources, api_key, options, size)
 
     @serve.deployment(
         name=f"rekindle-{called.replace('/', '-')}",
@@ -77,9 +81,10 @@ def _app(
     resources: Mapping[str, Any] | None,
     api_key: str | Sequence[str] | None,
     options: Mapping[str, Any],
+    size: Range | None,
 ) -> Any:
     """The ASGI app of one ingress. It opens its fleet when it starts, and answers 503 until that is open."""
     from rekindle._src.serve.app import app
 
-    opening = shared_fleet(model, called, roles=roles, router=router, resources=resources, options=options)
+    opening = shared_fleet(model, called, roles=roles, router=router, resources=resources, options=options, size=size)
     return app({called: opening}, api_key=api_key)

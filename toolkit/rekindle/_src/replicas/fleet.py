@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
 
@@ -18,6 +19,7 @@ from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet_dispatch import FleetDispatch
 from rekindle._src.replicas.fleet_stats import FleetStats, replica_stats
 from rekindle._src.replicas.link import HANG
@@ -56,7 +58,6 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
     _host: Host
     _engine: Engine
     _config: EngineConfig
-    _places: int  # of one replica
     _prefill: int  # replicas that only compute prompts
     _router: str
 
@@ -66,7 +67,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         fleet = cls.__new__(cls)
         fleet._prefill = prefill
         fleet._host, fleet._engine, fleet._router = host, engine, router
-        fleet._config, fleet._places = described.config, described.places
+        fleet._config = described.config
         fleet._servers = []
         weakref.finalize(fleet, host.close).atexit = False
         return fleet
@@ -122,6 +123,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
                 moved=routes.counts.moved,
                 handed_over=routes.counts.handed_over,
                 lost=routes.counts.lost,
+                follows=dispatch.size,
             )
 
         self._host.check()
@@ -148,35 +150,64 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
 
     # Its size and its end.
 
-    def scale(self, replicas: int, *, drain: float = 30.0) -> Call[None]:
+    def scale(self, replicas: int | tuple[int, int], *, drain: float = 30.0) -> Call[None]:
         """Await it to have so many replicas. Those that are too many take no more requests and end after `drain` s.
 
-        Requests that run longer than that go on in other replicas. New replicas are opened in the background. Where
-        replicas have roles, it is those that decode that come and go.
+        With a pair such as (1, 4) their number follows the load between the two from now on, as with
+        `rekindle.fleet(replicas=(1, 4))`; with a number it no longer does. Requests that run longer than `drain` s go
+        on in other replicas. New replicas are opened in the background. Where replicas have roles, it is those that
+        decode that come and go.
         """
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-            raise ConfigError("replicas", replicas, "is not a whole number above 0", "Use aclose() to end all")
-        prefill = self._prefill
-        if prefill and replicas <= prefill:
+        size, prefill = Range.of(replicas), self._prefill
+        if prefill and size.least < size.most:
+            raise ConfigError("replicas", replicas, "can't follow the load where they have roles", "Pass a number")
+        if prefill and size.least <= prefill:
             raise ConfigError(
                 "replicas",
                 replicas,
                 f"leaves none to decode beside {prefill} that prefill",
                 f"Use {prefill + 1} or more",
             )
-        return Once(self._scale, replicas, drain, name="scale")
+        return Once(self._scale, size, _seconds("drain", drain), name="scale")
 
-    async def _scale(self, replicas: int, drain: float) -> None:
+    async def _scale(self, size: Range, drain: float) -> None:
+        def change(dispatch: FleetDispatch, done: OneShot[None]) -> None:
+            dispatch.follow_load(size if size.least < size.most else None)
+            dispatch.scale(size.nearest(len(dispatch.staying)), drain, done)
+
+        await self._changed(change)
+
+    def swap_weights(self, weights: str | Path, *, drain: float = 30.0) -> Call[None]:
+        """Await it to have all replicas go on with other weights of the same shapes, one replica after another.
+
+        `weights` is a folder that all replicas can read, a hub id or "tiny". A replica takes no requests while it is
+        given them. Those it has may end for `drain` seconds, then they go on in other replicas, or here if there are no
+        others. A request that meets both has tokens of both. If the first replica can't take the weights, its error
+        is raised and nothing has changed; one that can't later is replaced. New replicas have the new weights.
+        """
+        if not isinstance(weights, str | Path):
+            raise InvalidRequest(
+                "weights",
+                type(weights).__name__,
+                "is in this process, and the replicas are others",
+                "Pass a folder or hub id that all of them can read",
+            )
+        return Once(self._swap, located(weights), _seconds("drain", drain), name="swap_weights")
+
+    async def _swap(self, weights: str, drain: float) -> None:
+        await self._changed(lambda dispatch, done: dispatch.swap_weights(weights, drain, done))
+
+    async def _changed(self, change: Callable[[FleetDispatch, OneShot[None]], object]) -> None:
+        """Begin a change on the fleet's loop, and wait until it is made."""
         self._host.check()
-        ended: OneShot[None] = OneShot()
+        made: OneShot[None] = OneShot()
 
-        def change(dispatch: Dispatch) -> None:
+        def begin(dispatch: Dispatch) -> None:
             assert isinstance(dispatch, FleetDispatch)
-            dispatch.scale(replicas, drain, ended)
+            change(dispatch, made)
 
-        await self._host.call(change).get()
-        self._host.limiter.resize(replicas * self._places)
-        await ended.get()
+        await self._host.call(begin).get()
+        await made.get()
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close the fleet: requests may go on for `drain` seconds, then they end with `SessionClosed`.
@@ -236,8 +267,10 @@ class _Runner:
 class FleetOpening(Call[Fleet]):
     """`fleet = await rekindle.fleet(...)`, or `async with rekindle.fleet(...) as fleet`."""
 
-    def __init__(self, parts: Callable[[], Parts], model: str, router: str, hang: float = HANG) -> None:
-        self._parts, self._model, self._router, self._hang = parts, model, router, hang
+    def __init__(
+        self, parts: Callable[[], Parts], model: str, router: str, hang: float = HANG, size: Range | None = None
+    ) -> None:
+        self._parts, self._model, self._router, self._hang, self._size = parts, model, router, hang, size
         router_named(router)  # what is wrong is refused now
         self._fleet: Fleet | None = None
 
@@ -253,7 +286,15 @@ class FleetOpening(Call[Fleet]):
                 parts, routes = found[0], cast(Routes, engine.scheduler)
                 places = len(parts.connections) * parts.described.places
                 return FleetDispatch(
-                    engine, device, places, routes, parts.connections, another=parts.another, hang=self._hang
+                    engine,
+                    device,
+                    places,
+                    routes,
+                    parts.connections,
+                    another=parts.another,
+                    hang=self._hang,
+                    size=self._size,
+                    resize=lambda places: host.limiter.resize(places),
                 )
 
             host = Host(build, dispatched=dispatched)
@@ -279,6 +320,18 @@ class FleetOpening(Call[Fleet]):
     ) -> None:
         if self._fleet is not None:
             await self._fleet.aclose()
+
+
+def located(model: str | Path) -> str:
+    """A folder as another process finds it, or a name as it is."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else str(model)
+
+
+def _seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ConfigError(name, value, "is not a number of seconds", "Use 30, or 0 to wait for none")
+    return float(value)
 
 
 def fleet_engine(parts: Parts, model: str, router: str) -> Engine:

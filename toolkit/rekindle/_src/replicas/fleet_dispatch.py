@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -14,11 +16,19 @@ from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.dispatch import Dispatch, Task
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.dispatch.messages import Abort, Drain, Engine, Events, Finish, ScheduleMessage, Submission
+from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, wanted
 from rekindle._src.replicas.keys import keys_of_messages, keys_of_tokens
 from rekindle._src.replicas.link import HANG, Link, ReplicaState
+from rekindle._src.replicas.rolling_swap import RollingSwap
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Keys
 from rekindle._src.replicas.wire import Connection
+from rekindle.errors import SessionClosed
+
+log = logging.getLogger("rekindle.fleet")
+LOOK = 0.5  # seconds between two looks at the load
+DRAIN = 30.0  # seconds for the requests of a replica that the load does not ask for any more
+_MESSAGES = 1 << 20  # that the tasks may have for each other: more than a fleet has places, however much it grows
 
 
 class FleetDispatch(Dispatch):
@@ -34,10 +44,17 @@ class FleetDispatch(Dispatch):
         *,
         another: Callable[[], Connection],
         hang: float = HANG,
+        size: Range | None = None,
+        resize: Callable[[int], object] = lambda places: None,
     ) -> None:
-        super().__init__(engine, device, places)
-        self.routes, self._another, self._hang = routes, another, hang
+        """`places` are those of all replicas together, and `resize` is called when these are more or fewer."""
+        super().__init__(engine, device, _MESSAGES)
+        self.places = places
+        self._places_of_one = places // len(connections)
+        self.routes, self._another, self._hang, self._resize = routes, another, hang, resize
         self.links: dict[str, Link] = {}
+        self.swapping = RollingSwap(self.links)
+        self._autoscaler: Autoscaler | None = None
         self._keys: dict[str, Keys] = {}  # of live submissions that are chats
         self._happened = anyio.Event()
         self._todo: list[Callable[[], Coroutine[Any, Any, None]]] = []  # to be started
@@ -45,19 +62,20 @@ class FleetDispatch(Dispatch):
         routes.wake, routes.began = self._wake, self._began
         for connection in connections:
             self.add(connection)
+        self.follow_load(size)
 
     def add(self, connection: Connection) -> Link:
         """Take in a replica; it is opened soon."""
         link = Link(connection, self.routes, hang=self._hang)
+        link.wanted = self.swapping.weights
         self.links[link.name] = self.routes.links[link.name] = link
         self.routes.broken = None
-        self._todo.append(link.run)
-        self._wake()
+        self._start(link.run)
         return link
 
     def scale(self, replicas: int, drain: float, done: OneShot[None]) -> None:
         """Add replicas, or let the newest ones end; `done` is filled when those have."""
-        staying = [link for link in self.links.values() if link.state in (ReplicaState.OPENING, ReplicaState.READY)]
+        staying = self.staying
         for _ in range(replicas - len(staying)):
             self.add(self._another())
         leaving = staying[replicas:]
@@ -68,9 +86,48 @@ class FleetDispatch(Dispatch):
                     group.start_soon(link.drain, drain)
             for link in leaving:
                 del self.links[link.name], self.routes.links[link.name]
-            done.put(None)
 
-        self._todo.append(end)
+        self._resize(replicas * self._places_of_one)
+        self._start(partial(_answered, end, done))
+
+    def swap_weights(self, name: str, drain: float, done: OneShot[None]) -> None:
+        """Other weights for all replicas, one after another; `done` is filled when they have them."""
+        self._start(partial(_answered, partial(self.swapping.run, name, drain), done))
+
+    @property
+    def staying(self) -> list[Link]:
+        """The replicas that are not about to end."""
+        lasting = (ReplicaState.OPENING, ReplicaState.READY, ReplicaState.SWAPPING)
+        return [link for link in self.links.values() if link.state in lasting]
+
+    @property
+    def size(self) -> Range | None:
+        """Between which numbers the replicas follow the load; None if they don't."""
+        return None if self._autoscaler is None else self._autoscaler.size
+
+    def follow_load(self, size: Range | None) -> None:
+        """Have as many replicas as the load asks for from now on, or with None as many as there are."""
+        scaler = self._autoscaler = None if size is None else Autoscaler(size)
+        if scaler is not None:
+            self._start(partial(self._follow_load, scaler))
+
+    async def _follow_load(self, scaler: Autoscaler) -> None:
+        while scaler is self._autoscaler:
+            await anyio.sleep(LOOK)
+            room = next((_room(link) for link in self.links.values() if link.takes), None)
+            if room is None or self._draining or scaler is not self._autoscaler:
+                continue
+            count = len(self.staying)
+            there = scaler.look(time.monotonic(), wanted(self.routes.demand, room), count)
+            if there != count:
+                log.info("the load asks for %d replicas, and there are %d", there, count)
+                try:
+                    self.scale(there, DRAIN, OneShot())
+                except Exception as error:  # those that are there go on
+                    log.warning("the number of replicas could not be changed to %d: %s", there, error)
+
+    def _start(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._todo.append(job)
         self._wake()
 
     def submit(self, submission: Submission) -> None:
@@ -128,3 +185,22 @@ class FleetDispatch(Dispatch):
                 await self._events.send(Events(self.routes.take_events(), (), time.perf_counter()))
             if self._draining and not self.routes.live:
                 group.cancel_scope.cancel()
+
+
+def _room(link: Link) -> Room:
+    assert link.described is not None, "it takes requests"
+    config = link.described.config
+    return Room(config.max_requests, config.max_tokens_per_step)
+
+
+async def _answered(job: Callable[[], Awaitable[None]], done: OneShot[None]) -> None:
+    """Run a job that a caller waits for, who is told how it has ended."""
+    try:
+        await job()
+    except Exception as error:
+        done.fail(error)
+    except BaseException:
+        done.fail(SessionClosed("the fleet was closed meanwhile. Open another one"))
+        raise
+    else:
+        done.put(None)

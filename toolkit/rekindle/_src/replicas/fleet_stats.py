@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ class ReplicaStats(html.Record):
     reopened_after: tuple[float, ...]  # seconds from each loss of a process until the next one was ready
     why: str  # the latest process was lost, or could not be opened
     figures: Mapping[str, Any]  # of its session, at most a few seconds old; counts go on when it is replaced
+    weights: str = ""  # that it was given by `swap_weights`; empty: those that it was opened with
 
     @property
     def hit_rate(self) -> float:
@@ -47,6 +49,7 @@ class FleetStats(html.Record):
     moved: int  # sequences that went on in another replica
     lost: int  # processes of replicas that were lost
     handed_over: int = 0  # sequences whose prompt one replica has computed for another
+    follows: tuple[int, int] | None = None  # the number of replicas follows the load between these; None: it is fixed
 
     @property
     def ready(self) -> int:
@@ -109,6 +112,19 @@ class FleetStats(html.Record):
         return self.total("steps")
 
     @property
+    def tokens(self) -> int:
+        """Positions that steps computed, prompts and decoding together."""
+        return self.total("tokens")
+
+    @property
+    def step_sizes(self) -> dict[int, int]:
+        """Steps by how many tokens they computed, rounded up to a power of two."""
+        found: Counter[int] = Counter()
+        for one in self.replicas:
+            found.update(one.figures.get("step_sizes", {}))
+        return dict(found)
+
+    @property
     def slow_steps(self) -> int:
         """Of them, those that took longer than step_timeout."""
         return self.total("slow_steps")
@@ -163,6 +179,7 @@ class FleetStats(html.Record):
         head = html.line(
             f"{self.ready} of {html.count(len(self.replicas), 'replica')} ready",
             f"router {self.router}",
+            f"{self.follows[0]} to {self.follows[1]} as the load asks for" if self.follows else "",
             f"{self.running} running",
             f"{self.waiting} waiting",
             f"{self.hit_rate:.0%} of prompt tokens cached" if self.prompt_tokens else "",
@@ -206,6 +223,7 @@ def replica_stats(link: Link, routes: Routes) -> ReplicaStats:
         reopened_after=tuple(link.reopened_after),
         why=link.why,
         figures=link.figures(),
+        weights=link.weights.name,
     )
 
 

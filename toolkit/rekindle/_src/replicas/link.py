@@ -16,7 +16,7 @@ from rekindle._src.dispatch.dispatch import root_cause
 from rekindle._src.dispatch.step_watchdog import ON_DEVICE
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routes import Routes
-from rekindle._src.replicas.wire import Connection, Described, ReplicaGone, Sent
+from rekindle._src.replicas.wire import Connection, Described, ReplicaGone, Sent, Weights
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import ReplicaLost
 
@@ -31,7 +31,7 @@ FULL = 1000  # events that may wait to be told before no more mail is read
 GROWING = (
     "submitted", "finished", "aborted", "failed", "prompt_tokens", "cached_tokens", "prefill_tokens",
     "generated_tokens", "accepted_tokens", "drafted_tokens", "preemptions", "steps", "slow_steps", "compilations",
-    "pulled_pages", "pulled_bytes", "failed_pulls",
+    "pulled_pages", "pulled_bytes", "failed_pulls", "tokens",
 )  # fmt: skip
 
 
@@ -40,6 +40,7 @@ class ReplicaState(enum.StrEnum):
 
     OPENING = "opening"  # its process starts, or its session is being opened
     READY = "ready"
+    SWAPPING = "swapping"  # takes no more requests until it has other weights
     DRAINING = "draining"  # takes no more requests; it ends when those it has are over
     FAILED = "failed"  # its session could not be opened
     CLOSED = "closed"
@@ -55,8 +56,11 @@ class Link:
         self.replaced = 0  # times that a new process took over
         self.reopened_after: list[float] = []  # seconds from the loss of a process until the next one was ready
         self.why = ""  # it was lost, or failed
+        self.weights: Weights = Weights(0, "")  # that its process has
+        self.wanted: Weights = Weights(0, "")  # that a new process is to have before it takes requests
         self._figures: Mapping[str, Any] = {}
         self._before: Counter[str] = Counter()  # of processes that are gone
+        self._sizes_before: Counter[int] = Counter()  # of their steps
         self._lives = 0
         self._lost_at: float | None = None
         self._posted: list[Sent] = []
@@ -75,6 +79,10 @@ class Link:
     @property
     def places(self) -> int:
         return 0 if self.described is None else self.described.places
+
+    @property
+    def rows(self) -> int:
+        return 0 if self.described is None else self.described.config.max_requests
 
     @property
     def role(self) -> Role:
@@ -111,6 +119,7 @@ class Link:
         for name in GROWING:
             if name in found or name in self._before:
                 found[name] = found.get(name, 0) + self._before[name]
+        found["step_sizes"] = dict(self._sizes_before + Counter(found.get("step_sizes", {})))
         return found
 
     async def run(self) -> None:
@@ -122,7 +131,7 @@ class Link:
                     await self._live()
                 except ReplicaGone as gone:
                     if self._lost(str(gone)):
-                        pause = SOONEST
+                        failures, pause = 0, SOONEST
                 except Exception as error:
                     failures += 1
                     self._lost(f"could not be opened: {error}")
@@ -134,7 +143,13 @@ class Link:
 
     async def _live(self) -> None:
         """One process, from its beginning to its end, which raises."""
-        self.described = await self._connection.open()
+        described = await self._connection.open()
+        self.weights = Weights(0, "")
+        while self.weights != self.wanted:
+            wanted = self.wanted
+            await self._connection.swap_weights(wanted.name)
+            self.weights = wanted
+        self.described = described
         self._lives += 1
         self._posted, self._dropped = [], []
         if self._lost_at is not None:
@@ -143,6 +158,7 @@ class Link:
         if self.state is ReplicaState.OPENING:
             self.state = ReplicaState.READY
         self._routes.place()
+        self._routes.spread(self)
         sender = f"{self._routes.sender}.{self._lives}"
         try:
             async with anyio.create_task_group() as group:
@@ -202,10 +218,11 @@ class Link:
             self.replaced += 1
             for name in GROWING:
                 self._before[name] += self._figures.get(name, 0)
+            self._sizes_before += Counter(self._figures.get("step_sizes", {}))
             self._figures = {}
             self._connection.kill()  # what can't be reached must not go on
         self.described = None
-        if self.state is ReplicaState.READY:
+        if self.state in (ReplicaState.READY, ReplicaState.SWAPPING):
             self.state = ReplicaState.OPENING
         if opened:
             self._routes.lost(self, why)
@@ -220,6 +237,46 @@ class Link:
             lost = ReplicaLost(f"no replica is left: {error}. Close the fleet and open another one")
             lost.__cause__ = error
             self._routes.fail_waiting(lost)
+
+    async def swap(self, weights: Weights, drain: float) -> None:
+        """Have its process go on with other weights. Raises `ReplicaGone`, or why it can't take them.
+
+        It takes no requests meanwhile. Those it has may end for `drain` seconds, then others take them, or if there are
+        no others they go on here.
+        """
+        self.state, life = ReplicaState.SWAPPING, self._lives
+        try:
+            with anyio.move_on_after(drain if self._others_take else 0.0):
+                while self._routes.inside(self.name) and self.state is ReplicaState.SWAPPING:
+                    await self._routes.told.wait()
+            if self.state is ReplicaState.OPENING or self._lives != life:
+                raise ReplicaGone("was lost before it took other weights")
+            if self._others_take:
+                self._routes.evict(self, f"{self.name} was given other weights", tell=True)
+            await self._connection.swap_weights(weights.name)
+            if self._lives != life:
+                raise ReplicaGone("was replaced while it took other weights")
+            self.weights = weights
+        except ReplicaGone:
+            if self.state is ReplicaState.SWAPPING:
+                self.state = ReplicaState.OPENING
+                self._connection.kill()  # so that `run` finds it gone, and opens another
+            raise
+        finally:
+            if self.state is ReplicaState.SWAPPING:
+                self.state = ReplicaState.READY
+                self._routes.place()
+
+    @property
+    def _others_take(self) -> bool:
+        return any(link.takes for link in self._routes.links.values())
+
+    def renew(self, why: str) -> None:
+        """Have another process take the place of this one, which is of no use."""
+        if self.state is ReplicaState.READY:
+            log.warning("replica %s %s; another one takes its place", self.name, why)
+            self.state = ReplicaState.OPENING
+            self._connection.kill()
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, let those that run end for `seconds`, move the others, and end the process."""

@@ -13,7 +13,7 @@ from rekindle._src.core.records import FinishReason, TokenEvent
 from rekindle._src.dispatch.mailbox import Mailbox, until, wake
 from rekindle._src.dispatch.wakeups import Wakeup
 from rekindle._src.replicas.wire import News
-from rekindle.errors import RequestFailed
+from rekindle.errors import ProcessLost, RequestFailed, SessionClosed
 
 TOGETHER = 0.01  # seconds between two mails at least: tokens of that time travel together
 
@@ -56,10 +56,15 @@ class Box:
 
 
 def sendable(event: TokenEvent) -> TokenEvent:
-    """The event, with an error that can be read in another process; its cause stays here, but for its message."""
+    """The event, with an error that can be read in another process; its cause stays here, but for its message.
+
+    A step that failed because a process that shares the model is gone has ended the session, and not just the request.
+    """
     error = event.error
     if error is None:
         return event
+    if _lost_process(error):
+        return dataclasses.replace(event, error=SessionClosed(f"a process of the replica is gone: {error}"))
     cause = error.__cause__
     try:
         pickle.loads(pickle.dumps(error))
@@ -69,6 +74,12 @@ def sendable(event: TokenEvent) -> TokenEvent:
         plain = type(error).__init__ is Exception.__init__
         error = type(error)(f"{error} The cause: {cause!r}"[:2000]) if plain else error
     return dataclasses.replace(event, error=error)
+
+
+def _lost_process(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, ProcessLost):
+        error = error.__cause__
+    return error is not None
 
 
 def failed(request_id: str, error: BaseException) -> TokenEvent:

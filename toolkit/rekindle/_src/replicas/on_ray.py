@@ -4,50 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
-import threading
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rekindle._src.replicas.cores import pin, shares
 from rekindle._src.replicas.fleet import Parts
+from rekindle._src.replicas.followers import Group, bundles, gathered, in_bundle
+from rekindle._src.replicas.ray_runtime import start
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.wire import Described, Mail, ReplicaGone, Sent
 from rekindle._src.session.opening import open_sync
+from rekindle._src.session.session import Session
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import MissingExtra, RekindleError
 
 try:
     import ray
-    import ray._private.ray_constants
-    import ray._private.worker
     import ray.exceptions
     import ray.util
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
-# Of Ray, if it is started here: no report of its use, devices as they are for actors without any, and the addresses
-# that it takes on Windows and macOS, where it is for one machine alone: those of the loopback.
-_LOCAL = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-}
 _AT_ONCE = 1000  # calls of an actor
-ATTEMPTS = 3  # to start Ray
+LAST_SECONDS = 0.5  # for an error to reach the fleet
 LEASE = 60.0  # seconds that a shared replica waits for another fleet
-
-_PRINT: Any = getattr(ray._private.worker, "print_to_stdstream", None)
-
-_lock = threading.Lock()
-_users = 0  # fleets on a Ray that was started here
-_started = False
 
 
 class Actor:
@@ -57,23 +43,36 @@ class Actor:
         self,
         model: str,
         options: Mapping[str, Any],
-        cores: Sequence[int],
+        group: Group,
         role: Role = "both",
         lease: float | None = None,
         *,
         alone: bool = True,
     ) -> None:
-        pin(cores)
+        pin(group.cores[0])
+        self._model, self._options, self._group = model, options, group
         self._lease = lease  # seconds without a fleet after which it ends
-        listen = "127.0.0.1" if alone else ray.util.get_node_ip_address()
-        self._replica = Replica(lambda: open_sync(model, **options), role=role, listen=listen)
+        self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+        self._followers: list[Any] = []
+        self._replica = Replica(self._session, role=role, listen=self._host)
         self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> Described:
         """Open the session, unless it is open already."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
-        return await self._replica.open()
+        try:
+            return await self._replica.open()
+        except Exception:
+            if self._group.processes > 1:  # a process joins others once in its life, so that another one tries again
+                asyncio.get_running_loop().call_later(LAST_SECONDS, os._exit, 1)
+            raise
+
+    def _session(self) -> Session:
+        if self._group.processes == 1:
+            return open_sync(self._model, **self._options)
+        coordinator, self._followers = gathered(self._group, self._host, self._options.get("cache_dir"))
+        return open_sync(self._model, **self._options, coordinator=coordinator)
 
     async def _look(self) -> None:
         await self._replica.run(self._lease)
@@ -83,6 +82,10 @@ class Actor:
     async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
         """Take pages from other replicas."""
         return await self._replica.warm(addresses)
+
+    async def swap_weights(self, weights: str) -> None:
+        """Go on with other weights."""
+        await self._replica.swap_weights(weights)
 
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         """Run requests, and abort others."""
@@ -96,8 +99,8 @@ class Actor:
 class RayConnection:
     """A fleet's way to one actor."""
 
-    def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False) -> None:
-        self._name, self._actor, self._role, self._shared = name, actor, role, shared
+    def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False, placement: Any = None) -> None:
+        self._name, self._actor, self._role, self._shared, self._placement = name, actor, role, shared, placement
         self._described: Described | None = None
 
     @property
@@ -120,6 +123,9 @@ class RayConnection:
         found: int = await self._call("warm", addresses)
         return found
 
+    async def swap_weights(self, weights: str) -> None:
+        await self._call("swap_weights", weights)
+
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         await self._call("send", sender, requests, ended)
 
@@ -136,19 +142,26 @@ class RayConnection:
             raise ReplicaGone(f"is gone ({type(error).__name__})") from error
 
     def kill(self) -> None:
-        """End its process: by a signal where that is possible, since a process that hangs takes no calls of Ray."""
+        """End its process: by a signal where that is possible, since a process that hangs takes no calls of Ray.
+
+        A process that has ended is left to Ray, which is starting another: that one must not be ended, too.
+        """
         described, self._described = self._described, None
+        if described is None:
+            return
         with contextlib.suppress(Exception):
-            if described is not None and described.host == socket.gethostname() and _is_ours(described.pid):
-                os.kill(described.pid, signal.SIGKILL)
-            else:
+            if described.host != socket.gethostname() or not os.path.isdir("/proc"):
                 ray.kill(self._actor, no_restart=False)
+            elif _is_ours(described.pid):
+                os.kill(described.pid, signal.SIGKILL)
 
     def close(self) -> None:
         if self._shared:
             return  # others may use it; its lease ends by itself
         with contextlib.suppress(Exception):  # Ray may have been shut down
             ray.kill(self._actor, no_restart=True)
+            if self._placement is not None:
+                ray.util.remove_placement_group(self._placement)
 
 
 def _is_ours(pid: int) -> bool:
@@ -164,139 +177,31 @@ def cause_of(error: Any) -> BaseException:
     return cause if isinstance(cause, BaseException) else error
 
 
-def pin(cores: Sequence[int]) -> None:
-    """Keep all threads of this process, and those that they start, on these cores; so replicas divide a machine."""
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        return
-    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
-        with contextlib.suppress(OSError):  # it has ended
-            os.sched_setaffinity(int(thread), cores)
-
-
-def cores_of(index: int, replicas: int) -> tuple[int, ...]:
-    """The share of this machine's cores that one of several replicas gets; none where it is not known."""
-    if not hasattr(os, "sched_getaffinity"):
-        return ()
-    cores = sorted(os.sched_getaffinity(0))
-    if replicas >= len(cores):
-        return (cores[index % len(cores)],)
-    return tuple(cores[index * len(cores) // replicas : (index + 1) * len(cores) // replicas])
-
-
-def start() -> Callable[[], None]:
-    """Join a cluster of Ray, or start Ray on this machine alone. Returns what undoes that."""
-    global _users, _started
-    with _lock:
-        if ray.is_initialized() and not _started:
-            return lambda: None
-        if not ray.is_initialized():
-            with _quietly():
-                try:
-                    ray.init(address="auto", log_to_driver=False, configure_logging=False)
-                except ConnectionError:
-                    _start_patiently()
-            _started = True
-        _users += 1
-    return _leave
-
-
-def _start_patiently() -> None:
-    """Try again where Ray could not be started: on a busy machine its own processes wait too shortly for each other."""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            _start_here()
-            return
-        except Exception as error:
-            ray.shutdown()
-            if attempt == ATTEMPTS:
-                told = str(error).strip()[:300]
-                raise RekindleError(
-                    f"Ray could not be started here, in {ATTEMPTS} attempts: {told} Its logs are in "
-                    "/tmp/ray/session_latest/logs. Or start it yourself (ray start --head) and open the fleet again"
-                ) from error
-
-
-def _start_here() -> None:
-    """Start Ray on this machine, without a dashboard, listening to this machine alone."""
-    constants = ray._private.ray_constants
-    before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
-    constants.ENABLE_RAY_CLUSTER = False  # it was read from the environment when Ray was imported
-    try:
-        # JAX warns of every process that is started by a fork; Ray's begin with another program at once.
-        with _environment(_LOCAL), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                _node_ip_address="127.0.0.1",
-            )
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
-    # Ray prints a page about each process that dies, which no option turns off; the fleet tells of it in a line.
-    ray._private.worker.print_to_stdstream = _say_nothing
-
-
-def _say_nothing(*ignored: object, **options: object) -> None: ...
-
-
-def _leave() -> None:
-    global _users, _started
-    with _lock:
-        _users -= 1
-        if _users == 0 and _started:
-            _started = False
-            with _quietly():
-                ray.shutdown()
-            ray._private.worker.print_to_stdstream = _PRINT
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Ray says nothing but errors."""
-    log = logging.getLogger("ray")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment where they are not set, and remove them again."""
-    new = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
-
-
 def actors(
     model: str,
     options: Mapping[str, Any],
     roles: Sequence[Role],
     resources: Mapping[str, Any] | None,
     shared: str | None,
+    most: int | None = None,
 ) -> Callable[[], RayConnection]:
-    """A function that starts one more replica: those of `roles` first, then others like the last one."""
-    replicas = len(roles)
+    """A function that starts one more replica: those of `roles` first, then others like the last one.
+
+    On one machine they divide the cores: by `most`, if there may be more of them later.
+    """
+    replicas, processes = len(roles), int(options.get("processes", 1))
     alone = len([node for node in ray.nodes() if node.get("Alive")]) == 1
     wanted: dict[str, Any] = {"num_cpus": 0 if alone else 1}
-    if ray.cluster_resources().get("GPU", 0) >= replicas:
+    if ray.cluster_resources().get("GPU", 0) >= replicas * processes:
         wanted["num_gpus"] = 1
     wanted |= resources or {}
-    made = ray.remote(Actor).options(
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=_AT_ONCE,
-        scheduling_strategy="DEFAULT" if alone else "SPREAD",
+    given: dict[str, Any] = {
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": _AT_ONCE,
+        "scheduling_strategy": "DEFAULT" if alone else "SPREAD",
         **wanted,
-    )
+    }
     count = 0
 
     def another() -> RayConnection:
@@ -304,15 +209,18 @@ def actors(
         index, count = count, count + 1
         role = roles[min(index, replicas - 1)]
         name = f"{'replica' if role == 'both' else role}-{index}"
-        cores = cores_of(index, replicas) if alone and "num_gpus" not in wanted else ()
-        if shared is None:
-            return RayConnection(name, made.remote(model, dict(options), cores, role, alone=alone), role)
-        named = made.options(
-            name=f"rekindle {shared} {name}", namespace="rekindle", lifetime="detached", get_if_exists=True
-        )
-        return RayConnection(
-            name, named.remote(model, dict(options), cores, role, LEASE, alone=alone), role, shared=True
-        )
+        cores: tuple[tuple[int, ...], ...] = ((),) * processes
+        if alone and "num_gpus" not in wanted:
+            cores = shares(index, max(replicas, most or 0), processes)
+        placement = bundles(processes, wanted) if processes > 1 and shared is None else None
+        group = Group(processes, placement, wanted, cores)
+        lease: float | None = None
+        own = {**given, **in_bundle(placement, 0)}
+        if shared is not None:  # it belongs to all fleets of this name, and is found by it
+            lease, own["name"] = LEASE, f"rekindle {shared} {name}"
+            own |= {"namespace": "rekindle", "lifetime": "detached", "get_if_exists": True}
+        actor = ray.remote(Actor).options(**own).remote(model, dict(options), group, role, lease, alone=alone)
+        return RayConnection(name, actor, role, shared=shared is not None, placement=placement)
 
     return another
 
@@ -324,6 +232,7 @@ def parts(
     resources: Mapping[str, Any] | None,
     *,
     shared: str | None = None,
+    most: int | None = None,
 ) -> Parts:
     """Start the replicas of a fleet, and wait until the first of them is open."""
     leave = start()
@@ -335,13 +244,19 @@ def parts(
         leave()
 
     try:
-        another = actors(model, options, roles, resources, shared)
+        another = actors(model, options, roles, resources, shared, most)
         connections += [another() for _ in roles]
         ready, _ = ray.wait([connection.opening() for connection in connections], num_returns=1)
         described: Described = ray.get(ready[0])
     except ray.exceptions.RayTaskError as error:
         close()
         raise cause_of(error) from None
+    except ray.exceptions.RayError as error:
+        close()
+        raise RekindleError(
+            f"the processes of the replicas ended before one was open ({type(error).__name__}). Look into their logs "
+            "in /tmp/ray/session_latest/logs; memory may be short"
+        ) from error
     except BaseException:
         close()
         raise

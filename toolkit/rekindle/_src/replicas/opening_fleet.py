@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch import forked
-from rekindle._src.replicas.fleet import FleetOpening, Parts
+from rekindle._src.replicas.autoscaling import Range
+from rekindle._src.replicas.fleet import FleetOpening, Parts, located
 from rekindle._src.replicas.roles import Role, roles_of
 from rekindle._src.replicas.routing import RouterName
 from rekindle._src.session.signatures import takes_options
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def fleet(
     model: str | Path = "tiny",
     *,
-    replicas: int | None = None,
+    replicas: int | tuple[int, int] | None = None,
     router: RouterName = "affinity",
     roles: Mapping[Literal["prefill", "decode"], int] | None = None,
     resources: Mapping[str, Any] | None = None,
@@ -33,25 +34,29 @@ def fleet(
 ) -> FleetOpening:
     """Open a model in several processes: `fleet = await rekindle.fleet(model, replicas=2)`, or with `async with`.
 
-    Each replica is a session in a process of its own, on Ray: on the cluster that this process or `$RAY_ADDRESS` is
-    connected to, else on this machine, where Ray is started quietly and listens to nobody else. The fleet takes
-    requests as a session does, and they survive the death of a replica, which Ray replaces.
+    Each replica is a session in a process of its own, on Ray: on the cluster that this process is connected to, that
+    `$RAY_ADDRESS` names or that `ray start` has begun on this machine; else Ray is started here, quietly, and listens
+    to no other machine. The fleet takes requests as a session does, and they survive the death of a replica, which Ray
+    replaces. `replicas` is a number, or a pair such as (1, 4): as many as the load asks for, by the requests that live
+    and the prompt tokens that wait.
 
     `router` says which replica gets a request: "affinity" keeps conversations and system prompts together, so that
     their beginnings are found in the prefix cache, as long as no replica has a quarter more to do than the others;
     "shortest" takes the one with the fewest requests; "round-robin" takes each in turn. `roles` divides the work:
     {"prefill": 1, "decode": 2} has one replica compute prompts up to their first token, and two go on from there with
     the pages that they take from it, so that long prompts don't make streams wait. `resources` are options of
-    Ray for each replica, such as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. The other
-    options are those of `open()`. Needs the extra `ray`.
+    Ray for each process, such as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. The other
+    options are those of `open()`. With `mesh` and `processes` each replica is a group of so many processes that share
+    the model, placed near each other; they end together and are replaced together. Needs the extra `ray`.
     """
     forked.opening()
-    parts_of = roles_of(roles, replicas)
+    parts_of, size = sized(roles, replicas)
     if not isinstance(model, str | Path):
         raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
-    EngineConfig.of(options)  # what is wrong is refused before a process is started
-    started = functools.partial(_parts, _path(model), _sent(options), parts_of, resources)
-    return FleetOpening(started, str(model), router)
+    checked(options)
+    most = None if size is None else size.most
+    started = functools.partial(_parts, located(model), _sent(options), parts_of, resources, most=most)
+    return FleetOpening(started, str(model), router, size=size)
 
 
 def shared_fleet(
@@ -62,21 +67,41 @@ def shared_fleet(
     router: RouterName,
     resources: Mapping[str, Any] | None,
     options: Mapping[str, Any],
+    size: Range | None = None,
 ) -> FleetOpening:
     """A fleet whose replicas belong to all fleets of this name in the cluster; they end when none uses them."""
-    started = functools.partial(_parts, _path(model), _sent(options), roles, resources, shared=name)
-    return FleetOpening(started, model, router)
+    most = None if size is None else size.most
+    started = functools.partial(_parts, located(model), _sent(options), roles, resources, shared=name, most=most)
+    return FleetOpening(started, model, router, size=size)
+
+
+def sized(
+    roles: Mapping[Literal["prefill", "decode"], int] | None, replicas: int | tuple[int, int] | None
+) -> tuple[tuple[Role, ...], Range | None]:
+    """The roles of the first replicas, and between which numbers they follow the load; None if they don't."""
+    if replicas is None or isinstance(replicas, int):
+        return roles_of(roles, replicas), None
+    size = Range.of(replicas)
+    if roles is not None:
+        problem = "can't follow the load where they have roles"
+        raise ConfigError("replicas", replicas, problem, "Leave one of the two out")
+    return roles_of(None, size.least), size if size.least < size.most else None
+
+
+def checked(options: Mapping[str, Any]) -> None:
+    """Refuse options that no session takes, before a process is started."""
+    if options.get("processes", 1) == 1:
+        EngineConfig.of(options)
+        return
+    if options.get("coordinator") is not None:
+        problem = "is found by each replica of a fleet for itself"
+        raise ConfigError("coordinator", options["coordinator"], problem, "Leave it out")
+    EngineConfig.of({**options, "coordinator": "127.0.0.1:1"})
 
 
 def _sent(options: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     return {**given, "quiet": True}
-
-
-def _path(model: str | Path) -> str:
-    """The model as another process finds it."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else str(model)
 
 
 def _parts(
@@ -85,7 +110,8 @@ def _parts(
     roles: Sequence[Role],
     resources: Mapping[str, Any] | None,
     shared: str | None = None,
+    most: int | None = None,
 ) -> Parts:
     from rekindle._src.replicas import on_ray
 
-    return on_ray.parts(model, options, roles, resources, shared=shared)
+    return on_ray.parts(model, options, roles, resources, shared=shared, most=most)

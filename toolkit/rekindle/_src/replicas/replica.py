@@ -87,7 +87,8 @@ class Replica:
     async def _look(self) -> None:
         """Take the session's figures by way of its loop, which shows that this is alive."""
         stats = await anyio.to_thread.run_sync(self._session.stats)
-        figures = {name: value for name, value in stats.as_dict().items() if isinstance(value, int | float | str)}
+        plain = {name: value for name, value in stats.as_dict().items() if isinstance(value, int | float | str)}
+        figures: dict[str, Any] = {**plain, "step_sizes": dict(stats.step_sizes)}
         self._figures = figures | ({} if self._pulls is None else self._pulls.figures())
         self._beat = time.monotonic()
 
@@ -151,6 +152,10 @@ class Replica:
             session._host.relay(request, mailbox, take)
         else:
             self._pulls.before(request, pages, relay)
+
+    async def swap_weights(self, weights: str) -> None:
+        """Go on with other weights; requests that run keep their tokens."""
+        await self._session.swap_weights(weights)
 
     async def mail(self, sender: str, patience: float) -> Mail:
         """News for `sender` as soon as there are any, or none after `patience` seconds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
+from rekindle._src.replicas.autoscaling import Demand
 from rekindle._src.replicas.roles import Role, goes_two_ways, prompt_only
 from rekindle._src.replicas.routing import Keys, Load, Router
 from rekindle._src.replicas.wire import News, Sent
@@ -39,6 +41,11 @@ class LinkLike(Protocol):
 
     @property
     def places(self) -> int: ...
+    @property
+    def rows(self) -> int:
+        """How many sequences its steps compute at once."""
+        ...
+
     @property
     def role(self) -> Role: ...
     @property
@@ -137,6 +144,12 @@ class Routes:
     def waiting(self) -> int:
         """Sequences that no replica has taken."""
         return len(self._backlog)
+
+    @property
+    def demand(self) -> Demand:
+        """What there is to do, for the number of replicas that follows it."""
+        begins = (live.request.prompt_length for live in self._by_id.values() if not live.made and not live.scored)
+        return Demand(len(self._by_id), sum(begins))
 
     def submit(self, request: Request, keys: Keys) -> None:
         live = self._by_id[request.id] = Live(request, keys)
@@ -246,6 +259,22 @@ class Routes:
         """Send what waits to where there is room now, in turn."""
         while self._backlog and self._place(self._backlog[0]):
             self._backlog.popleft()
+
+    def spread(self, to: LinkLike) -> None:
+        """A replica was opened: it gets its share of what waits in the queues of others. What runs there stays."""
+        same = [link for link in self.links.values() if link.takes and link.role == to.role]
+        share = math.ceil(sum(self.inside(link.name) for link in same) / max(1, len(same)))
+        found: list[Live] = []
+        for link in same:
+            many = self.inside(link.name) - max(share, link.rows)
+            if link is to or many <= 0:
+                continue
+            waiting = [live for live in self._by_wire.values() if live.link is link and not (live.made or live.scored)]
+            found += waiting[-many:]  # the latest ones
+        for live in found:
+            self._leave(live, tell=True)
+        self._backlog.extend(found)
+        self.place()
 
     # Inside.
 

@@ -30,6 +30,13 @@ class Described(NamedTuple):
     pages: PageAddress | None = None  # where other replicas take its pages
 
 
+class Weights(NamedTuple):
+    """Weights that replicas have taken or are to take."""
+
+    number: int  # of the swap that brought them; 0: those that they were opened with
+    name: str  # a folder or hub id; empty with 0
+
+
 class Sent(NamedTuple):
     """A request on its way to a replica."""
 
@@ -69,6 +76,10 @@ class Connection(Protocol):
 
     async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
         """Have it take pages that its neighbours are likely to need again; how many."""
+        ...
+
+    async def swap_weights(self, weights: str) -> None:
+        """Have it go on with other weights, a folder or hub id; raises what the session raised."""
         ...
 
     async def mail(self, sender: str, patience: float) -> Mail:

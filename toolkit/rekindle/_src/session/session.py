@@ -207,8 +207,9 @@ class Session(RowMapping, Embedding, Conversations, Serving):
     def swap_weights(self, weights: Any) -> Call[None]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.
 
-        `weights` is a folder, a loaded model, an nnx module or state, or arrays by path. Requests that run keep the
-        tokens they have and go on with the new weights; their pages are computed again, and the cache starts anew.
+        `weights` is a folder, a hub id, "tiny", a loaded model, an nnx module or state, or arrays by path. Requests
+        that run keep the tokens they have and go on with the new weights; their pages are computed again, and the
+        cache starts anew.
         """
         return Once(self._swap, weights, name="swap_weights")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from rekindle import tiny
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import Tiers
@@ -47,7 +48,7 @@ def replacement(model: LoadedModel, weights: Any, config: EngineConfig, placemen
     """`model` with other weights, which are read if they are a folder or hub id, on the devices where its own are."""
     read = isinstance(weights, str | Path)
     if read:
-        weights = load(weights, dtype=config.dtype, quantize=config.quantize)
+        weights = load(tiny.folder() if weights == "tiny" else weights, dtype=config.dtype, quantize=config.quantize)
     found = replace_weights(model, weights, placement=placement)
     if read and placement is not None:
         delete(weights)  # they were loaded on their way to the mesh only

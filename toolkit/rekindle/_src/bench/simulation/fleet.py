@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -70,10 +71,13 @@ class Arrived:
 class Replica:
     """One replica: a scheduler, and the steps that its device has in hand."""
 
-    def __init__(self, name: str, config: EngineConfig, cost: StepCost, role: Role = "both") -> None:
+    def __init__(
+        self, name: str, config: EngineConfig, cost: StepCost, role: Role = "both", spread: Sequence[float] = ()
+    ) -> None:
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
         self.name, self._cost, self.role = name, cost, role
+        self._spread, self._draw = spread or (1.0,), random.Random(name)
         limits = Limits.of(config, max_prefill_rows=_PREFILL_ROWS, padded=False)
         self.places = config.max_queue + config.max_requests
         limits = dataclasses.replace(limits, max_queue=self.places)
@@ -107,7 +111,7 @@ class Replica:
         if self._running is None:
             return None
         self._next = self.scheduler.plan()
-        seconds = self._cost.seconds(StepWork.of(self._running))
+        seconds = self._cost.seconds(StepWork.of(self._running)) * self._draw.choice(self._spread)
         self.busy += seconds
         return seconds
 
@@ -184,16 +188,18 @@ def simulate(
     roles: Mapping[Literal["prefill", "decode"], int] | None = None,
     move: float = 0.0,
     watch: Watch | None = None,
+    spread: Sequence[float] = (),
 ) -> Outcome:
     """Run a load on so many replicas, one by default. With `roles`, a prompt's token takes `move` s to a replica that
-    decodes. `watch` says which tokens count; it knows requests by their place in `asks`."""
+    decodes. `watch` says which tokens count; it knows requests by their place in `asks`. `spread` has factors, equally
+    likely, by which steps take longer or shorter than `cost` says."""
     chosen = router_named(router) if isinstance(router, str) else router
     given = roles_of(roles, 1 if roles is None and replicas is None else replicas)
-    fleet = {f"r{number}": Replica(f"r{number}", config, cost, role) for number, role in enumerate(given)}
+    fleet = {f"r{number}": Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(given)}
     prefill, decode = ([one for one in fleet.values() if one.role != role] for role in ("decode", "prefill"))
     handed: dict[str, tuple[Ask, Request]] = {}  # whose prompt is being computed for another replica
     order = itertools.count()
-    queue: list[tuple[float, int, Ask | Replica | str]] = [(ask.at, next(order), ask) for ask in asks]
+    queue: list[tuple[float, int, Ask | Replica | str]] = [(ask.at + cost.request, next(order), ask) for ask in asks]
     heapq.heapify(queue)
     watch, refused, now = watch or Watch(), 0, 0.0
     longest = config.max_model_len or 1 << 30
@@ -238,7 +244,7 @@ def simulate(
         if found is None:
             refused += 1
             continue
-        watch.asked(name, now)
+        watch.asked(name, event.at)
         if apart:
             handed[name] = event, request
         found.scheduler.submit(prompt_only(request) if apart else request)

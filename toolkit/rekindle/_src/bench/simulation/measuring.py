@@ -1,59 +1,130 @@
-"""The cost of steps, measured on this machine: a session answers prompts of all sizes, in batches of all sizes."""
+"""The pace of this machine, measured: a session answers prompts of all sizes, in batches of all sizes, and chats."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
-from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes
+from rekindle._src.bench.simulation.fleet import Watch, simulate
+from rekindle._src.bench.simulation.loads import Ask, chats, percentile
+from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes, StepWork
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 
+CHATS = 120  # requests of the chats
+BUSY = 0.15  # share of the time in which they keep the device busy, about
+OUTPUT = 24  # tokens
 
-def measured(model: str, **options: Any) -> StepCost:
-    """The cost of a model's steps."""
+
+class Measured(NamedTuple):
+    """The pace of an open session on this machine."""
+
+    cost: StepCost
+    spread: tuple[float, ...]  # see `StepCost.spread`
+
+
+def measured(model: str, **options: Any) -> Measured:
+    """The pace of a model."""
     with open_sync(model, **{"quiet": True, "disk_memory": 0, **options}) as session:
         return measure(session)
 
 
-def measure(session: Session, *, seed: int = 0) -> StepCost:
-    """The cost of the steps of an open session. The first round only compiles."""
+def measure(session: Session, *, seed: int = 0) -> Measured:
+    """The pace of an open session. The first round only compiles.
+
+    What a request takes beside its steps is what first tokens of chats took longer than they would have with the
+    steps alone: a request that comes amid others waits for more than the device.
+    """
     draw = random.Random(seed)
-    times = StepTimes()
-    longest = session.config.max_model_len
-    assert longest is not None, "an open session has resolved it"
-    for observed in (False, True):
-        if observed:
-            session._host.observe(times)
-        short = [_prompt(draw, session, 160) for _ in range(24)]
-        anyio.run(_stream, session, short, [draw.uniform(0.0, 2.0) for _ in short])
+    times, batches = StepTimes(), StepTimes()
+    for observer in (None, batches):
+        if observer is not None:
+            session._host.observe(observer)
         for rows in (1, 2, 4, 8, session.config.max_requests):
-            prompts = [_prompt(draw, session, longest) for _ in range(rows)]
-            anyio.run(_stream, session, prompts, [0.0] * rows)
+            prompts = [_prompt(draw, session) for _ in range(rows)]
+            anyio.run(_stream, session, prompts)
+        session.cache.clear().result_sync()
+    session._host.unobserve(batches)
+    asks = _chats(draw, session, StepCost.fitted(_usable(batches)))
+    for watched in (False, True):
+        if watched:
+            session._host.observe(times)
+        watch, _ = anyio.run(replay, session, asks)
         session.cache.clear().result_sync()
     session._host.unobserve(times)
-    return StepCost.fitted([(work, seconds) for work, seconds in times.steps if seconds > 0])
+    steps = _usable(times)
+    cost = StepCost.fitted([*steps, *_usable(batches)])
+    told = simulate(asks, session.config, cost, spread=cost.spread(steps))
+    beside = max(0.0, percentile(watch.first, 0.5) - told.first_token[0])
+    return Measured(dataclasses.replace(cost, request=beside), cost.spread(steps))
 
 
-async def _stream(session: Session, prompts: Sequence[Sequence[int]], after: Sequence[float]) -> None:
-    """Read every delta as it comes, as those do who are served: their work takes its share of the processor.
+async def replay(target: Any, asks: Sequence[Ask], watch: Watch | None = None) -> tuple[Watch, float]:
+    """Send requests when they are due and read every delta as it comes, as those do who are served; and the seconds.
 
-    Prompts that come `after` others were begun are computed beside these.
+    Notes when tokens came.
     """
+    watch, vocabulary, begun = watch or Watch(), target._engine.vocab_size, time.perf_counter()
 
-    async def read(prompt: Sequence[int], seconds: float) -> None:
-        await anyio.sleep(seconds)
-        async for _ in session.stream(prompt, max_tokens=24, ignore_eos=True):
+    async def one(number: int, ask: Ask) -> None:
+        prompt = (ask.tokens() % vocabulary).tolist()
+        await anyio.sleep(max(0.0, begun + ask.at - asks[0].at - time.perf_counter()))
+        name = str(number)
+        watch.asked(name, time.perf_counter())
+        async for delta in target.stream(prompt, max_tokens=ask.output, ignore_eos=True):
+            if delta.token_ids:
+                watch.came(name, len(delta.token_ids), time.perf_counter(), ended=False)
+
+    async with anyio.create_task_group() as group:
+        for number, ask in enumerate(asks):
+            group.start_soon(one, number, ask)
+    return watch, time.perf_counter() - begun
+
+
+def _usable(times: StepTimes) -> list[tuple[StepWork, float]]:
+    return [(work, seconds) for work, seconds in times.steps if seconds > 0]
+
+
+def _chats(draw: random.Random, session: Session, cost: StepCost) -> list[Ask]:
+    """Chats that fit into the session's context, and come so fast that the device is busy now and then."""
+    longest = _longest(session)
+    question = max(2, longest // 40)
+    each = cost.seconds(StepWork(0, 2 * question, 0, 1)) + OUTPUT * cost.seconds(StepWork(1, 0, longest // 4))
+    found = chats(
+        draw,
+        CHATS,
+        BUSY / each,
+        systems=6,
+        system_tokens=max(4, longest // 6),
+        turns=3,
+        question=question,
+        output=OUTPUT,
+        pause=10 * each,
+    )
+    return [ask for ask in found if ask.length + ask.output < longest]
+
+
+async def _stream(session: Session, prompts: Sequence[Sequence[int]]) -> None:
+    async def read(prompt: Sequence[int]) -> None:
+        async for _ in session.stream(prompt, max_tokens=OUTPUT, ignore_eos=True):
             pass
 
     async with anyio.create_task_group() as group:
-        for prompt, seconds in zip(prompts, after, strict=True):
-            group.start_soon(read, prompt, seconds)
+        for prompt in prompts:
+            group.start_soon(read, prompt)
 
 
-def _prompt(draw: random.Random, session: Session, longest: int) -> list[int]:
-    size = min(longest - 32, int(2 ** draw.uniform(4, 10)))
+def _longest(session: Session) -> int:
+    longest = session.config.max_model_len
+    assert longest is not None, "an open session has resolved it"
+    return min(1024, longest)
+
+
+def _prompt(draw: random.Random, session: Session) -> list[int]:
+    size = min(_longest(session) - 32, int(2 ** draw.uniform(4, 10)))
     return [draw.randrange(1, session._engine.vocab_size) for _ in range(max(1, size))]

@@ -1,4 +1,8 @@
-"""What a step costs, as a linear function of what it computes, fitted to the steps of a real session."""
+"""What a step costs, as a linear function of what it computes, fitted to the steps of a real session.
+
+Steps of one size take now less and now more, as what else the machine does: half of them less than the function says.
+By how much is the spread, which a simulation draws from.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ import numpy as np
 
 from rekindle._src.core.records import StepPlan, StepResult
 
-_TRIMMED = 0.05  # of the steps with the largest errors are left out: they shared their time with something else
+_ROUNDS = 12  # of reweighting, after which the fit stands still
+_SURE = 0.02  # relative errors below count as equal
 
 
 class StepWork(NamedTuple):
@@ -36,6 +41,7 @@ class StepCost:
     prefill: float  # of a prompt's token
     context: float  # of a position that is looked back at
     chunk: float = 0.0  # of each prompt in the step, however short its part
+    request: float = 0.0  # of a request beside its steps: from the caller to its first step, and back from there
 
     def seconds(self, work: StepWork) -> float:
         of_prompts = self.prefill * work.prefill + self.chunk * work.chunks
@@ -43,20 +49,27 @@ class StepCost:
 
     @classmethod
     def fitted(cls, steps: Sequence[tuple[StepWork, float]]) -> StepCost:
-        """The cost that explains measured steps best; no part of it is negative."""
+        """The cost that half of the measured steps of any size stay below; no part of it is negative."""
         if not steps:
             raise ValueError("no steps were measured")
         wanted = np.array([(1, *work) for work, _ in steps], np.float64)
-        seconds = np.array([taken for _, taken in steps], np.float64)
-        keep = np.ones(len(steps), bool)
+        seconds = np.maximum(np.array([taken for _, taken in steps], np.float64), 1e-7)
+        # Relative errors count: a step of decode rows is as important as a prefill of 512 tokens. Their absolute values
+        # are made least, not their squares, by weighing each step with its error in the round before: steps that shared
+        # their time with something else would draw a mean away from what is usual.
+        told, weights = seconds, np.ones(len(steps))
         found = np.zeros(5)
-        for _ in range(3):
-            # Relative errors count: a step of decode rows is as important as a prefill of 512 tokens.
-            scale = 1.0 / np.maximum(seconds[keep], 1e-6)
-            found = _nonnegative(wanted[keep] * scale[:, None], seconds[keep] * scale)
-            errors = np.abs(wanted @ found - seconds) / seconds
-            keep = errors <= np.quantile(errors, 1 - _TRIMMED)
+        for _ in range(_ROUNDS):
+            scale = weights / told
+            found = _nonnegative(wanted * scale[:, None], seconds * scale)
+            told = np.maximum(wanted @ found, 1e-7)
+            weights = 1 / np.sqrt(np.maximum(np.abs(seconds / told - 1), _SURE))
         return cls(*found.tolist())
+
+    def spread(self, steps: Sequence[tuple[StepWork, float]], points: int = 100) -> tuple[float, ...]:
+        """How many times longer than this says measured steps took: so many quantiles, in order."""
+        ratios = [seconds / max(self.seconds(work), 1e-7) for work, seconds in steps]
+        return tuple(np.quantile(ratios, (np.arange(points) + 0.5) / points).tolist())
 
 
 def _nonnegative(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:

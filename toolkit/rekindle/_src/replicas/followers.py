@@ -1,0 +1,72 @@
+"""A replica over several processes: a leader with the session, and followers beside it as actors of Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rekindle._src.processes.greeting import SECRET, Place
+from rekindle._src.replicas.cores import pin
+from rekindle._src.session.following import follow
+from rekindle.errors import MissingExtra
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise MissingExtra("ray", "ray") from error
+
+LEAST_CPU = 0.001  # of a bundle whose processes ask for nothing: Ray takes no empty ones
+
+
+class Group(NamedTuple):
+    """What a leader needs for its followers."""
+
+    processes: int  # that share the model, the leader included
+    placement: Any  # their placement group, with a bundle for each, the leader's first; None: placed one by one
+    wanted: Mapping[str, Any]  # options of Ray for each of them
+    cores: Sequence[Sequence[int]]  # for each of them; empty: as the system divides them
+
+
+def bundles(processes: int, wanted: Mapping[str, Any]) -> Any:
+    """A placement group with room for so many processes: on one machine if that has it, else on machines nearby."""
+    needs = {"CPU": wanted.get("num_cpus") or LEAST_CPU}
+    if wanted.get("num_gpus"):
+        needs["GPU"] = wanted["num_gpus"]
+    return placement_group([{**needs, **wanted.get("resources", {})}] * processes, strategy="PACK")
+
+
+def in_bundle(placement: Any, index: int) -> dict[str, Any]:
+    """Options of Ray that put an actor there."""
+    if placement is None:
+        return {}
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index)}
+
+
+class Follower:
+    """One process that follows a leader. It ends with the leader, whose death is that of its owner."""
+
+    def __init__(self, secret: str, cores: Sequence[int]) -> None:
+        os.environ[SECRET] = secret
+        pin(cores)
+
+    def run(self, coordinator: str, process: int, processes: int, cache_dir: str | None) -> None:
+        """Follow until the session ends."""
+        follow(coordinator, Place(process, processes), cache_dir=cache_dir, lost=lambda error: os._exit(1))
+
+
+def gathered(group: Group, host: str, cache_dir: str | None) -> tuple[str, list[Any]]:
+    """Start the followers of this process; where they will look for it, and what keeps them alive."""
+    secret = os.environ[SECRET] = secrets.token_hex(32)
+    with socket.create_server((host, 0)) as server:
+        coordinator = f"{host}:{server.getsockname()[1]}"
+    kept: list[Any] = []
+    for process in range(1, group.processes):
+        options = {**group.wanted, **in_bundle(group.placement, process), "max_restarts": 0}
+        follower: Any = ray.remote(Follower).options(**options).remote(secret, group.cores[process])
+        kept += [follower, follower.run.remote(coordinator, process, group.processes, cache_dir)]
+    return coordinator, kept
