@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeVar
 
 from jax import Array, lax
 
 from rekindle._src.core.sampling import Sampling
 from rekindle_kernels import SMALL_TOP_K
+
+T = TypeVar("T")
 
 
 class Flag(enum.IntFlag):
@@ -55,8 +57,9 @@ def flags_of(sampling: Sampling, processors: Mapping[str, int]) -> int:
     return int(flags) | sum(1 << (FIRST_PROCESSOR + processors[name]) for name in set(sampling.processors))
 
 
-def branch(condition: Array | bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+def branch(condition: Array | bool, yes: Callable[[], T], no: Callable[[], T]) -> T:
     """`lax.cond`, or just one of the branches where the condition is known while the program is traced."""
     if isinstance(condition, bool):
         return yes() if condition else no()
-    return lax.cond(condition, yes, no)
+    chosen: T = lax.cond(condition, yes, no)
+    return chosen

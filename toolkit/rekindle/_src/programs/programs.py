@@ -305,8 +305,7 @@ class Programs:
             return False
         start = time.perf_counter()
         try:
-            in_parts = plain and self._layered.takes(key)
-            program = self._layered.load(key) if in_parts else self._store.load(name)
+            program = self._layered.load(key) if plain and self._layered.takes(key) else self._store.load(name)
         except StoreError as error:
             self._why[name] = str(error)
             return False
