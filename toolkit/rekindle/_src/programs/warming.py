@@ -147,7 +147,8 @@ class Warming:
 
     Where native kernels have to be compiled first, other processes do that. With "all" they are waited for. Otherwise
     programs without them serve meanwhile, and are replaced as soon as the kernels are there; those that the first text
-    needs are made at once, with "lazy" too.
+    needs are made at once. With "lazy" what greedy steps don't need of them is left until it is asked for: a command that
+    prints one text would not end before it is compiled.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class Warming:
             if precompile == "lazy":
                 if kernels is not None:
                     with contextlib.suppress(CompileError):  # whoever needs the program tries again, and gets the error
-                        self._begin(programs, prefill_and_decode, contexts)
+                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
                 started = self._load(programs, prefill_and_decode, contexts)
                 if kernels is not None or not (started or self._opened.is_set()):
                     self._replace(programs, kernels, contexts)
@@ -187,7 +188,8 @@ class Warming:
             try:
                 if precompile == "background":
                     if kernels is not None:
-                        self._begin(programs, prefill_and_decode, contexts)
+                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
+                        self._complete(programs, prefill_and_decode, contexts)
                     if kernels is not None or not self._load(programs, prefill_and_decode, contexts):
                         self._replace(programs, kernels, contexts)
                 elif kernels is not None:
@@ -233,12 +235,10 @@ class Warming:
                     return False
         return found
 
-    def _begin(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
-        """Make programs without kernels: what steps of greedy rows need of them, in parallel, then the rest."""
-        ordered = [*keys]
-        warm(programs, ordered, stopped=self._stopped, contexts=contexts)
+    def _complete(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
+        """Make what programs without kernels leave out, since greedy steps do without it."""
         with contexts():
-            for key in ordered:
+            for key in keys:
                 if self._is_stopped():
                     return
                 programs.complete(key)
