@@ -147,8 +147,8 @@ class Warming:
 
     Where native kernels have to be compiled first, other processes do that. With "all" they are waited for. Otherwise
     programs without them serve meanwhile, and are replaced as soon as the kernels are there; those that the first text
-    needs are made at once. With "lazy" what greedy steps don't need of them is left until it is asked for: a command that
-    prints one text would not end before it is compiled.
+    needs are made at once. With "lazy", what greedy steps don't need of them is left until it is asked for: a command
+    that prints one text would not end before it is compiled.
     """
 
     def __init__(
