@@ -59,8 +59,8 @@ class LayeredStep(LayeredProgram):
     def __call__(
         self, leaves: Sequence[Any], kv: paged.KV, state: RequestState, ints: Any, floats: Any
     ) -> tuple[paged.KV, RequestState, StepOutput]:
-        small = self._greedy is not None and int(ints[0]) & ~int(GREEDY) == 0
-        closing = self._greedy if small else self._rest()  # before pages are donated, since it may have to compile
+        greedy = self._greedy if int(ints[0]) & ~int(GREEDY) == 0 else None
+        closing = greedy or self._rest()  # before pages are donated, since it may have to compile
         outer, new_kv, opened = self._run(leaves, kv, state.last_token, ints, floats)
         new_state, output = closing(outer, state, opened.x, opened.inputs)
         return new_kv, new_state, output
