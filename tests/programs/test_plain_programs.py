@@ -14,7 +14,9 @@ from helpers.small import opening, plain, prompt
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.programs import ADMIT, Key, Programs
+from rekindle._src.programs.keys import ADMIT, Key
+from rekindle._src.programs.layered import Layered
+from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.warming import Warming
 from rekindle.errors import CompileError
 from rekindle_kernels import unavailable_reason
@@ -41,11 +43,12 @@ def test_kernels_take_over_and_each_kind_is_stored_under_a_name_of_its_own() -> 
     provisional = programs.get(TWO)
     programs.get(ADMIT)
     assert not native(provisional)
-    assert sorted(store.kept) == ["admit", "r2t0 plain"]
+    parts = ["r2t0 plain greedy closing", "r2t0 plain layer 0", "r2t0 plain opening"]
+    assert sorted(store.kept) == ["admit", *parts]
     programs.end_plain()
     assert native(programs.get(TWO)) and native(programs.get(ONE)), "one row is ready before it is chosen"
     assert ONE in programs.lattice
-    assert sorted(store.kept) == ["admit", "r1t0", "r2t0", "r2t0 plain"]
+    assert sorted(store.kept) == ["admit", "r1t0", "r2t0", *parts]
     assert [record.name for record in programs.manifest()] == ["r1t0", "r2t0", "admit"]
     assert provisional in programs._replaced, "a step may still run in it"
     again = programs_of(store)
@@ -68,8 +71,8 @@ def test_a_process_that_ended_too_early_leaves_programs_to_begin_with(mode: str)
     store.load = lambda name: seen.append(name) or DictStore.load(store, name)  # type: ignore[method-assign]
     warming = Warming(programs, mode)
     warming._thread.join()
-    asked = [name for name in seen if name.endswith("plain")]
-    assert asked == ["r2t32 plain", "r2t0 plain"]
+    asked = [name for name in seen if name.endswith("opening")]
+    assert asked == ["r2t32 plain opening", "r2t0 plain opening"]
     assert {"r2t32", "r1t0"} <= {*store.kept}
     assert native(programs.get(ONE)) and not programs._provisional and programs.lattice == programs._lattice
 
@@ -77,14 +80,14 @@ def test_a_process_that_ended_too_early_leaves_programs_to_begin_with(mode: str)
 def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = programs_of()
     begun, go = threading.Event(), threading.Event()
-    compile_one = Programs.compile
+    make_one = Layered.make
 
-    def slowly(self: Programs, key: Key) -> Any:
+    def slowly(self: Layered, key: Bucket) -> Any:
         begun.set()
         assert go.wait(60)
-        return compile_one(self, key)
+        return make_one(self, key)
 
-    monkeypatch.setattr(Programs, "compile", slowly)
+    monkeypatch.setattr(Layered, "make", slowly)
     programs.begin_plain()
     making = threading.Thread(target=programs.get, args=[TWO])
     making.start()

@@ -17,7 +17,8 @@ import numpy as np
 from rekindle._src.core.guides import Mask
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.programs import GATHER, MOVED_PAGES, SCATTER, Key, Programs
+from rekindle._src.programs.keys import GATHER, MOVED_PAGES, SCATTER, Key
+from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.step import StepOutput
 
 LOOK_SHARE = 0.03  # of a step's time, by which its end is noticed later where processes are looked at meanwhile

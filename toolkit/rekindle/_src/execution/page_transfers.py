@@ -12,7 +12,7 @@ from rekindle._src.core.records import LostPage, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.data_shards import Batch
-from rekindle._src.programs.programs import MOVED_PAGES
+from rekindle._src.programs.keys import MOVED_PAGES
 from rekindle.errors import StoreError
 
 MEASURE_EVERY = 16  # steps that restore pages, of which one is timed

@@ -30,9 +30,10 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
 from rekindle._src.programs.data_upload import AnyUpload, DataUpload
+from rekindle._src.programs.keys import ADMIT, Key
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
-from rekindle._src.programs.programs import ADMIT, Key, Programs
+from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.step import StepOutput
 from rekindle._src.programs.warming import warm

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -27,18 +27,32 @@ from rekindle._src.models.registry import family
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
-    from rekindle._src.models.nn.layers import Attend
+    from rekindle._src.models.nn.layers import Attend, RopeTables
 
 
 class Model(Protocol):
-    """A model's module, as `merge` returns it."""
+    """A model's module, as `merge` returns it.
+
+    Calling it is the same as `begin`, each of the `layers`, and `end`, except where `registry.WHOLE` says otherwise.
+    """
 
     config: ModelConfig
+    layers: Sequence[Callable[[jax.Array, RopeTables, Attend], jax.Array]]
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
     ) -> jax.Array:
         """Computes tokens, positions [T] → hidden [T, E] after the final norm."""
+        ...
+
+    def begin(
+        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, RopeTables]:
+        """Computes tokens, positions [T] → what the first layer gets [T, E], and the tables that all layers share."""
+        ...
+
+    def end(self, x: jax.Array) -> jax.Array:
+        """Computes what the last layer gives [T, E] → hidden [T, E]."""
         ...
 
     def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:

@@ -14,8 +14,9 @@ from rekindle._src.processes.results import sampling
 from rekindle._src.processes.step_codec import StepCodec
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import FORWARD, Bucket
+from rekindle._src.programs.keys import MOVED_PAGES, Key
 from rekindle._src.programs.partitioning import PAYLOAD_HEADS
-from rekindle._src.programs.programs import MOVED_PAGES, Key, Programs
+from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import NOWHERE, admission_sizes
 from rekindle.errors import ProcessLost
 

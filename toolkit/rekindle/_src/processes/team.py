@@ -18,7 +18,8 @@ from rekindle._src.processes.kinds import Kind
 from rekindle._src.processes.results import DONE, checksum
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.programs import Key, Programs
+from rekindle._src.programs.keys import Key
+from rekindle._src.programs.programs import Programs
 from rekindle.errors import CheckpointError, CompileError, ProcessLost, RekindleError
 
 PING_SECONDS = 1.0

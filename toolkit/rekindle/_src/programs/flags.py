@@ -1,16 +1,21 @@
 """Flags: the features that rows need of a step, as bits.
 
 The host knows them from the options, so that programs need no reductions to find out. A row carries its own bits and a
-step the union of its rows', which the `lax.cond`s of the step program read.
+step the union of its rows', which the conditions of the step program read.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from jax import Array, lax
 
 from rekindle._src.core.sampling import Sampling
 from rekindle_kernels import SMALL_TOP_K
+
+T = TypeVar("T")
 
 
 class Flag(enum.IntFlag):
@@ -33,6 +38,7 @@ class Flag(enum.IntFlag):
 SHAPES = Flag.BIASED | Flag.PENALISED | Flag.BARRED
 FIRST_PROCESSOR = 12  # bit
 MAX_PROCESSORS = 16
+GREEDY = Flag.SAMPLES | Flag.KEPT | Flag.CHOOSES  # all that steps of greedy rows without further wishes ask for
 PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
 
 
@@ -49,3 +55,11 @@ def flags_of(sampling: Sampling, processors: Mapping[str, int]) -> int:
     flags |= Flag.LOGPROBS * (sampling.logprobs is not None)
     flags |= Flag.PROMPT_LOGPROBS * (sampling.prompt_logprobs is not None)
     return int(flags) | sum(1 << (FIRST_PROCESSOR + processors[name]) for name in set(sampling.processors))
+
+
+def branch(condition: Array | bool, yes: Callable[[], T], no: Callable[[], T]) -> T:
+    """`lax.cond`, or just one of the branches where the condition is known while the program is traced."""
+    if isinstance(condition, bool):
+        return yes() if condition else no()
+    chosen: T = lax.cond(condition, yes, no)
+    return chosen

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.programs.packing import StepInputs
+from rekindle._src.programs.packing import Paging
 from rekindle_kernels import (
     AttentionInputs,
     AttentionOptions,
@@ -46,18 +46,18 @@ class PagedAttention:
     def __init__(
         self,
         model: ModelConfig,
-        kv: KV,
-        inputs: StepInputs,
+        kv: Sequence[LayerKV],
+        paging: Paging,
         rows: int,
         implementation: str | None,
         *,
         deterministic: bool = False,
     ) -> None:
         self.kv, self._deterministic = list(kv), deterministic
-        self._model, self._inputs, self._rows, self._implementation = model, inputs, rows, implementation
+        self._model, self._paging, self._rows, self._implementation = model, paging, rows, implementation
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array, /) -> Array:
-        step, spec = self._inputs, self._model.attention[layer]
+        step, spec = self._paging, self._model.attention[layer]
         self.kv[layer] = write_kv(self.kv[layer], k, v, step.page_ids, step.offsets)
         inputs = AttentionInputs(q, self.kv[layer], step.page_table, step.lengths, step.cu_lengths, step.num_prefills)
         options = AttentionOptions(

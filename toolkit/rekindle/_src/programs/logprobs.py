@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rekindle._src.core.sampling import MAX_LOGPROBS
-from rekindle._src.programs.flags import Flag
+from rekindle._src.programs.flags import Flag, branch
 from rekindle_kernels import top_k
 
 WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own log-probability, the most likely ids, and theirs
@@ -34,17 +34,17 @@ def logprobs_of(logits: Array, tokens: Array) -> Array:
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
 
 
-def row_logprobs(wanted: Array, logits: Array, tokens: Array) -> Array:
+def row_logprobs(wanted: Array | Flag, logits: Array, tokens: Array) -> Array:
     """`logprobs_of`, or zeros when no row of the step asked for log-probabilities."""
     with jax.named_scope("logprobs"):
-        return lax.cond(
+        return branch(
             wanted & Flag.LOGPROBS != 0,
             lambda: logprobs_of(logits, tokens),
             lambda: jnp.zeros((logits.shape[0], WIDTH), jnp.int32),
         )
 
 
-def prompt_logprobs(wanted: Array, hidden: Array, targets: Array, to_logits: Callable[[Array], Array]) -> Array:
+def prompt_logprobs(wanted: Array | Flag, hidden: Array, targets: Array, to_logits: Callable[[Array], Array]) -> Array:
     """Packed [T, WIDTH]: the log-probability of each target after its position; targets below 0 were not asked for.
 
     `hidden` holds the states of all rows, the T prefill tokens last: slicing them out beforehand would copy them in
@@ -70,4 +70,4 @@ def prompt_logprobs(wanted: Array, hidden: Array, targets: Array, to_logits: Cal
 
     with jax.named_scope("prompt_logprobs"):
         empty = jnp.zeros((T, WIDTH), jnp.int32)
-        return lax.cond(wanted & Flag.PROMPT_LOGPROBS != 0, lambda: lax.fori_loop(0, chunks, one, empty), lambda: empty)
+        return branch(wanted & Flag.PROMPT_LOGPROBS != 0, lambda: lax.fori_loop(0, chunks, one, empty), lambda: empty)

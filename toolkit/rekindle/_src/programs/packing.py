@@ -210,6 +210,17 @@ class Upload:
             self._table[index, :used] -= self._first_page
 
 
+class Paging(NamedTuple):
+    """What attention has to know of a step: where its tokens are written, and which pages its sequences read."""
+
+    page_ids: Array  # [R + T]
+    offsets: Array  # [R + T]
+    page_table: Array  # [N, W]
+    lengths: Array  # [N]
+    cu_lengths: Array  # [S + 1]
+    num_prefills: Array  # []
+
+
 class StepInputs(NamedTuple):
     """The unpacked inputs of a step, on the device."""
 
@@ -226,12 +237,21 @@ class StepInputs(NamedTuple):
     last: Array  # [N]: index of each sequence's last token
     targets: Array  # [T]: the prompt's next token where prompt_logprobs wants it, else -1
     flags: Array  # [N]: flags.Flag of each row
-    wanted: Array  # []: the union of `flags`
+    wanted: Any  # []: the union of `flags`, or a Flag where it is known while the program is traced
     choice: Choice
     shaping: Shaping
 
     def flag(self, flag: int) -> Array:
         return (self.flags & flag) != 0
+
+    @property
+    def paging(self) -> Paging:
+        return Paging(*(getattr(self, name) for name in Paging._fields))
+
+    @property
+    def rope_lengths(self) -> Array:
+        """The length of the sequence that each token's rope assumes, as in `rope.tables` [R + T]."""
+        return jnp.maximum(self.prompt_lengths, self.positions + 1)
 
 
 def unpack(layout: Layout, page_size: int, ints: Array, floats: Array, last_token: Array) -> StepInputs:

@@ -12,29 +12,30 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
-from rekindle._src.core.guides import mask_words
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import request_state
-from rekindle._src.programs.buckets import FORWARD, SMALLEST_ROWS, Bucket, guided_lattice, lattice, pooling_lattice
+from rekindle._src.programs.buckets import SMALLEST_ROWS, Bucket, guided_lattice, lattice, pooling_lattice
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
+from rekindle._src.programs.keys import ADMIT, GATHER, MEMORY, SCATTER, Key
+from rekindle._src.programs.layered import Layered
+from rekindle._src.programs.layered_step import LayeredProgram
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Partitioning, Recipe
+from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
-from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_step
+from rekindle._src.programs.recipes import Recipes
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
     deprecated,
@@ -44,25 +45,9 @@ from rekindle_kernels import (
     kernels_for,
     plain_kernels,
     traits,
-    zeros,
 )
 
 log = logging.getLogger("rekindle.engine")
-MOVED_PAGES = 4  # pages of one gather or scatter; where XLA fills pages, it compiles an operation for each and layer
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Helper:
-    """A program that is not a step.
-
-    "memory" makes pages and state, "admit" writes a request's history into its slot, "gather" and "scatter" move pages.
-    """
-
-    name: str
-
-
-MEMORY, ADMIT, GATHER, SCATTER = Helper("memory"), Helper("admit"), Helper("gather"), Helper("scatter")
-Key = Bucket | Helper
 Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
 
 
@@ -116,9 +101,9 @@ class Programs:
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.parts = Partitioning(placement)
         self.shards = DataShards(self.parts.shards, config.max_requests, config.device_pages)
-        self._graph = graph if placement is None else placement.local  # what one device computes
-        self._kv = paged.abstract(self._graph.config, config.device_pages, config.page_size, config.kv_dtype)
-        self.kv = self.parts.pages(self._kv)
+        local = graph if placement is None else placement.local  # what one device computes
+        local_kv = paged.abstract(local.config, config.device_pages, config.page_size, config.kv_dtype)
+        self.kv = self.parts.pages(local_kv)
         self.state = request_state.abstract_state(config.max_requests, model.vocab_size)
         self.traces = 0
         self.compilations = 0
@@ -126,6 +111,19 @@ class Programs:
         self._provisional: dict[Key, Compiled] = {}  # such programs; they stay until the end, see `close`
         self._store = store
         self._lock = threading.Lock()
+        self._recipes = Recipes(
+            model=model,
+            graph=local,
+            leaves=self.leaves,
+            local_kv=local_kv,
+            kv=self.kv,
+            state=self.state,
+            config=config,
+            processors=self.processors,
+            parts=self.parts,
+            width=self.width,
+        )
+        self._layered = Layered(self._recipes, counted=self._counted, compiled=self._count_compiled, store=store)
         self._building: dict[Key, threading.Lock] = {}
         self._ready: dict[Key, Compiled] = {}
         self._records: dict[Key, ProgramRecord] = {}
@@ -170,7 +168,7 @@ class Programs:
         return kernels_for(matrices, self.kv[0].dtype.name, self.kv[0].head_dim)
 
     def layout(self, bucket: Bucket) -> Layout:
-        return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
+        return self._recipes.layout(bucket)
 
     def ready(self, key: Key) -> bool:
         """Whether `get` returns at once."""
@@ -190,9 +188,11 @@ class Programs:
         if found is not None:
             return found
         with self._alone(key):
-            if key not in self._ready and not self._load(key):
-                return self._make(key)  # not from `_ready`: the session may have been closed meanwhile
-            return self._ready[key]
+            if key in self._ready or self._load(key):
+                return self._ready[key]
+            compiled, keep = self._make(key)  # not from `_ready`: the session may have been closed meanwhile
+        keep()  # who waits for the program need not wait for that
+        return compiled
 
     def begin_plain(self) -> None:
         """Make step programs without native kernels from now on, since those are still being compiled."""
@@ -220,7 +220,7 @@ class Programs:
                     self.get(single)  # one row runs there once the lattice has it
                 with self._alone(key):
                     if not self._load(key):
-                        self._make(key)
+                        self._make(key)[1]()
                     self._replaced.append(self._provisional.pop(key, None))  # None: closed meanwhile
             except CompileError as error:
                 log.warning("%s goes on without native kernels: %s", key.name, error)
@@ -240,18 +240,14 @@ class Programs:
             if "RESOURCE_EXHAUSTED" in str(error) or not give_up_zeros(error):
                 raise
         with self._alone(MEMORY):
-            self._make(MEMORY)
+            self._make(MEMORY)[1]()
         return jax.block_until_ready(self.get(MEMORY)())
 
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
         recipe = self._recipe(key)
 
-        def counted(*args: Any) -> Any:
-            with self._lock:
-                self.traces += 1
-            return recipe.function(*args)
-
+        counted = self._counted(recipe.function)
         # Others call no kernels that could be joined, and asking for the one that joins may compile it.
         implementation = self.graph.precision.implementation
         joined = fuse(counted, implementation=implementation) if isinstance(key, Bucket) else counted
@@ -261,16 +257,16 @@ class Programs:
 
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""
-        try:
-            with gc_paused():
-                compiled = self.build(key).compile(compiler_options=compiler_options())
-        except Exception as error:
-            raise CompileError(
-                f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
-            ) from error
-        with self._lock:
-            self.compilations += 1
+        with self._errors(key), gc_paused():
+            compiled = self.build(key).compile(compiler_options=compiler_options())
+        self._count_compiled()
         return compiled
+
+    def complete(self, key: Key) -> None:
+        """Make the part of a provisional program that the first steps may do without; others do nothing."""
+        program = self._ready.get(key)
+        if isinstance(program, LayeredProgram):
+            program.complete()
 
     def close(self) -> None:
         """Release the executables now.
@@ -281,6 +277,7 @@ class Programs:
         self._ready.clear()
         self._provisional.clear()
         self._replaced.clear()
+        self._layered.clear()
 
     def _alone(self, key: Key) -> threading.Lock:
         if key not in self.known:
@@ -291,6 +288,15 @@ class Programs:
     def _without_kernels(self, key: Key) -> bool:
         return self._plain and isinstance(key, Bucket)
 
+    @contextlib.contextmanager
+    def _errors(self, key: Key) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CompileError(
+                f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
+            ) from error
+
     def _load(self, key: Key) -> bool:
         """Load a program from the store, which is asked once for each."""
         plain = self._without_kernels(key)
@@ -299,32 +305,53 @@ class Programs:
             return False
         start = time.perf_counter()
         try:
-            program = self._store.load(name)
+            program = self._layered.load(key) if plain and self._layered.takes(key) else self._store.load(name)
         except StoreError as error:
             self._why[name] = str(error)
             return False
         self._put(key, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start), plain=plain)
         return True
 
-    def _make(self, key: Key) -> Compiled:
-        """Compile a program, and store it."""
+    def _make(self, key: Key) -> tuple[Compiled, Callable[[], None]]:
+        """Compile a program; returns it and what stores it."""
         start = time.perf_counter()
         with self._lock:
             self._compiling[key] = None
         plain = self._without_kernels(key)
         name = _plain_name(key) if plain else key.name
         try:
-            with plain_kernels() if plain else contextlib.nullcontext():
-                compiled = self.compile(key)
+            if plain and self._layered.takes(key):
+                with self._errors(key):
+                    compiled = self._layered.make(key)
+            else:
+                with plain_kernels() if plain else contextlib.nullcontext():
+                    compiled = self.compile(key)
         finally:
             with self._lock:
                 del self._compiling[key]
         seconds = time.perf_counter() - start
         why = self._why.get(name, "no store")
         self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, why), plain=plain)
-        if self._store is not None:
-            self._store.save(name, compiled, seconds)
-        return compiled
+
+        def keep() -> None:
+            if isinstance(compiled, LayeredProgram):
+                self._layered.save()
+            elif self._store is not None:
+                self._store.save(name, compiled, seconds)
+
+        return compiled, keep
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            with self._lock:
+                self.traces += 1
+            return function(*args)
+
+        return counted
+
+    def _count_compiled(self) -> None:
+        with self._lock:
+            self.compilations += 1
 
     def _put(self, key: Key, program: Compiled, record: ProgramRecord, *, plain: bool) -> None:
         if plain:
@@ -340,47 +367,7 @@ class Programs:
         return f"compiling {names}" + (f" (kernel {kernel})" if kernel else "") if names else ""
 
     def _recipe(self, key: Key) -> Recipe:
-        if isinstance(key, Bucket) and key.part:
-            return self._half(key)
-        if isinstance(key, Bucket):
-            layout = self.layout(key)
-            step = make_step(
-                self._graph,
-                layout,
-                self.kv[0].page_size,
-                implementation=self.config.kernels,
-                processors=self.processors if key.processed else (),
-                pools=key.pools,
-            )
-            arguments = (self.leaves, self.kv, self.state, _ints(layout.ints), _floats(layout.floats))
-            results = (PAGES, ROWS, StepOutput._make((ROWS, ROWS, POOLED)))
-            return Recipe(step, arguments, (1, 2), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), results)
-        if key == MEMORY:
-            return Recipe(lambda: zeros((self._kv, self.state)), (), (), (), (PAGES, ROWS))
-        if key == ADMIT:
-            ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
-            slot = (self.state, _ints(ints), _floats(floats))
-            return Recipe(request_state.admit, slot, (0,), (ROWS, ROWS, ROWS), ROWS)
-        ids = _ints(MOVED_PAGES)
-        if key == GATHER:
-            return self.parts.leaving(Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD))
-        page = jax.eval_shape(paged.gather, self.kv, _ints(1))
-        return Recipe(paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
-
-    def _half(self, key: Bucket) -> Recipe:
-        """One of the two programs of a guided step."""
-        layout, page_size, processors = self.layout(key), self.kv[0].page_size, self.processors if key.processed else ()
-        upload = _ints(layout.ints), _floats(layout.floats)
-        if key.part == FORWARD:
-            forward = make_forward(self._graph, layout, page_size, implementation=self.config.kernels, pools=key.pools)
-            arguments = (self.leaves, self.kv, self.state.last_token, *upload)
-            return Recipe(forward, arguments, (1,), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), (PAGES, ROWS, ROWS, POOLED))
-        implementation, stream = self.graph.precision.implementation, self.graph.precision.stream
-        sizes = ((self.model.vocab_size, "float32"), (self.model.hidden_size, stream))
-        scores = Scores._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)
-        masks = jax.ShapeDtypeStruct((layout.sequences, mask_words(self.model.vocab_size)), jnp.int32)
-        choice = make_choice(layout, page_size, implementation=implementation, processors=processors)
-        return Recipe(choice, (self.state, scores, *upload, masks), (0,), (ROWS,) * 5, (ROWS, ROWS))
+        return self._recipes.recipe(key)
 
 
 def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:
@@ -390,11 +377,3 @@ def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:
 def _plain_name(key: Key) -> str:
     """What a program without native kernels is stored as."""
     return f"{key.name} plain"
-
-
-def _ints(size: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size,), jnp.int32)
-
-
-def _floats(size: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size,), jnp.float32)

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.models.base import Graph, merge
+from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.finite import marked
-from rekindle._src.programs.flags import PROCESSORS, SHAPES, Flag
+from rekindle._src.programs.flags import PROCESSORS, SHAPES, Flag, branch
 from rekindle._src.programs.logit_shaping import shape
 from rekindle._src.programs.logprobs import prompt_logprobs, row_logprobs
 from rekindle._src.programs.packing import Layout, StepInputs, unpack
@@ -72,14 +72,9 @@ def make_step(
         leaves: Leaves, kv: paged.KV, state: RequestState, ints: Array, floats: Array
     ) -> tuple[paged.KV, RequestState, StepOutput]:
         inputs = unpack(layout, page_size, ints, floats, state.last_token)
-        model, new_kv, hidden, scores = _compute(graph, leaves, kv, layout, inputs, implementation)
-        with jax.named_scope("sample"):
-            tokens = _sample(scores.logits, inputs, state, processors, implementation=graph.precision.implementation)
-        told = marked(tokens, scores.last, scores.logits)
-        new_state, rows = _recorded(layout, inputs, state, scores, tokens, told)
-        prompt = prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits)
-        pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
-        return new_kv, new_state, StepOutput(rows, prompt, pooled)
+        model, new_kv, hidden = _compute(graph, leaves, kv, layout, inputs, implementation)
+        new_state, output = finish(graph, layout, model, hidden, inputs, state, processors=processors, pools=pools)
+        return new_kv, new_state, output
 
     return step
 
@@ -93,9 +88,8 @@ def make_forward(
         leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array
     ) -> tuple[paged.KV, Scores, Array, Array | None]:
         inputs = unpack(layout, page_size, ints, floats, last_token)
-        model, new_kv, hidden, scores = _compute(graph, leaves, kv, layout, inputs, implementation)
-        pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
-        return new_kv, scores, prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits), pooled
+        model, new_kv, hidden = _compute(graph, leaves, kv, layout, inputs, implementation)
+        return new_kv, *finish_forward(layout, model, hidden, inputs, pools=pools)
 
     return forward
 
@@ -121,21 +115,51 @@ def make_choice(
 
 def _compute(
     graph: Graph, leaves: Leaves, kv: paged.KV, layout: Layout, inputs: StepInputs, implementation: str | None
-) -> tuple[Any, paged.KV, Array, Scores]:
+) -> tuple[Model, paged.KV, Array]:
     model = merge(graph, leaves)
     fixed = graph.precision.deterministic
-    attend = paged.PagedAttention(model.config, kv, inputs, layout.rows, implementation, deterministic=fixed)
-    hidden = model(
-        inputs.tokens,
-        inputs.positions,
-        attend,
-        lengths=jnp.maximum(inputs.prompt_lengths, inputs.positions + 1),
-    )
+    attend = paged.PagedAttention(model.config, kv, inputs.paging, layout.rows, implementation, deterministic=fixed)
+    hidden = model(inputs.tokens, inputs.positions, attend, lengths=inputs.rope_lengths)
+    return model, tuple(attend.kv), hidden
+
+
+def finish(
+    graph: Graph,
+    layout: Layout,
+    model: Model,
+    hidden: Array,
+    inputs: StepInputs,
+    state: RequestState,
+    *,
+    processors: Sequence[LogitsProcessor],
+    pools: bool,
+) -> tuple[RequestState, StepOutput]:
+    """What a step does with the hidden states [R + T, E] of its tokens."""
+    scores = _scores(layout, model, hidden, inputs)
+    with jax.named_scope("sample"):
+        tokens = _sample(scores.logits, inputs, state, processors, implementation=graph.precision.implementation)
+    told = marked(tokens, scores.last, scores.logits)
+    new_state, rows = _recorded(layout, inputs, state, scores, tokens, told)
+    prompt = prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits)
+    pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
+    return new_state, StepOutput(rows, prompt, pooled)
+
+
+def finish_forward(
+    layout: Layout, model: Model, hidden: Array, inputs: StepInputs, *, pools: bool
+) -> tuple[Scores, Array, Array | None]:
+    """What the first half of a guided step does with them."""
+    scores = _scores(layout, model, hidden, inputs)
+    pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
+    return scores, prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits), pooled
+
+
+def _scores(layout: Layout, model: Model, hidden: Array, inputs: StepInputs) -> Scores:
     numbers = lax.iota(jnp.int32, layout.sequences) + 1
     needed = jnp.max(numbers, initial=0, where=inputs.flag(Flag.CHOOSES))  # 0 where no row samples
     last = hidden[inputs.last]
     logits = model.logits(last, needed)
-    return model, tuple(attend.kv), hidden, Scores(logits, last)
+    return Scores(logits, last)
 
 
 def _recorded(
@@ -163,20 +187,20 @@ def _sample(
         changed = logits
         if processors:
             context = _context(inputs, state)
-            changed = lax.cond(processed, lambda: process(processors, logits, inputs.flags, context), lambda: logits)
+            changed = branch(processed, lambda: process(processors, logits, inputs.flags, context), lambda: logits)
         return shape(changed, inputs.shaping, state, inputs.slots)
 
     def drawn(found: Array, masks: Array | None) -> Array:
         return choose(found, inputs.choice, inputs.wanted, masks, implementation=implementation)
 
     def options() -> Any:
-        return take(lax.cond(changes, change, lambda: logits), drawn)
+        return take(branch(changes, change, lambda: logits), drawn)
 
     if take is not plainly and draws_in_one_call(logits, implementation=implementation):
-        return lax.cond(changes, lambda: take(change(), drawn), lambda: take(logits, drawn))  # copies no logits
+        return branch(changes, lambda: take(change(), drawn), lambda: take(logits, drawn))  # copies no logits
     plain = inputs.wanted & (SHAPES | PROCESSORS | Flag.DRAWS) == 0
     largest = functools.partial(greedy, implementation=implementation)
-    return lax.cond(plain, lambda: take(logits, largest), options)
+    return branch(plain, lambda: take(logits, largest), options)
 
 
 def _context(inputs: StepInputs, state: RequestState) -> LogitsContext:

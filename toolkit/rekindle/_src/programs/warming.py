@@ -13,7 +13,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.programs import SCATTER, Key, ProgramRecord, Programs
+from rekindle._src.programs.keys import SCATTER, Key
+from rekindle._src.programs.programs import ProgramRecord, Programs
+from rekindle.errors import CompileError
 from rekindle_kernels import BackgroundBuild, build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
@@ -144,7 +146,9 @@ class Warming:
     lazy        nothing is compiled; the first request's programs are loaded from the store until the session opens
 
     Where native kernels have to be compiled first, other processes do that. With "all" they are waited for. Otherwise
-    programs without them serve meanwhile, and are replaced as soon as the kernels are there.
+    programs without them serve meanwhile, and are replaced as soon as the kernels are there; those that the first text
+    needs are made at once. With "lazy", what greedy steps don't need of them is left until it is asked for: a command
+    that prints one text would not end before it is compiled.
     """
 
     def __init__(
@@ -171,6 +175,9 @@ class Warming:
 
         def work() -> None:
             if precompile == "lazy":
+                if kernels is not None:
+                    with contextlib.suppress(CompileError):  # whoever needs the program tries again, and gets the error
+                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
                 started = self._load(programs, prefill_and_decode, contexts)
                 if kernels is not None or not (started or self._opened.is_set()):
                     self._replace(programs, kernels, contexts)
@@ -182,6 +189,7 @@ class Warming:
                 if precompile == "background":
                     if kernels is not None:
                         warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
+                        self._complete(programs, prefill_and_decode, contexts)
                     if kernels is not None or not self._load(programs, prefill_and_decode, contexts):
                         self._replace(programs, kernels, contexts)
                 elif kernels is not None:
@@ -226,6 +234,14 @@ class Warming:
                 if not (found or all_of_them):
                     return False
         return found
+
+    def _complete(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
+        """Make what programs without kernels leave out, since greedy steps do without it."""
+        with contexts():
+            for key in keys:
+                if self._is_stopped():
+                    return
+                programs.complete(key)
 
     def _replace(self, programs: Programs, kernels: BackgroundBuild | None, contexts: Callable[[], Any]) -> None:
         """Wait for the kernels, then put programs that use them in place of those that do without.

@@ -80,11 +80,19 @@ class Gpt2(nnx.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
     ) -> jax.Array:
-        with jax.named_scope("embed"):
-            x = self.embed(tokens) + self.position_embed(positions)
-        tables = RopeTables(self.config, positions)
+        x, tables = self.begin(tokens, positions)
         for layer in self.layers:
             x = layer(x, tables, attend)
+        return self.end(x)
+
+    def begin(
+        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, RopeTables]:
+        with jax.named_scope("embed"):
+            x = self.embed(tokens) + self.position_embed(positions)
+        return x, RopeTables(self.config, positions)
+
+    def end(self, x: jax.Array) -> jax.Array:
         return self.norm(x)
 
     def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:

@@ -69,13 +69,23 @@ class Llama(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
     ) -> jax.Array:
         """Computes tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
+        x, tables = self.begin(tokens, positions, lengths)
+        for layer in self.layers:
+            x = layer(x, tables, attend)
+        return self.end(x)
+
+    def begin(
+        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, RopeTables]:
+        """What comes before the layers."""
         with jax.named_scope("embed"):
             x = self.embed(tokens)
             if self.config.embed_scale != 1.0:
                 x = x * self.config.embed_scale
-        tables = RopeTables(self.config, positions, lengths)
-        for layer in self.layers:
-            x = layer(x, tables, attend)
+        return x, RopeTables(self.config, positions, lengths)
+
+    def end(self, x: jax.Array) -> jax.Array:
+        """What comes after them, before the logits."""
         return self.norm(x)
 
     def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:

@@ -50,6 +50,13 @@ class RopeTables:
         with jax.named_scope("rope"):
             self.tables = {spec: rope.tables(spec, positions, lengths) for spec in config.ropes}
 
+    @classmethod
+    def of(cls, tables: dict[rope.RopeSpec, tuple[jax.Array, jax.Array]]) -> RopeTables:
+        """Tables that were computed before."""
+        made = cls.__new__(cls)
+        made.tables = tables
+        return made
+
     def split(
         self,
         qk: jax.Array,

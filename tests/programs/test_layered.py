@@ -1,0 +1,264 @@
+"""Steps made of parts give what whole steps give, and compile each kind of layer once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from helpers.checkpoints import CASES, case
+from helpers.dict_store import DictStore
+from helpers.driving import Driver, tiny_config, tiny_model
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.execution.runner import Runner
+from rekindle._src.models.base import LoadedModel, abstract_model
+from rekindle._src.models.registry import config_from_hf
+from rekindle._src.programs import layered, warming
+from rekindle._src.programs.buckets import FORWARD, Bucket
+from rekindle._src.programs.layered_step import LayeredForward, LayeredStep
+from rekindle._src.programs.packing import Constants, Upload
+from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.step_parts import Cut
+from rekindle._src.programs.store import ExecutableStore, ProgramStore
+from rekindle._src.programs.warming import Warming, warm
+from rekindle.errors import CompileError
+
+MODEL = tiny_model()
+DECODE, PREFILL = Bucket(2, 0), Bucket(2, 32)
+# One of each family, and the layers that are least alike.
+FEW = ("llama-biases", "gemma3", "gpt2-odd-options", "qwen3-moe-dense-layer", "smollm3", "olmo2")
+OTHERS = tuple(name for name in CASES if name not in FEW)
+KINDS = {
+    "llama": (0, 0),
+    "gpt2": (0, 0),
+    "gpt2-odd-options": (0, 1),  # each layer has a scale of its own
+    "gemma2": (0, 1),
+    "gemma3": (0, 0, 2),
+    "mixtral": (0, 0),
+    "qwen2-window": (0, 1),
+    "qwen3-moe-dense-layer": (0, 1),
+    "smollm3": (0, 0, 0, 3),
+}
+
+
+def programs_of(model: LoadedModel = MODEL, **changes: Any) -> Programs:
+    programs = Programs(model.config, model.graph, model.leaves, tiny_config(), **changes)
+    programs.begin_plain()
+    return programs
+
+
+def written(model: LoadedModel, programs: Programs, **options: Any) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probabilities, of prompts that fill a part of a bucket, one that exceeds it, and a batch."""
+    runner = Runner(model, programs.config, programs=programs)
+    driver = Driver(runner)
+    draw = np.random.default_rng(0)
+    try:
+        sampling = Sampling(max_tokens=9, seed=7, **options)
+        lives = [driver.add(draw.integers(3, 150, length).tolist(), sampling) for length in (5, 41)]
+        driver.finish(lives, chunk=13)
+    finally:
+        runner.close()
+    probabilities = [found.logprob for live in lives for found in live.logprobs if found is not None]
+    return [token for live in lives for token in live.outputs], probabilities
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_every_family_writes_what_whole_programs_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = case(name)
+    programs = programs_of(model)
+    assert isinstance(programs.get(DECODE), LayeredStep) and isinstance(programs.get(PREFILL), LayeredStep)
+    parts = written(model, programs), written(model, programs, temperature=0.9, logprobs=2)
+    monkeypatch.setattr(layered, "WHOLE", frozenset({model.config.model_type}))
+    programs = programs_of(model)
+    assert not isinstance(programs.get(DECODE), LayeredStep), "this is how a family says that it can't be cut"
+    whole = written(model, programs), written(model, programs, temperature=0.9, logprobs=2)
+    assert [tokens for tokens, _ in parts] == [tokens for tokens, _ in whole]
+    np.testing.assert_allclose(parts[1][1], whole[1][1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_of_one_kind_are_traced_alike(name: str) -> None:
+    model = case(name)
+    made = programs_of(model)._layered
+    cut = made._cut
+    assert cut.kinds == KINDS.get(name, cut.kinds)
+    assert sorted([*cut.outer, *(index for own in cut.layers for index in own)]) == [*range(len(model.leaves))]
+
+    def traced(layer: int) -> str:
+        part = made._layer(DECODE, layer)
+        closed = jax.make_jaxpr(part.function)(*part.arguments())
+        return f"{closed} {[np.asarray(constant).tolist() for constant in closed.consts]}"
+
+    seen = {kind: traced(kind) for kind in cut.kinds}
+    assert all(traced(layer) == seen[kind] for layer, kind in enumerate(cut.kinds))
+    assert len({*seen.values()}) == len(seen), "and those of two kinds are not"
+
+
+def test_layers_that_are_quantised_in_two_ways_are_not_alike() -> None:
+    config = config_from_hf(CASES["llama"] | {"num_hidden_layers": 3})
+    kinds = [(f"layers.{layer}.mlp.down", kind) for layer, kind in enumerate(("int8", "int8-weight", "int8"))]
+    graph, leaves = abstract_model(config, kinds=tuple(kinds))
+    assert Cut.of(graph, leaves).kinds == (0, 1, 0)
+
+
+def test_pages_and_state_are_donated_and_all_options_apply() -> None:
+    sevens = LogitsProcessor(lambda logits, context: logits.at[:, 7].add(1e6), "sevens")
+    programs = programs_of(processors=[sevens])
+    kv, state = programs.memory()
+    step, upload = programs.get(DECODE), [np.zeros(leaf.shape, leaf.dtype) for leaf in _upload(programs, DECODE)]
+    new_kv, new_state, output = step(MODEL.leaves, kv, state, *upload)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((kv, state.last_token)))
+    assert [leaf.shape for leaf in jax.tree.leaves((new_kv, new_state))] == [
+        leaf.shape for leaf in jax.tree.leaves((programs.kv, programs.state))
+    ]
+    assert output.rows.shape[0] == 2
+    tokens, _ = written(MODEL, programs, processors=("sevens",))
+    assert {*tokens} == {7}
+
+
+def _upload(programs: Programs, key: Bucket) -> tuple[Any, Any]:
+    return programs._recipes.upload(programs.layout(key))
+
+
+def test_greedy_steps_need_a_small_part_of_what_comes_after_the_layers() -> None:
+    store = DictStore()
+    programs = programs_of(store=store)
+    programs.get(DECODE)
+    first = ["r2t0 plain greedy closing", "r2t0 plain layer 0", "r2t0 plain opening"]
+    assert sorted(store.kept) == first and programs.compilations == 3
+    written(MODEL, programs)
+    assert "r2t0 plain closing" not in store.kept
+    written(MODEL, programs, temperature=0.5)
+    rest = {"r2t0 plain closing", "r2t32 plain closing"}
+    assert rest <= {*store.kept}
+    before = programs.compilations
+    programs.complete(DECODE)
+    assert programs.compilations == before
+    again = programs_of(store=store)
+    assert written(MODEL, again, temperature=0.5) == written(MODEL, programs, temperature=0.5)
+    assert (again.compilations, again.traces) == (0, 0)
+
+
+def test_what_a_store_lacks_is_compiled_and_nothing_else() -> None:
+    store = DictStore()
+    programs_of(store=store).get(DECODE)
+    del store.kept["r2t0 plain layer 0"]
+    programs = programs_of(store=store)
+    assert not programs.load(DECODE)
+    programs.get(DECODE)
+    assert programs.compilations == 1 and "r2t0 plain layer 0" in store.kept
+
+
+def test_parts_go_through_a_folder(tmp_path: Path) -> None:
+    def stored() -> Programs:
+        return programs_of(store=ProgramStore(ExecutableStore(tmp_path / "programs"), "llama", "identity"))
+
+    first = stored()
+    tokens = written(MODEL, first)
+    forward = Bucket(2, 0, part=FORWARD)
+    assert isinstance(first.get(forward), LayeredForward)
+    second = stored()
+    assert written(MODEL, second) == tokens
+    assert second.load(forward) and second.compilations == 0
+
+
+def test_programs_of_one_size_share_their_layers() -> None:
+    programs = programs_of()
+    halves = Bucket(2, 0).halves
+    gate = threading.Barrier(3)
+
+    def get(key: Bucket) -> Any:
+        gate.wait()
+        return programs.get(key)
+
+    with ThreadPoolExecutor(3) as pool:
+        step, forward, _ = pool.map(get, (DECODE, *halves))
+    assert step._layers == forward._layers and step._opening is forward._opening
+    assert programs.compilations == 5, "an opening, a layer, two closings, and the choice, which has no layers"
+
+
+def test_halves_and_pooling_programs_are_made_of_parts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they give for a step that prefills beside a row that decodes is what whole programs give."""
+    pooling, forward = Bucket(2, 32, pools=True), Bucket(4, 32, part=FORWARD)
+    programs = programs_of()
+    runner = Runner(MODEL, programs.config, programs=programs)
+    driver = Driver(runner)
+    lives = [driver.add([5, 9, 7, 11, 3][:length], Sampling(max_tokens=4)) for length in (3, 5)]
+    driver.step([(lives[0], None)])
+    plan = driver.plan([(live, None) for live in lives])
+    runner.close()
+    constants = Constants(programs.config.max_requests, ())
+    for row in plan.rows:
+        constants.put(row)
+
+    def results(programs: Programs) -> list[Any]:
+        found = []
+        for key in (forward, pooling):
+            upload = Upload(programs.layout(key))
+            upload.pack(plan, constants)
+            kv, state = programs.memory()
+            given = state.last_token if key.part else state
+            _, *rest = programs.get(key)(MODEL.leaves, kv, given, upload.ints, upload.floats)
+            found += jax.tree.leaves(rest)
+        return [np.asarray(leaf) for leaf in found]
+
+    parts = results(programs)
+    monkeypatch.setattr(layered, "WHOLE", frozenset({"llama"}))
+    for left, right in zip(parts, results(programs_of()), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_part_that_fails_is_named_and_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = layered.make_layer
+
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no such op")
+
+    programs = programs_of()
+    monkeypatch.setattr(layered, "make_layer", lambda *args, **options: broken)
+    with pytest.raises(CompileError, match=r"r2t0 of llama .*no such op"):
+        programs.get(DECODE)
+    monkeypatch.setattr(layered, "make_layer", made)
+    program = programs.get(DECODE)
+    monkeypatch.setattr(layered, "make_closing", lambda *args, **options: broken)
+    with pytest.raises(CompileError, match=r"r2t0 plain closing .*no such op"):
+        program.complete()
+
+
+@pytest.mark.parametrize("mode", ["lazy", "background"])
+def test_what_the_first_text_needs_is_made_at_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While kernels are being compiled; with "lazy" nothing is made that greedy steps do without."""
+
+    class Building:
+        def wait(self, stopped: Any) -> bool:
+            while not stopped():
+                built.wait(0.01)
+            return False
+
+    built = threading.Event()
+    monkeypatch.setattr(warming, "build_kernels", lambda names: Building())
+    store = DictStore()
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
+    going = Warming(programs, mode)
+    going.opened()
+    rest = {"r2t0 plain closing", "r2t32 plain closing"}
+    wanted = rest if mode == "background" else {name.replace("plain", "plain greedy") for name in rest}
+    pause = threading.Event()
+    for _ in range(600):
+        if wanted <= {*store.kept}:
+            break
+        pause.wait(0.1)
+    going.stop(60)
+    assert wanted <= {*store.kept} and (mode == "background") == (rest <= {*store.kept})
+    assert {record.name for record in programs.manifest()} == {"r2t0", "r2t32"}
+    assert isinstance(programs.get(DECODE), LayeredStep)
+    # A second process finds all of it.
+    again = programs_of(store=store)
+    warm(again, [PREFILL, DECODE])
+    assert again.compilations == 0

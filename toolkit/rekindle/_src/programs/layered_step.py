@@ -1,0 +1,77 @@
+"""Step programs as they are called: one part after the other (`step_parts.py`).
+
+To its callers such a program is like a compiled one: it takes and gives the same, and donates the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.flags import GREEDY
+from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.step import Scores, StepOutput
+from rekindle._src.programs.step_parts import Cut, Opened
+
+Compiled = Any  # as in programs.py
+
+
+class LayeredProgram:
+    """A program as its parts, which runs them one after the other."""
+
+    def __init__(
+        self,
+        cut: Cut,
+        opening: Compiled,
+        layers: Sequence[Compiled],
+        greedy: Compiled | None,
+        rest: Callable[[], Compiled],
+    ) -> None:
+        """`greedy` is the closing of steps that ask for nothing else, and `rest` makes that of all others."""
+        self._cut, self._opening, self._layers, self._greedy, self._rest = cut, opening, layers, greedy, rest
+
+    def complete(self) -> None:
+        """Have the closing ready that serves all steps."""
+        self._rest()
+
+    def as_text(self) -> str:
+        """The text of the opening and the layers, as XLA compiled them."""
+        return "\n".join(part.as_text() for part in (self._opening, *dict.fromkeys(self._layers)))
+
+    def _run(
+        self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any
+    ) -> tuple[tuple[Any, ...], paged.KV, Opened]:
+        """The outer leaves, the pages, and what goes into the closing."""
+        cut = self._cut
+        outer = tuple(leaves[index] for index in cut.outer)
+        opened: Opened = self._opening(outer, last_token, ints, floats)
+        x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, []
+        for layer, own, pages in zip(self._layers, cut.layers, kv, strict=True):
+            pages, x = layer(tuple(leaves[index] for index in own), pages, x, tables, paging)
+            new_kv.append(pages)
+        return outer, tuple(new_kv), opened._replace(x=x)
+
+
+class LayeredStep(LayeredProgram):
+    """A step as its parts."""
+
+    def __call__(
+        self, leaves: Sequence[Any], kv: paged.KV, state: RequestState, ints: Any, floats: Any
+    ) -> tuple[paged.KV, RequestState, StepOutput]:
+        greedy = self._greedy if int(ints[0]) & ~int(GREEDY) == 0 else None
+        closing = greedy or self._rest()  # before pages are donated, since it may have to compile
+        outer, new_kv, opened = self._run(leaves, kv, state.last_token, ints, floats)
+        new_state, output = closing(outer, state, opened.x, opened.inputs)
+        return new_kv, new_state, output
+
+
+class LayeredForward(LayeredProgram):
+    """The first half of a guided step as its parts."""
+
+    def __call__(
+        self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any
+    ) -> tuple[paged.KV, Scores, Any, Any]:
+        closing = self._rest()
+        outer, new_kv, opened = self._run(leaves, kv, last_token, ints, floats)
+        return new_kv, *closing(outer, opened.x, opened.inputs)

@@ -1,0 +1,110 @@
+"""What each program of a session computes: its function for one device, its arguments, and how they lie on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.guides import mask_words
+from rekindle._src.models.base import Graph
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs import request_state
+from rekindle._src.programs.buckets import FORWARD, Bucket
+from rekindle._src.programs.keys import ADMIT, GATHER, MEMORY, MOVED_PAGES, Key
+from rekindle._src.programs.packing import Layout
+from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Partitioning, Recipe
+from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_step
+from rekindle_kernels import zeros
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipes:
+    """The recipes of one model with one resolved config, from the shapes of what programs read."""
+
+    model: ModelConfig  # the whole one
+    graph: Graph  # what one device computes
+    leaves: Sequence[jax.ShapeDtypeStruct]  # of the whole model
+    local_kv: paged.KV  # the pages of one device
+    kv: paged.KV  # those of all devices together
+    state: request_state.RequestState
+    config: EngineConfig  # of one data shard
+    processors: Sequence[LogitsProcessor]
+    parts: Partitioning
+    width: int  # pages of the longest sequence
+
+    def layout(self, bucket: Bucket) -> Layout:
+        return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
+
+    @property
+    def page_size(self) -> int:
+        return self.kv[0].page_size
+
+    def processors_of(self, bucket: Bucket) -> Sequence[LogitsProcessor]:
+        """The logits processors that a program contains."""
+        return self.processors if bucket.processed else ()
+
+    def upload(self, layout: Layout) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """The buffers that a step gets from the host."""
+        return _ints(layout.ints), _floats(layout.floats)
+
+    def recipe(self, key: Key) -> Recipe:
+        """What a program computes."""
+        if isinstance(key, Bucket):
+            return self._half(key) if key.part else self._step(key)
+        if key == MEMORY:
+            return Recipe(lambda: zeros((self.local_kv, self.state)), (), (), (), (PAGES, ROWS))
+        if key == ADMIT:
+            ints, floats = request_state.admission_sizes(self.width * self.page_size)
+            slot = (self.state, _ints(ints), _floats(floats))
+            return Recipe(request_state.admit, slot, (0,), (ROWS, ROWS, ROWS), ROWS)
+        ids = _ints(MOVED_PAGES)
+        if key == GATHER:
+            return self.parts.leaving(Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD))
+        page = jax.eval_shape(paged.gather, self.kv, _ints(1))
+        return Recipe(paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
+
+    def _step(self, key: Bucket) -> Recipe:
+        layout = self.layout(key)
+        step = make_step(
+            self.graph,
+            layout,
+            self.page_size,
+            implementation=self.config.kernels,
+            processors=self.processors_of(key),
+            pools=key.pools,
+        )
+        arguments = (self.leaves, self.kv, self.state, *self.upload(layout))
+        results = (PAGES, ROWS, StepOutput._make((ROWS, ROWS, POOLED)))
+        return Recipe(step, arguments, (1, 2), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), results)
+
+    def _half(self, key: Bucket) -> Recipe:
+        """One of the two programs of a guided step."""
+        layout = self.layout(key)
+        upload = self.upload(layout)
+        if key.part == FORWARD:
+            kernels = self.config.kernels
+            forward = make_forward(self.graph, layout, self.page_size, implementation=kernels, pools=key.pools)
+            arguments = (self.leaves, self.kv, self.state.last_token, *upload)
+            return Recipe(forward, arguments, (1,), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), (PAGES, ROWS, ROWS, POOLED))
+        vocab_size, precision = self.model.vocab_size, self.graph.precision
+        sizes = ((vocab_size, "float32"), (self.model.hidden_size, precision.stream))
+        scores = Scores._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)
+        masks = jax.ShapeDtypeStruct((layout.sequences, mask_words(vocab_size)), jnp.int32)
+        choice = make_choice(
+            layout, self.page_size, implementation=precision.implementation, processors=self.processors_of(key)
+        )
+        return Recipe(choice, (self.state, scores, *upload, masks), (0,), (ROWS,) * 5, (ROWS, ROWS))
+
+
+def _ints(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+
+def _floats(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.float32)

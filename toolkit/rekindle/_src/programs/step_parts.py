@@ -1,0 +1,134 @@
+"""A step in parts: what comes before the layers, one layer, and what comes after them.
+
+Layers that are alike share a part, so that XLA compiles as many as there are kinds of layers (mostly one) where the
+step of `step.py` has all of them compiled. It runs slower: each part is a call, and nothing is fused across them.
+
+What comes after the layers is made of two sizes. Steps whose rows are all greedy and ask for nothing else need a small
+part of it, and it compiles in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from rekindle._src.models.base import Graph, Model, merge
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.flags import GREEDY
+from rekindle._src.programs.packing import Layout, Paging, StepInputs, unpack
+from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.step import Leaves, Scores, StepOutput, finish, finish_forward
+from rekindle_kernels import LayerKV
+
+Tables = tuple[tuple[Array, Array], ...]  # cosines and sines of each of the model's ropes
+
+
+class Opened(NamedTuple):
+    """What the opening hands on."""
+
+    x: Array  # [R + T, E]
+    tables: Tables
+    inputs: StepInputs
+
+
+Opening = Callable[[Leaves, Array, Array, Array], Opened]
+Layer = Callable[[Leaves, LayerKV, Array, Tables, Paging], tuple[LayerKV, Array]]
+Closing = Callable[[Leaves, RequestState, Array, StepInputs], tuple[RequestState, StepOutput]]
+ForwardClosing = Callable[[Leaves, Array, StepInputs], tuple[Scores, Array, Array | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Which leaves of a model each part reads, and which layers are alike."""
+
+    graph: Graph
+    leaves: Sequence[Any]  # all shapes
+    outer: tuple[int, ...]  # the leaves of no layer
+    layers: tuple[tuple[int, ...], ...]  # those of each layer
+    kinds: tuple[int, ...]  # for each layer, the first one that is like it
+
+    @classmethod
+    def of(cls, graph: Graph, leaves: Sequence[Any]) -> Cut:
+        """Layers are alike that have the same leaves, the same attention, and the same experts."""
+        config, stored = graph.config, dict(graph.precision.kinds)
+        owned: list[list[int]] = [[] for _ in range(config.num_layers)]
+        outer: list[int] = []
+        looks: list[list[Any]] = [[] for _ in owned]
+        for index, (path, leaf) in enumerate(zip(graph.paths, leaves, strict=True)):
+            first, _, rest = path.partition(".")
+            if first != "layers":
+                outer.append(index)
+                continue
+            number, _, name = rest.partition(".")
+            owned[int(number)].append(index)
+            looks[int(number)].append((name, leaf.shape, str(leaf.dtype), stored.get(path.rpartition(".")[0])))
+        found: dict[Any, int] = {}
+        kinds = [
+            found.setdefault((config.attention[layer], config.moe[layer] if config.moe else None, *look), layer)
+            for layer, look in enumerate(looks)
+        ]
+        return cls(graph, leaves, tuple(outer), tuple(map(tuple, owned)), tuple(kinds))
+
+    def model(self, indices: Sequence[int], own: Leaves) -> Model:
+        """The model with arrays where a part has them, and shapes elsewhere."""
+        leaves = list(self.leaves)
+        for index, leaf in zip(indices, own, strict=True):
+            leaves[index] = leaf
+        return merge(self.graph, leaves)
+
+
+def make_opening(cut: Cut, layout: Layout, page_size: int) -> Opening:
+    """From a step's buffers to the first layer; the leaves are the outer ones."""
+
+    def opening(outer: Leaves, last_token: Array, ints: Array, floats: Array) -> Opened:
+        inputs = unpack(layout, page_size, ints, floats, last_token)
+        model = cut.model(cut.outer, outer)
+        x, tables = model.begin(inputs.tokens, inputs.positions, inputs.rope_lengths)
+        return Opened(x, tuple(tables.tables[rope] for rope in model.config.ropes), inputs)
+
+    return opening
+
+
+def make_layer(cut: Cut, layer: int, layout: Layout, *, implementation: str | None = None) -> Layer:
+    """One layer, and all that are like it; the caller donates its pages."""
+
+    def run(own: Leaves, kv: LayerKV, x: Array, tables: Tables, paging: Paging) -> tuple[LayerKV, Array]:
+        from rekindle._src.models.nn.layers import RopeTables  # it imports flax, which only tracing needs
+
+        model = cut.model(cut.layers[layer], own)
+        pages = [kv] * (layer + 1)  # it finds its own at its number
+        fixed = cut.graph.precision.deterministic
+        attend = paged.PagedAttention(model.config, pages, paging, layout.rows, implementation, deterministic=fixed)
+        known = RopeTables.of(dict(zip(model.config.ropes, tables, strict=True)))
+        x = model.layers[layer](x, known, attend)
+        return attend.kv[layer], x
+
+    return run
+
+
+def make_closing(
+    cut: Cut, layout: Layout, *, processors: Sequence[LogitsProcessor] = (), pools: bool = False, greedy: bool = False
+) -> Closing:
+    """From the last layer to a step's results; `greedy` is for steps that ask for nothing else. The caller donates the
+    state."""
+
+    def closing(outer: Leaves, state: RequestState, x: Array, inputs: StepInputs) -> tuple[RequestState, StepOutput]:
+        model = cut.model(cut.outer, outer)
+        asked = inputs._replace(wanted=GREEDY) if greedy else inputs
+        return finish(cut.graph, layout, model, model.end(x), asked, state, processors=processors, pools=pools)
+
+    return closing
+
+
+def make_forward_closing(cut: Cut, layout: Layout, *, pools: bool = False) -> ForwardClosing:
+    """From the last layer to the results of a guided step's first half."""
+
+    def closing(outer: Leaves, x: Array, inputs: StepInputs) -> tuple[Scores, Array, Array | None]:
+        model = cut.model(cut.outer, outer)
+        return finish_forward(layout, model, model.end(x), inputs, pools=pools)
+
+    return closing
