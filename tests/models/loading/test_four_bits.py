@@ -40,7 +40,7 @@ def kinds(model: LoadedModel) -> dict[str, str]:
 KINDS = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-min", "Q4_K": "int4-32-min-f32",
     "Q8_0": "int8-32", "Q5_0": "int8-32", "Q5_1": "int8-32-min", "Q5_K": "int8-32-min-f32", "Q6_K": "int8-16-f32",
-    "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-f32",
+    "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-f32", "MXFP4": "int8-32-f32",
 }  # fmt: skip
 native = unavailable_reason("cpu") is None  # else there is no kernel for groups of eight bits
 needs_numba = pytest.mark.skipif(not native, reason="groups of eight bits are kept where native kernels are")
@@ -170,7 +170,8 @@ def test_what_is_joined_is_held_by_one_kind(tmp_path: Path) -> None:
     [
         ("AWQ", "int4-32-min-f32"), ("AWQ without zeros", "int4-32"), ("GPTQ", "int4-32-min-f32"),
         ("packed", "int4-32-f32"), ("packed with zeros", "int4-32-min-f32"), ("packed by channel", "int4-64-f32"),
-        ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None), ("MXFP4", None),
+        ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None),
+        pytest.param("MXFP4", "int8-32-f32", marks=needs_numba), pytest.param("NVFP4", "int8-16-f32", marks=needs_numba),
     ],
 )  # fmt: skip
 def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | None, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ Blocks = NDArray[np.void]
 Values = NDArray[np.float32]
 # The 16 levels of IQ4, and twice those of a 4-bit float (E2M1).
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-_E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 def dequantize(kind: BlockType, blocks: NDArray[Any]) -> Values:
@@ -75,10 +75,10 @@ def _iq4_nl(blocks: Blocks) -> Values:
 
 
 def _mxfp4(blocks: Blocks) -> Values:
-    return _half_powers(blocks["scale"])[:, None] * _E2M1_TWICE[q4(blocks)]
+    return half_powers(blocks["scale"])[:, None] * E2M1_TWICE[q4(blocks)]
 
 
-def _half_powers(exponents: NDArray[np.uint8]) -> Values:
+def half_powers(exponents: NDArray[np.uint8]) -> Values:
     """Half of 2 ** (exponent - 127): the levels are stored twice as large. The two smallest are subnormal."""
     wide = exponents.astype(np.uint32)
     bits = np.where(wide < 2, np.uint32(0x200000) << wide, (wide - np.uint32(1)) << np.uint32(23))

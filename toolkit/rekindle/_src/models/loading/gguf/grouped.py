@@ -27,6 +27,7 @@ PACKINGS = {
     "Q8_0": Packing(32, bits=8),
     "IQ4_NL": Packing(32, bits=8),
     "IQ4_XS": Packing(32, scales="float32", bits=8),
+    "MXFP4": Packing(32, scales="float32", bits=8),
 }
 
 
@@ -76,4 +77,7 @@ _FUNCTIONS: dict[str, Callable[[Any], Found]] = {
     "Q8_0": _one_group(lambda blocks: np.ascontiguousarray(blocks["low"])),
     "IQ4_NL": _one_group(lambda blocks: _of_table(dequantize.IQ4, blocks)),
     "IQ4_XS": lambda blocks: (_of_table(dequantize.IQ4, blocks), dequantize.iq4_xs_scales(blocks), None),
+    "MXFP4": lambda blocks: (
+        _of_table(dequantize.E2M1_TWICE, blocks), dequantize.half_powers(blocks["scale"])[:, None], None
+    ),
 }
