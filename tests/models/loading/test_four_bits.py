@@ -12,7 +12,7 @@ from helpers import checkpoints, gguf_files, quantized_checkpoints
 from rekindle._src.bench import reference
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, prepared, reading
-from rekindle._src.models.loading.checkpoint import describe, load
+from rekindle._src.models.loading.checkpoint import describe, load, read
 from rekindle._src.models.nn.packing import is_packed, packing_of
 from rekindle._src.session.exporting import export
 from rekindle_kernels import int4, unavailable_reason
@@ -38,9 +38,9 @@ def kinds(model: LoadedModel) -> dict[str, str]:
 
 
 KINDS = {
-    "Q4_0": "int4-32", "Q4_1": "int4-32-min", "Q4_K": "int4-32-min-f32",
-    "Q8_0": "int8-32", "Q5_0": "int8-32", "Q5_1": "int8-32-min", "Q5_K": "int8-32-min-f32", "Q6_K": "int8-16-f32",
-    "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-f32", "MXFP4": "int8-32-f32",
+    "Q4_0": "int4-32", "Q4_1": "int4-32-min", "Q4_K": "int4-32-min-k",
+    "Q8_0": "int8-32", "Q5_0": "int8-32", "Q5_1": "int8-32-min", "Q5_K": "int8-32-min-k", "Q6_K": "int8-16-k",
+    "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-k", "MXFP4": "int8-32-f32",
 }  # fmt: skip
 native = unavailable_reason("cpu") is None  # else there is no kernel for groups of eight bits
 needs_numba = pytest.mark.skipif(not native, reason="groups of eight bits are kept where native kernels are")
@@ -84,6 +84,10 @@ def assert_close(kept: LoadedModel, floats: LoadedModel) -> None:
         np.testing.assert_allclose(values, wide, rtol=0, atol=tolerance, err_msg=path)
 
 
+def numbers(scales: np.ndarray) -> np.ndarray:
+    return int4.stepped_numbers(scales) if scales.dtype == np.int8 else scales.astype(np.float32)
+
+
 def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Path) -> None:
     """For the K types too, where a float32 product is compared with the file's own."""
     from rekindle._src.models.loading.gguf.dequantize import dequantize
@@ -96,12 +100,12 @@ def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Pat
         tensor = next(one for one in read_header(file).tensors if one.name == "blk.0.ffn_up.weight")
         rows = GgufRows(file, tensor.name, tensor.kind, tensor.shape, tensor.offset)
         found = rows.integers(3, 40)
-        scales = np.repeat(found.scales.astype(np.float32), packing.group, axis=1)
+        scales = np.repeat(numbers(found.scales), packing.group, axis=1)
         values = scales * (
             found.integers - np.float32(8 if found.integers.dtype == np.uint8 and not packing.minimum else 0)
         )
         if found.minimums is not None:
-            values = values + np.repeat(found.minimums.astype(np.float32), packing.group, axis=1)
+            values = values + np.repeat(numbers(found.minimums), packing.group, axis=1)
         assert (found.minimums is not None) == packing.minimum
         expected = dequantize(tensor.kind, rows.blocks(3, 40).reshape(-1)).reshape(37, -1)
         np.testing.assert_array_equal(values, expected)
@@ -117,10 +121,10 @@ def test_a_mixture_of_types_is_kept(tmp_path: Path) -> None:
     file = gguf_files.of_types(tmp_path / "model.gguf", RAW, types)
     kept, floats = load(file), load(file, dtype="float32")
     found = kinds(kept)
-    expected = {"0.attention.qkv": "int8-16-min-f32", "1.attention.qkv": "int4-32-min-f32"}
-    expected |= {"0.mlp.down": "int8-16-f32", "0.mlp.gate_up": "int4-32-min-f32"}
+    expected = {"0.attention.qkv": "int8-16-min-k", "1.attention.qkv": "int4-32-min-k"}
+    expected |= {"0.mlp.down": "int8-16-k", "0.mlp.gate_up": "int4-32-min-k"}
     assert {path: found[f"layers.{path}.weight"] for path in expected} == expected
-    assert found["embed.weight"] == "int8-16-f32"
+    assert found["embed.weight"] == "int8-16-k"
     assert_close(kept, floats)
 
 
@@ -139,6 +143,29 @@ def test_a_mixture_of_types_keeps_what_can_be_kept(tmp_path: Path) -> None:
     assert_close(kept, floats)
     plain = leaves_of(kept)["layers.0.attention.qkv.weight"]
     np.testing.assert_array_equal(plain, leaves_of(floats)["layers.0.attention.qkv.weight"].astype(plain.dtype))
+
+
+@needs_numba
+def test_a_model_for_several_devices_can_be_divided_after_every_group(tmp_path: Path) -> None:
+    types = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "ffn_up": "IQ4_XS"}
+    file = gguf_files.of_types(
+        tmp_path / "model.gguf", RAW, lambda name: types.get(name.split(".")[-2], "Q4_K" if "blk" in name else "Q6_K")
+    )
+    whole, divided = (read(describe(file, divided=divided)) for divided in (False, True))
+    assert {kind.removesuffix("-k") for kind in kinds(whole).values()} == {
+        kind.removesuffix("-f32") for kind in kinds(divided).values()
+    }
+    assert all(kind.endswith("-k") for kind in kinds(whole).values())
+    assert all(kind.endswith("-f32") for kind in kinds(divided).values())
+    assert whole.fingerprint == divided.fingerprint and whole.nbytes < divided.nbytes
+    ours, theirs = leaves_of(whole), leaves_of(divided)
+    for path in kinds(whole):
+        base = path.removesuffix("weight")
+        values = [
+            np.asarray(int4.dequantized(one[path], one[f"{base}scale"], one.get(f"{base}minimum")))
+            for one in (ours, theirs)
+        ]
+        np.testing.assert_array_equal(*values, err_msg=path)
 
 
 @needs_numba

@@ -112,7 +112,7 @@ def six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArra
     return np.concatenate(scales, axis=1), np.concatenate(minima, axis=1)
 
 
-def k_scales(blocks: Blocks) -> tuple[Values, Values]:
+def _k_scales(blocks: Blocks) -> tuple[Values, Values]:
     scales, minima = six_bit_scales(blocks["scales"])
     return (_single(blocks["scale"]) * scales)[:, :, None], (_single(blocks["least"]) * minima)[:, :, None]
 
@@ -130,19 +130,13 @@ def q5_k(blocks: Blocks) -> NDArray[np.uint8]:
 
 
 def _q4_k(blocks: Blocks) -> Values:
-    step, least = k_scales(blocks)
+    step, least = _k_scales(blocks)
     return step * q4_k(blocks) - least
 
 
 def _q5_k(blocks: Blocks) -> Values:
-    step, least = k_scales(blocks)
+    step, least = _k_scales(blocks)
     return step * q5_k(blocks) - least
-
-
-def q6_k_scales(blocks: Blocks) -> Values:
-    """The scales [N, 16, 1] of Q6_K."""
-    found: Values = (_single(blocks["scale"]) * blocks["scales"])[:, :, None]
-    return found
 
 
 def q6_k(blocks: Blocks) -> NDArray[np.int8]:
@@ -154,19 +148,19 @@ def q6_k(blocks: Blocks) -> NDArray[np.int8]:
 
 
 def _q6_k(blocks: Blocks) -> Values:
-    return q6_k_scales(blocks) * q6_k(blocks)
+    return (_single(blocks["scale"]) * blocks["scales"])[:, :, None] * q6_k(blocks)
 
 
-def iq4_xs_scales(blocks: Blocks) -> Values:
-    """The scales [N, 8, 1] of IQ4_XS."""
+def iq4_xs_levels(blocks: Blocks) -> NDArray[np.int8]:
+    """The scales [N, 8] of IQ4_XS as multiples of that of the block."""
     low = _parts(blocks["scales"], 4, 1).reshape(-1, 8)
     high = (blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & np.uint8(3)
-    scales = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
-    return (_single(blocks["scale"]) * scales)[:, :, None]
+    found: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    return found
 
 
 def _iq4_xs(blocks: Blocks) -> Values:
-    return iq4_xs_scales(blocks) * IQ4[q4(blocks).reshape(-1, 8, 32)]
+    return (_single(blocks["scale"]) * iq4_xs_levels(blocks))[:, :, None] * IQ4[q4(blocks).reshape(-1, 8, 32)]
 
 
 _FUNCTIONS: dict[str, Callable[[Blocks], Values]] = {
