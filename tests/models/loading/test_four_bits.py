@@ -13,7 +13,7 @@ from rekindle._src.bench import reference
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, prepared, reading
 from rekindle._src.models.loading.checkpoint import describe, load, read
-from rekindle._src.models.nn.packing import is_packed, packing_of
+from rekindle._src.models.nn.packing import is_packed, matrix_shape, packing_of
 from rekindle._src.session.exporting import export
 from rekindle_kernels import int4, unavailable_reason
 
@@ -42,6 +42,11 @@ KINDS = {
     "Q8_0": "int8-32", "Q5_0": "int8-32", "Q5_1": "int8-32-min", "Q5_K": "int8-32-min-k", "Q6_K": "int8-16-k",
     "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-k", "MXFP4": "int8-32-f32",
 }  # fmt: skip
+# Of each weight in memory, as the documentation says: Q5_K is 5 bits in 8, with scales and minimums of 6 and their steps.
+BITS = {
+    "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 8.5, "Q5_1": 9, "Q5_K": 8.625, "Q6_K": 8.5625,
+    "IQ4_NL": 8.5, "IQ4_XS": 8.3125, "MXFP4": 9,
+}  # fmt: skip
 native = unavailable_reason("cpu") is None  # else there is no kernel for groups of eight bits
 needs_numba = pytest.mark.skipif(not native, reason="groups of eight bits are kept where native kernels are")
 
@@ -64,6 +69,11 @@ def test_blocks_of_gguf_are_kept(
     kept, floats = load(file), load(file, dtype="float32")
     assert set(kinds(kept).values()) == {expected}
     assert "embed.weight" in kinds(kept) and "layers.1.mlp.down.weight" in kinds(kept)
+    stored = leaves_of(kept)
+    for path in kinds(kept):
+        beside = [stored.get(path.removesuffix("weight") + other) for other in ("weight", "scale", "minimum")]
+        bits = 8 * sum(leaf.nbytes for leaf in beside if leaf is not None)
+        assert bits == BITS[kind] * np.prod(matrix_shape(stored[path])), path
     assert not kinds(floats)
     assert kept.fingerprint != floats.fingerprint
     assert_close(kept, floats)
