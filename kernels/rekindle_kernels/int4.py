@@ -180,7 +180,7 @@ def dequantized(
     """The values [N, K] or [G, N, K], computed in float32 and rounded to `dtype`."""
     *stack, blocks, width = weight.shape
     inputs = width // COLUMNS[weight.dtype.name]
-    scale, minimum = _numbers(scale, inputs), None if minimum is None else _numbers(minimum, inputs)
+    scale, minimum = numbers(scale, inputs), None if minimum is None else numbers(minimum, inputs)
     groups = scale.shape[-1] // OUTPUTS
     q = _integers(weight.reshape(*stack, blocks, groups, width // groups // _wide(weight), _wide(weight)))
     shape = (*stack, blocks, groups, 1, OUTPUTS, 1, 1)
@@ -189,7 +189,7 @@ def dequantized(
     return ordered.reshape(matrix_shape(weight))
 
 
-def _numbers(scale: jax.Array, inputs: int) -> jax.Array:
+def numbers(scale: jax.Array, inputs: int) -> jax.Array:
     """`scale` or `minimum` [..., K / group * 16] as numbers, if they are integers with steps."""
     if scale.dtype != jnp.int8:
         return scale
@@ -232,13 +232,13 @@ def rows(
     inputs = weight.shape[-1] // COLUMNS[weight.dtype.name]
     grouped = q.reshape(*at.shape, inputs // group_of(weight, scale), -1)
 
-    def numbers(array: jax.Array) -> jax.Array:
+    def chosen(array: jax.Array) -> jax.Array:
         if array.dtype != jnp.int8:
             return one(array, ())[..., None]
-        wide = _numbers(array[block], inputs).reshape(*at.shape, -1, OUTPUTS)
+        wide = numbers(array[block], inputs).reshape(*at.shape, -1, OUTPUTS)
         return jnp.take_along_axis(wide, lane[..., None, None], axis=-1)
 
-    scales, minimums = (None if array is None else numbers(array) for array in (scale, minimum))
+    scales, minimums = (None if array is None else chosen(array) for array in (scale, minimum))
     return _values(weight, grouped, scales, minimums).astype(dtype).reshape(*at.shape, -1)
 
 
