@@ -82,7 +82,7 @@ def test_the_doctor_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", ["scale", "minimum"])
 def test_a_step_that_is_infinite_is_named(name: str, tmp_path: Path) -> None:
-    raw = checkpoints.CASES["llama"] | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    raw = checkpoints.CASES["llama"] | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
     model = load(gguf_files.of_types(tmp_path / "model.gguf", raw, lambda name: "Q4_K"))
     assert list(diagnosis.broken_weights(model)) == []
     wanted = f"layers.1.mlp.down.{name}"
