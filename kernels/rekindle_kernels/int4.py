@@ -25,8 +25,8 @@ its inputs in the four bytes of the lane, which is what instructions that multip
 Of eight bits, a tile is two cache lines: first the inputs 8 t to 8 t + 3, four bytes for each output, then the others.
 
 Scales of int8 are integers, and 256 inputs of an output share a float16 step: a scale is integer * step. For each 256
-inputs, a row has 16 integers for each of their groups, one per output, and then the 16 steps in 32 bytes. Such a product
-is exact in float32.
+inputs, a row has 16 integers for each of their groups, one per output, and then the 16 steps in 32 bytes. Such products
+are exact in float32.
 
 What other formats become, all of them exactly (`pack` and `pack_scales` do it):
 
@@ -41,8 +41,8 @@ Scales and minimums are then those of the format to the last bit, their products
 and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it.
 
 In eight bits, with groups of 32: Q8_0, Q5_0 and IQ4_NL, whose table has integers, with float16 scales; Q5_1 with
-float16 minimums too; IQ4_XS with int8 scales, Q5_K with minimums as well. Q6_K has groups of 16 and int8 scales. Floats of
-4 bits (MXFP4, NVFP4) are half of integers, with float32 scales.
+float16 minimums too; IQ4_XS with int8 scales, Q5_K with minimums as well. Q6_K has groups of 16 and int8 scales. 4-bit
+floats (MXFP4, NVFP4) are halves of integers and have float32 scales.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def pack_scales(scales: NDArray[Any]) -> NDArray[Any]:
 
 
 def stepped(integers: NDArray[np.int8], steps: NDArray[np.float16]) -> NDArray[np.int8]:
-    """Scales of int8 [..., N, K / 256, 256 / group + 2], of integers [..., N, K / group] and steps [..., N, K / 256]."""
+    """Scales [..., N, K / 256, 256 / group + 2] of integers [..., N, K / group] and steps [..., N, K / 256]."""
     grouped = integers.reshape(*steps.shape, -1)
     bits = np.ascontiguousarray(steps, np.float16)[..., None].view(np.int8)
     return np.concatenate([grouped, bits], axis=-1)

@@ -3,7 +3,7 @@
     python tests/bench/quality.py [--model FOLDER] [--text FILE] [--tokens 16384] [--only int4 int4+calibrated]
 
 Without a model it is the embedded one. Without a text, held-out documents of the corpus that it was trained on are
-measured, and some of those that it was trained on calibrate: for models that `python -m rekindle.tiny --size` made, too.
+measured, and some of its training calibrate; `--model` may then be what `python -m rekindle.tiny --size 30m` made.
 With one, the first half of the text calibrates and the other is measured. KL is that of float32 against the precision,
 in nats per token. Activations are computed as a session computes them on this machine.
 """

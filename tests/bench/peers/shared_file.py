@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.loading.gguf.block_types import BY_NAME, K, BlockType
+from rekindle._src.models.loading.gguf.block_types import BY_NAME, BlockType, K
 from rekindle._src.models.loading.gguf.export import GgufExport, export
 from rekindle._src.models.loading.gguf.quantize import quantize
 from rekindle._src.models.loading.gguf.write import write_gguf

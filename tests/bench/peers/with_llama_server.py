@@ -16,7 +16,7 @@ from typing import Any
 from engine import Answer, Moments, Prompt, Setting
 
 sys.path.append(str(Path(__file__).parents[1]))
-from llama_server import LlamaServer  # noqa: E402
+from llama_server import LlamaServer
 
 # llama.cpp's defaults for the tokens of a call, as with the package; no answer is kept for later requests.
 OPTIONS = ("-b", "2048", "-ub", "512", "--cache-ram", "0")
@@ -51,9 +51,7 @@ class Server:
         longest = max(len(prompt) + new for prompt, new in zip(prompts, outputs, strict=True))
         server = self._server(len(prompts), -(-longest // 256) * 256)
         common = {"temperature": 0.0, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
-        asked = [
-            {"prompt": prompt, "n_predict": new, **common} for prompt, new in zip(prompts, outputs, strict=True)
-        ]
+        asked = [{"prompt": prompt, "n_predict": new, **common} for prompt, new in zip(prompts, outputs, strict=True)]
         start = time.perf_counter()
         answers = server.answers(asked)
         wall = time.perf_counter() - start

@@ -28,7 +28,8 @@ class Rekindle:
             setting.file or setting.folder, cache_dir=setting.cache, quiet=True, **options
         )
         config = self._session.config
-        self.notes = f"dtype {config.dtype}, quantize {config.quantize}, kv {config.kv_dtype}, pages of {config.page_size}"
+        precision = "as stored" if setting.file else f"dtype bfloat16, quantize {config.quantize}"
+        self.notes = f"{precision}, kv {config.kv_dtype}, pages of {config.page_size}"
 
     def generate(
         self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False, at: Moments | None = None

@@ -42,7 +42,7 @@ KINDS = {
     "Q8_0": "int8-32", "Q5_0": "int8-32", "Q5_1": "int8-32-min", "Q5_K": "int8-32-min-k", "Q6_K": "int8-16-k",
     "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-k", "MXFP4": "int8-32-f32",
 }  # fmt: skip
-# Of each weight in memory, as the documentation says: Q5_K is 5 bits in 8, with scales and minimums of 6 and their steps.
+# Of each weight in memory, as the documentation says.
 BITS = {
     "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 8.5, "Q5_1": 9, "Q5_K": 8.625, "Q6_K": 8.5625,
     "IQ4_NL": 8.5, "IQ4_XS": 8.3125, "MXFP4": 9,
@@ -208,7 +208,8 @@ def test_what_is_joined_is_held_by_one_kind(tmp_path: Path) -> None:
         ("AWQ", "int4-32-min-f32"), ("AWQ without zeros", "int4-32"), ("GPTQ", "int4-32-min-f32"),
         ("packed", "int4-32-f32"), ("packed with zeros", "int4-32-min-f32"), ("packed by channel", "int4-64-f32"),
         ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None),
-        pytest.param("MXFP4", "int8-32-f32", marks=needs_numba), pytest.param("NVFP4", "int8-16-f32", marks=needs_numba),
+        pytest.param("MXFP4", "int8-32-f32", marks=needs_numba),
+        pytest.param("NVFP4", "int8-16-f32", marks=needs_numba),
     ],
 )  # fmt: skip
 def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | None, tmp_path: Path) -> None:

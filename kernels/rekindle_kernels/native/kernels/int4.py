@@ -174,7 +174,9 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
     large = instruction == "vnni"
     unpack = unpacker(bits)
     tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))  # a caller says whether it runs
-    one, two, four = (multiply_tile(rows, 1, instruction, scale=dtype, bits=bits, prefetches=True) for rows in (1, 2, 4))
+    one, two, four = (
+        multiply_tile(rows, 1, instruction, scale=dtype, bits=bits, prefetches=True) for rows in (1, 2, 4)
+    )
     many, many_unpacked = (
         multiply_tile(ROWS, 2, instruction, scale=dtype, bits=bits, unpacked=ahead) if large else None
         for ahead in (False, True)

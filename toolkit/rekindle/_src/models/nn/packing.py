@@ -1,8 +1,8 @@
 """How a matrix is stored in groups of four or eight bits: what the kinds of a plan and the shape of a matrix come to.
 
 Kinds are text, as a graph and its JSON hold them: `int4`, with `-32`, `-64` or `-128` for the inputs of a group, then
-`-min` where groups have minimums, then `-f32` where scales and minimums are float32, or `-k` where they are integers with
-steps: `int4-32` holds Q4_0, `int4-32-min` Q4_1, `int4-128-min-f32` AWQ and GPTQ with zero points, `int4-32-min-k` Q4_K.
+`-min` where groups have minimums, then `-f32` where scales and minimums are float32, or `-k` where they are integers
+with steps: `int4-32` holds Q4_0, `int4-32-min` Q4_1, `int4-128-min-f32` AWQ and GPTQ with zeros, `int4-32-min-k` Q4_K.
 Users name the first four.
 `int8-32` and so on are groups of eight bits, which only files have: Q8_0, Q6_K, Q5_0 and others.
 """

@@ -83,8 +83,14 @@ _FUNCTIONS: dict[str, Callable[[Any], Found]] = {
     "Q6_K": lambda blocks: (dequantize.q6_k(blocks), _stepped(blocks["scales"], blocks["scale"]), None),
     "Q8_0": _one_group(lambda blocks: np.ascontiguousarray(blocks["low"])),
     "IQ4_NL": _one_group(lambda blocks: _of_table(dequantize.IQ4, blocks)),
-    "IQ4_XS": lambda blocks: (_of_table(dequantize.IQ4, blocks), _stepped(dequantize.iq4_xs_levels(blocks), blocks["scale"]), None),
+    "IQ4_XS": lambda blocks: (
+        _of_table(dequantize.IQ4, blocks),
+        _stepped(dequantize.iq4_xs_levels(blocks), blocks["scale"]),
+        None,
+    ),
     "MXFP4": lambda blocks: (
-        _of_table(dequantize.E2M1_TWICE, blocks), dequantize.half_powers(blocks["scale"])[:, None], None
+        _of_table(dequantize.E2M1_TWICE, blocks),
+        dequantize.half_powers(blocks["scale"])[:, None],
+        None,
     ),
 }

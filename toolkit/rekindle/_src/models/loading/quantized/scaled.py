@@ -22,7 +22,36 @@ _TWICE = (2 * _E2M1).astype(np.int8)
 class ScaledRows:
     """value = weight * scale, one scale for the tensor, for each output, or for each block of outputs and inputs."""
 
-    def __init__(self, weight: TensorEntry, scale: TensorEntry, block: tuple[int, int] | None = None) ->    @property
+    def __init__(self, weight: TensorEntry, scale: TensorEntry, block: tuple[int, int] | None = None) -> None:
+        self._weight, self._scale, self._block = weight, scale, block
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        weight = rows_of(self._weight, start, stop).astype(np.float32)
+        if self._block is None:
+            if int(np.prod(self._scale.shape)) == 1:
+                return weight * rows_of(self._scale._replace(shape=(1,)), 0, 1).astype(np.float32)
+            return weight * rows_of(self._scale, start, stop).astype(np.float32).reshape(stop - start, 1)
+        height, width = self._block
+        first = start // height
+        scale = rows_of(self._scale, first, -(-stop // height)).astype(np.float32)
+        spread = scale[np.arange(start, stop) // height - first]
+        return weight * np.repeat(spread, width, axis=1)[:, : weight.shape[1]]
+
+
+class FourBitFloatRows:
+    """Floats of 4 bits (E2M1), two in each byte, with a scale for every 32 (MXFP4) or 16 (NVFP4) inputs.
+
+    Scales of MXFP4 are exponents of 8 bits. Those of NVFP4 are fp8, divided by one number for the whole tensor.
+    """
+
+    def __init__(self, weight: TensorEntry, scale: TensorEntry, whole: TensorEntry | None = None) -> None:
+        self._weight, self._scale, self._whole = weight, scale, whole
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        values, scale = _E2M1[self._levels(start, stop)], self._scales(start, stop)
+        return values * np.repeat(scale, values.shape[1] // scale.shape[1], axis=1)
+
+    @property
     def packing(self) -> Packing | None:
         """How the matrix can be kept in eight bits: twice the values are small integers."""
         inputs, groups = 2 * self._weight.shape[1], self._scale.shape[1]
