@@ -168,7 +168,7 @@ def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     unit = np.maximum(np.abs(grouped).max(-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
     unit = ((unit.view(np.int32) + 3) & -4).view(np.float32)  # 22 bits
     steps = grouped * (1 / unit)
-    certain = (np.abs(np.abs(steps - np.rint(steps)) - 0.5) > 1e-5).all(axis=(1, 2))
+    certain = (np.abs(np.abs(steps - np.rint(steps)) - 0.5) > 2e-5).all(axis=(1, 2))
     return (np.rint(steps).astype(np.float64) * unit.astype(np.float64)).reshape(x.shape), certain
 
 
