@@ -221,12 +221,11 @@ def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | Non
     assert_close(kept, floats)
 
 
-@pytest.mark.parametrize(("eight", "allowed"), [(False, 0.1), pytest.param(True, 0.15, marks=needs_numba)])
-def test_logits_are_close_to_those_of_the_floats(
-    eight: bool, allowed: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("eight", [False, pytest.param(True, marks=needs_numba)])
+def test_logits_are_close_to_those_of_the_floats(eight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations have eight bits in products with four, on a CPU, so they are not the same; and in that with the head
-    where it stays in eight bits."""
+    where it stays in eight bits. Of five seeds the largest difference of 1,280 logits was 0.07 to 0.10 deviations, and
+    the mean square's root 0.018 to 0.024; bfloat16 differs by 0.03 to 0.07."""
     monkeypatch.setattr(checkpoint, "_multiplies_groups", lambda: eight)
     raw = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     file = export(checkpoints.write(tmp_path / "folder", raw), tmp_path / "model.gguf", type="q4_0")
@@ -238,7 +237,8 @@ def test_logits_are_close_to_those_of_the_floats(
         np.asarray(reference.prefill(model, prompt, cache)[0], np.float32)
         for model, cache in zip((kept, floats), room, strict=True)
     )
-    assert np.abs(ours - theirs).max() < allowed * theirs.std()
+    assert np.abs(ours - theirs).max() < (0.11 if eight else 0.1) * theirs.std()
+    assert np.sqrt(np.square(ours - theirs).mean()) < 0.027 * theirs.std()
 
 
 def test_the_next_start_takes_them_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
