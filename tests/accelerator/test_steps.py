@@ -46,7 +46,6 @@ STEPS = (
     Step("8b mixed", Bucket(16, 512), temp=400, kernels=20, platforms=("gpu",)),
     Step("8b int8-weight", Bucket(64, 0), temp=400, kernels=20, quantize="int8-weight", platforms=("gpu",)),
     Step("135m decode", Bucket(64, 0), temp=400, kernels=20, shape="135m"),
-    Step("8b int4", Bucket(64, 0), temp=400, kernels=30, quantize="int4"),
 )
 
 
