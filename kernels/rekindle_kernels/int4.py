@@ -13,7 +13,8 @@ missing (None); a stack of matrices has one more axis in front of each of them:
     weight   uint8                [N / 16, K * 8]             two integers in each byte
              or int32             [N / 16, K * 4]             one in each byte: a matrix of eight bits
     scale    float16 or float32   [N / 16, K / group * 16]
-    minimum  as scale             [N / 16, K / group * 16]
+             or int8              [N / 16, K / 256 * (4096 / group + 32)]
+    minimum  as scale
 
 Row b of each array belongs to the outputs 16 b to 16 b + 15. A row of `weight` is cut into tiles of 64 bytes, a cache
 line; tile t holds the inputs 8 t to 8 t + 7. Its byte 4 o + i (output o of the 16, i from 0 to 3) has q of the input
@@ -23,24 +24,30 @@ its inputs in the four bytes of the lane, which is what instructions that multip
 
 Of eight bits, a tile is two cache lines: first the inputs 8 t to 8 t + 3, four bytes for each output, then the others.
 
+Scales of int8 are integers, and 256 inputs of an output share a float16 step: a scale is integer * step. For each 256
+inputs, a row has 16 integers for each of their groups, one per output, and then the 16 steps in 32 bytes. Such products
+are exact in float32.
+
 What other formats become, all of them exactly (`pack` and `pack_scales` do it):
 
     Q4_0          group 32, scale float16; its integers are stored with the same offset of 8
     Q4_1          group 32, scale and minimum float16
     AWQ, GPTQ     group 128 (or 32, 64), scale float32 and minimum float32 = -scale * zero: 11 bits times 4 are exact in
                   float32 and not in float16; without zero points, or where all of them are 8, scale float16 alone
-    Q4_K          group 32, scale float32 = d * (6-bit scale), minimum float32 = -dmin * (6-bit minimum), both exact;
-                  6 bits per weight then, where the file has 4.5
+    Q4_K          group 32, scale and minimum int8: its 6-bit scales with steps d, its 6-bit minimums with steps -dmin;
+                  4.6 bits per weight, where the file has 4.5
 
 Scales and minimums are then those of the format to the last bit, their products with integers are exact in float32,
 and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it.
 
 In eight bits, with groups of 32: Q8_0, Q5_0 and IQ4_NL, whose table has integers, with float16 scales; Q5_1 with
-float16 minimums too; IQ4_XS with float32 scales, Q5_K with minimums as well. Q6_K has groups of 16 and float32 scales.
+float16 minimums too; IQ4_XS with int8 scales, Q5_K with minimums as well. Q6_K has groups of 16 and int8 scales. 4-bit
+floats (MXFP4, NVFP4) are halves of integers and have float32 scales.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -61,6 +68,10 @@ BITS = {dtype: bits for bits, dtype in DTYPES.items()}
 OFFSET = 8  # of integers without minimums
 HIGHEST = 15
 SCALES = ("float16", "float32")
+STEPPED = "int8"  # scales that are integers, with a step for each SPAN inputs
+STORED = (*SCALES, STEPPED)
+SPAN = 256
+STEP_BYTES = 2  # of an output
 
 
 def reason_against(outputs: int, inputs: int, group: int, bits: int = 4) -> str | None:
@@ -80,10 +91,15 @@ def weight_shape(shape: tuple[int, ...], bits: int = 4) -> tuple[int, ...]:
     return (*stack, outputs // OUTPUTS, inputs * COLUMNS[DTYPES[bits]])
 
 
-def scale_shape(shape: tuple[int, ...], group: int) -> tuple[int, ...]:
+def scale_shape(shape: tuple[int, ...], group: int, dtype: str = "float16") -> tuple[int, ...]:
     """The shape of `scale` and of `minimum` for a matrix or a stack."""
     *stack, outputs, inputs = shape
-    return (*stack, outputs // OUTPUTS, inputs // group * OUTPUTS)
+    return (*stack, outputs // OUTPUTS, int(inputs * scale_columns(group, dtype)))
+
+
+def scale_columns(group: int, dtype: str) -> Fraction:
+    """How many columns `scale` has for each input."""
+    return Fraction(OUTPUTS * (SPAN // group + STEP_BYTES), SPAN) if dtype == STEPPED else Fraction(OUTPUTS, group)
 
 
 def matrix_shape(weight: Any) -> tuple[int, ...]:
@@ -94,7 +110,10 @@ def matrix_shape(weight: Any) -> tuple[int, ...]:
 
 def group_of(weight: Any, scale: Any) -> int:
     """How many inputs share a scale."""
-    group: int = weight.shape[-1] // COLUMNS[weight.dtype.name] * OUTPUTS // scale.shape[-1]
+    inputs: int = weight.shape[-1] // COLUMNS[weight.dtype.name]
+    if scale.dtype.name == STEPPED:
+        return SPAN // (scale.shape[-1] // (inputs // SPAN) // OUTPUTS - STEP_BYTES)
+    group: int = inputs * OUTPUTS // scale.shape[-1]
     return group
 
 
@@ -122,10 +141,30 @@ def unpack(weight: NDArray[Any]) -> NDArray[Any]:
 
 
 def pack_scales(scales: NDArray[Any]) -> NDArray[Any]:
-    """`scale` or `minimum` of numbers [N, K / group] or [G, N, K / group]."""
+    """`scale` or `minimum` of numbers [N, K / group] or [G, N, K / group], or of what `stepped` makes."""
+    if scales.dtype == np.int8:
+        *stack, outputs, spans, columns = scales.shape
+        rows = scales.reshape(*stack, outputs // OUTPUTS, OUTPUTS, spans, columns)
+        integers = np.moveaxis(rows[..., :-STEP_BYTES], -3, -1).reshape(*stack, outputs // OUTPUTS, spans, -1)
+        steps = np.moveaxis(rows[..., -STEP_BYTES:], -3, -2).reshape(*stack, outputs // OUTPUTS, spans, -1)
+        return np.concatenate([integers, steps], axis=-1).reshape(*stack, outputs // OUTPUTS, -1)
     *stack, outputs, groups = scales.shape
     blocks = scales.reshape(*stack, outputs // OUTPUTS, OUTPUTS, groups)
     return np.ascontiguousarray(np.moveaxis(blocks, -1, -2)).reshape(*stack, outputs // OUTPUTS, groups * OUTPUTS)
+
+
+def stepped(integers: NDArray[np.int8], steps: NDArray[np.float16]) -> NDArray[np.int8]:
+    """Scales [..., N, K / 256, 256 / group + 2] of integers [..., N, K / group] and steps [..., N, K / 256]."""
+    grouped = integers.reshape(*steps.shape, -1)
+    bits = np.ascontiguousarray(steps, np.float16)[..., None].view(np.int8)
+    return np.concatenate([grouped, bits], axis=-1)
+
+
+def stepped_numbers(scales: NDArray[np.int8]) -> NDArray[np.float32]:
+    """The numbers [..., N, K / group] that scales made by `stepped` stand for."""
+    steps = np.ascontiguousarray(scales[..., -STEP_BYTES:]).view(np.float16)
+    numbers = scales[..., :-STEP_BYTES].astype(np.float32) * steps.astype(np.float32)
+    return numbers.reshape(*scales.shape[:-2], -1)
 
 
 def unpack_scales(packed: NDArray[Any]) -> NDArray[Any]:
@@ -140,12 +179,25 @@ def dequantized(
 ) -> jax.Array:
     """The values [N, K] or [G, N, K], computed in float32 and rounded to `dtype`."""
     *stack, blocks, width = weight.shape
+    inputs = width // COLUMNS[weight.dtype.name]
+    scale, minimum = numbers(scale, inputs), None if minimum is None else numbers(minimum, inputs)
     groups = scale.shape[-1] // OUTPUTS
     q = _integers(weight.reshape(*stack, blocks, groups, width // groups // _wide(weight), _wide(weight)))
     shape = (*stack, blocks, groups, 1, OUTPUTS, 1, 1)
     values = _values(weight, q, *(None if array is None else array.reshape(shape) for array in (scale, minimum)))
     ordered = jnp.moveaxis(values.astype(dtype), -3, -5)
     return ordered.reshape(matrix_shape(weight))
+
+
+def numbers(scale: jax.Array, inputs: int) -> jax.Array:
+    """`scale` or `minimum` [..., K / group * 16] as numbers, if they are integers with steps."""
+    if scale.dtype != jnp.int8:
+        return scale
+    parts = scale.reshape(*scale.shape[:-1], inputs // SPAN, -1, OUTPUTS)
+    bits = parts[..., -STEP_BYTES:, :].reshape(*parts.shape[:-2], OUTPUTS, STEP_BYTES)
+    steps = jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+    numbers = parts[..., :-STEP_BYTES, :].astype(jnp.float32) * steps[..., None, :]
+    return numbers.reshape(*scale.shape[:-1], -1)
 
 
 def _wide(weight: jax.Array) -> int:
@@ -177,9 +229,16 @@ def rows(
     else:
         pairs = one(weight, (4,))  # [..., tiles, 4]
         q = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)  # [..., tiles, 2, 4]
-    found = scale.shape[-1] // OUTPUTS
-    grouped = q.reshape(*at.shape, found, -1)
-    scales, minimums = (None if array is None else one(array, ())[..., None] for array in (scale, minimum))
+    inputs = weight.shape[-1] // COLUMNS[weight.dtype.name]
+    grouped = q.reshape(*at.shape, inputs // group_of(weight, scale), -1)
+
+    def chosen(array: jax.Array) -> jax.Array:
+        if array.dtype != jnp.int8:
+            return one(array, ())[..., None]
+        wide = numbers(array[block], inputs).reshape(*at.shape, -1, OUTPUTS)
+        return jnp.take_along_axis(wide, lane[..., None, None], axis=-1)
+
+    scales, minimums = (None if array is None else chosen(array) for array in (scale, minimum))
     return _values(weight, grouped, scales, minimums).astype(dtype).reshape(*at.shape, -1)
 
 

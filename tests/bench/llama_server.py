@@ -63,8 +63,12 @@ class LlamaServer:
             "samplers": ["temperature"], **({} if schema is None else {"json_schema": schema}),
         }  # fmt: skip
         start = time.perf_counter()
-        answers = list(self._callers.map(lambda prompt: self._ask({"prompt": prompt, **fields}), prompts))
+        answers = self.answers([{"prompt": prompt, **fields} for prompt in prompts])
         return sum(answer["tokens_predicted"] for answer in answers) / (time.perf_counter() - start)
+
+    def answers(self, asked: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What it says to requests that come at once."""
+        return list(self._callers.map(self._ask, asked))
 
     def _ask(self, fields: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(

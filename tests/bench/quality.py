@@ -1,8 +1,9 @@
 """What each precision costs in quality: perplexity on held-out text, and how far the next token's odds move.
 
-    python tests/bench/quality.py [--model FOLDER --text FILE] [--tokens 16384] [--only int4 int4+calibrated]
+    python tests/bench/quality.py [--model FOLDER] [--text FILE] [--tokens 16384] [--only int4 int4+calibrated]
 
-Without a model it is the embedded one on its held-out documents; the texts that calibrate are of its training part.
+Without a model it is the embedded one. Without a text, held-out documents of the corpus that it was trained on are
+measured, and some of its training calibrate; `--model` may then be what `python -m rekindle.tiny --size 30m` made.
 With one, the first half of the text calibrates and the other is measured. KL is that of float32 against the precision,
 in nats per token. Activations are computed as a session computes them on this machine.
 """
@@ -65,14 +66,14 @@ def windows_of(tokens: Sequence[int], most: int) -> list[list[int]]:
     return [window for window in cut if len(window) > 8]
 
 
-def tiny_texts(tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+def tiny_texts(folder: Path, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
     """Windows that calibrate, of the training documents, and held-out ones."""
     from tokenizers import Tokenizer
 
     from rekindle._src.tiny_training.batches import PAD, encoded, pack
     from rekindle._src.tiny_training.corpus import HELD_OUT, TRAIN
 
-    words = Tokenizer.from_file(str(rekindle.tiny.folder() / "tokenizer.json"))
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
     packed = (pack(encoded(words, name), tokens // LENGTH, LENGTH) for name in (f"{TRAIN} quality", HELD_OUT))
     calibrating, held = ([window[window != PAD].tolist() for window in windows] for windows in packed)
     return calibrating, held
@@ -86,8 +87,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     arguments = parser.parse_args()
     folder = arguments.model or rekindle.tiny.folder()
-    if arguments.model is None:
-        calibrating, held = tiny_texts(arguments.tokens)
+    if arguments.text is None:
+        calibrating, held = tiny_texts(folder, arguments.tokens)
     else:
         tokens = rekindle.models.Tokenizer.load(folder).encode(arguments.text.read_text())
         half = len(tokens) // 2

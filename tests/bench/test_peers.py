@@ -154,7 +154,8 @@ def race(monkeypatch: pytest.MonkeyPatch, engines: dict[str, Steady]) -> Any:
         def ask(self, do: str, **command: Any) -> dict[str, Any]:
             engine = engines[self.name]
             try:
-                return dataclasses.asdict(engine.generate(**command)) if do == "generate" else {"notes": engine.notes}
+                known = {"notes": engine.notes, "resident_bytes": 5e6}
+                return dataclasses.asdict(engine.generate(**command)) if do == "generate" else known
             except NotImplementedError as error:
                 raise rounds.EngineFailed(f"{type(error).__name__}: {error}") from error
 
@@ -190,6 +191,7 @@ def test_a_race_sends_everybody_the_same_arrivals_and_pairs_the_rounds(monkeypat
     text = table.text(summary)
     assert "transformers: W7: NotImplementedError: nobody gets in" in text
     assert "rekindle 10.00, openvino 5.00" in text
+    assert "MB resident after all rounds: rekindle 5, openvino 5, transformers 5" in text
     rows = [line for line in text.splitlines() if line.startswith("| W7")]
     assert len(rows) == 15 and all(" n/a " in row for row in rows)
 
@@ -325,3 +327,102 @@ def test_transformers_says_why_it_takes_no_arrivals(monkeypatch: pytest.MonkeyPa
     kind = load("with_transformers").Transformers
     with pytest.raises(NotImplementedError, match="continuous batching"):
         kind.generate(object.__new__(kind), [[3]], [1], at=[0.0])
+
+
+# A file that everybody opens.
+
+
+def test_a_race_over_a_file_names_it_and_sets_our_own_other_engine_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = {"rekindle": Steady(0.1), "rekindle_int8": Steady(0.15), "llama_server": Steady(0.2)}
+    one = race(monkeypatch, engines)
+    one.run(["W1"], 1)
+    summary = load("table").summary(one, shape="tiny", bits=None, file="tiny-q4_0.gguf", file_mb=1234.5)
+    assert summary["ratios"]["W1 decode_tok_s"]["peer"] == "llama_server"
+    assert summary["ratios"]["W1 decode_tok_s"]["ratio"] == pytest.approx(2)
+    text = load("table").text(summary)
+    assert text.startswith("\ntiny-q4_0.gguf (1,234 MB) (medians of 1 rounds")
+    assert "rekindle / rekindle_int8: W1 decode_tok_s 1.50×, W1 ttft_ms 1.50×" in text
+
+
+def test_engines_open_the_file_in_its_own_precision(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    opened: list[tuple[Any, dict[str, Any]]] = []
+
+    def open_sync(model: str, **options: Any) -> Any:
+        opened.append((model, options))
+        return SimpleNamespace(config=SimpleNamespace(dtype="auto", quantize=None, kv_dtype="auto", page_size=16))
+
+    monkeypatch.setattr(rekindle, "open_sync", open_sync)
+    file = setting(file="m.gguf")
+    load("with_rekindle").open(file)
+    load("with_rekindle_int8").open(file)
+    load("with_rekindle").open(setting())
+    assert [model for model, _ in opened] == ["m.gguf", "f", "f"]
+    assert not {"dtype", "quantize"} & opened[0][1].keys()
+    assert [options["quantize"] for _, options in opened[1:]] == ["int8", None]
+    genai = SimpleNamespace(
+        SchedulerConfig=SimpleNamespace, ContinuousBatchingPipeline=lambda path, *rest: opened.append((path, {})),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(__version__="1"))
+    load("with_openvino").open(file)
+    assert opened[-1][0] == "m.gguf"
+
+
+def test_llama_cpps_server_is_asked_for_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, int, int]] = []
+
+    class Running:
+        def __init__(self, program: Path, file: Path, *, rows: int, context: int, options: Sequence[str]) -> None:
+            started.append((str(file), rows, context))
+
+        def __enter__(self) -> Running:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            started.clear()
+
+        def answers(self, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            assert all(one["ignore_eos"] and not one["cache_prompt"] for one in asked)
+            timings = {"prompt_ms": 500.0, "predicted_ms": 300.0}
+            return [{"tokens": [7] * one["n_predict"], "timings": timings} for one in asked]
+
+    server = load("with_llama_server")
+    monkeypatch.setattr(server, "LlamaServer", Running)
+    opened = server.open(setting(file="m.gguf", program="/bin/llama-server"))
+    answer = opened.generate([[3] * 200], [4])
+    assert answer.times == [[0.5, pytest.approx(0.6), pytest.approx(0.7), pytest.approx(0.8)]]
+    assert answer.wall == pytest.approx(0.8) and answer.ids == [[7] * 4]
+    assert opened.generate([[3] * 100], [1]).times == [[0.5]]
+    both = opened.generate([[3] * 100, [4] * 600], [1, 2])
+    assert both.times == [[], []] and [len(ids) for ids in both.ids] == [1, 2]
+    assert started == [("m.gguf", 1, 256), ("m.gguf", 2, 768)]
+    with pytest.raises(NotImplementedError, match="whole batches"):
+        opened.generate([[3]], [1], at=[0.0])
+    opened.close()
+    assert started == []
+
+
+@pytest.mark.parametrize(("columns", "kinds"), [(256, {"Q4_K", "Q6_K"}), (96, {"Q5_0", "Q8_0"})])
+def test_a_mixture_of_types_is_what_llama_cpp_makes_of_a_shape(columns: int, kinds: set[str], tmp_path: Path) -> None:
+    from helpers import checkpoints
+    from rekindle._src.models.loading.checkpoint import load as load_model
+    from rekindle._src.models.loading.gguf.header import read_header
+
+    raw = checkpoints.CASES["llama"] | {
+        "hidden_size": columns, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    shared = load("shared_file")
+    folder = checkpoints.write(tmp_path / "folder", raw)
+    file = tmp_path / "model.gguf"
+    shared.mix(shared.export_model(folder, tmp_path / "wide.gguf", type="f32"), file)
+    found = {tensor.name: tensor.kind.name for tensor in read_header(file).tensors}
+    finer = {f"blk.{layer}.attn_v.weight" for layer in (2, 3)} | {"output.weight", "token_embd.weight"}
+    assert {found[name] for name in finer & found.keys()} == {max(kinds)}
+    assert {found[f"blk.{layer}.attn_v.weight"] for layer in (0, 1)} == {min(kinds)}
+    assert found["blk.3.ffn_down.weight"] == "Q6_K" and found["blk.0.ffn_down.weight"] == "Q4_K"
+    exact, mixed = (load_model(path, dtype="float32") for path in (folder, file))
+    for path, ours, theirs in zip(exact.graph.paths, mixed.leaves, exact.leaves, strict=True):
+        distance = np.abs(np.asarray(ours) - np.asarray(theirs)).max()
+        assert distance < 0.13 * np.abs(np.asarray(theirs)).max(), path
+    assert shared.write(folder, "q8_0", tmp_path / "q8.gguf").exists()

@@ -71,6 +71,8 @@ def random_blocks(kind: BlockType, rows: int, columns: int, rng: np.random.Gener
     for name in ("scale", "least"):
         if name in (kind.layout.names or ()) and kind.layout[name] == np.float16:
             blocks[name] = (rng.standard_normal(count) * 0.01).astype(np.float16)
+    if kind.name == "MXFP4":
+        blocks["scale"] = rng.integers(118, 124, count)  # exponents
     return blocks.reshape(rows, -1)
 
 

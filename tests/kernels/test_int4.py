@@ -14,6 +14,7 @@ from rekindle_kernels.native import products
 from rekindle_kernels.native.cpu import has_feature
 
 RANDOM = np.random.default_rng(0)
+needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 
 
 def integers(*shape: int, bits: int = 4) -> np.ndarray:
@@ -69,6 +70,47 @@ def test_values_are_those_of_the_definition_to_the_last_bit(
         np.testing.assert_array_equal(int4.rows(weight, packed[0], None, jnp.asarray(at)), symmetric[at])
 
 
+@pytest.mark.parametrize("group", [16, 32, 128])
+@pytest.mark.parametrize("shape", [(32, 256), (2, 16, 1024)], ids=str)
+def test_scales_with_steps_are_their_products_to_the_last_bit(shape: tuple[int, ...], group: int) -> None:
+    q = integers(*shape, bits=8)
+    scales = [RANDOM.integers(-128, 128, (*shape[:-1], shape[-1] // group), np.int8) for _ in range(2)]
+    steps = [RANDOM.standard_normal((*shape[:-1], shape[-1] // 256)).astype(np.float16) for _ in range(2)]
+    wide = [
+        each.astype(np.float32) * np.repeat(step.astype(np.float32), 256 // group, -1)
+        for each, step in zip(scales, steps, strict=True)
+    ]
+    held = [int4.stepped(*pair) for pair in zip(scales, steps, strict=True)]
+    packed = [int4.pack_scales(each) for each in held]
+    weight = int4.pack(q)
+    assert packed[0].shape == int4.scale_shape(shape, group, int4.STEPPED)
+    assert int4.group_of(weight, packed[0]) == group
+    for each, number in zip(held, wide, strict=True):
+        np.testing.assert_array_equal(int4.stepped_numbers(each), number)
+    plain = [int4.pack_scales(number) for number in wide]
+    np.testing.assert_array_equal(int4.dequantized(weight, *packed), int4.dequantized(weight, *plain))
+    np.testing.assert_array_equal(int4.dequantized(weight, packed[0], None), int4.dequantized(weight, plain[0], None))
+    if len(shape) == 2:
+        at = jnp.asarray(RANDOM.integers(0, shape[0], (3, 5)))
+        np.testing.assert_array_equal(int4.rows(weight, *packed, at), int4.rows(weight, *plain, at))
+        np.testing.assert_array_equal(int4.rows(weight, packed[0], None, at), int4.rows(weight, plain[0], None, at))
+
+
+@needs_numba
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 16), (8, 32)])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_products_with_steps_are_those_with_numbers_to_the_last_bit(rows: int, bits: int, group: int) -> None:
+    q = jnp.asarray(int4.pack(integers(80, 1280, bits=bits)))
+    scale, minimum = (stored(RANDOM.standard_normal((80, 1280 // group)), "int8", group) for _ in range(2))
+    x = jnp.asarray(RANDOM.standard_normal((rows, 1280), np.float32))
+    for low in (minimum, None):
+        held = [None if one is None else jnp.asarray(int4.pack_scales(one)) for one in (scale, low)]
+        wide = [
+            None if one is None else jnp.asarray(int4.pack_scales(int4.stepped_numbers(one))) for one in (scale, low)
+        ]
+        np.testing.assert_array_equal(native.multiply_int4(x, q, *held), native.multiply_int4(x, q, *wide))
+
+
 def test_zero_points_are_held_exactly_by_float32() -> None:
     """AWQ and GPTQ: scale · (q - zero), a float16 scale and an integer zero for each group."""
     q, zero = integers(16, 256), RANDOM.integers(0, 17, (16, 2))
@@ -89,17 +131,32 @@ def test_what_it_does_not_hold() -> None:
 Matrix = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
+def stored(scales: np.ndarray, kind: str, group: int) -> np.ndarray:
+    """Scales [N, groups] as they are stored in this dtype, before they are packed."""
+    if kind != int4.STEPPED:
+        return scales.astype(kind)
+    grouped = scales.reshape(len(scales), -1, int4.SPAN // group)
+    steps = (np.abs(grouped).max(-1) / 127).astype(np.float16)
+    integers = np.rint(grouped / steps.astype(np.float64)[..., None]).clip(-127, 127).astype(np.int8)
+    return int4.stepped(integers.reshape(scales.shape), steps)
+
+
+def numbers(scales: np.ndarray) -> np.ndarray:
+    return (int4.stepped_numbers(scales) if scales.dtype == np.int8 else scales).astype(np.float64)
+
+
 def matrix(
     outputs: int, inputs: int, group: int, kind: str = "float16", minimums: bool = False, bits: int = 4
 ) -> tuple[Matrix, np.ndarray]:
     """A random matrix and its values in float64."""
     q = integers(outputs, inputs, bits=bits)
-    scale = (RANDOM.random((outputs, inputs // group)) / (40 if bits == 4 else 640)).astype(kind)
-    minimum = (RANDOM.standard_normal(scale.shape) / 5).astype(kind) if minimums else None
-    values = np.repeat(scale.astype(np.float64), group, -1) * (q - (0.0 if minimums or bits == 8 else 8.0))
+    shape = outputs, inputs // group
+    scale = stored(RANDOM.random(shape) / (40 if bits == 4 else 640), kind, group)
+    minimum = stored(RANDOM.standard_normal(shape) / 5, kind, group) if minimums else None
+    values = np.repeat(numbers(scale), group, -1) * (q - (0.0 if minimums or bits == 8 else 8.0))
     packed = None
     if minimum is not None:
-        values += np.repeat(minimum.astype(np.float64), group, -1)
+        values += np.repeat(numbers(minimum), group, -1)
         packed = jnp.asarray(int4.pack_scales(minimum))
     return (jnp.asarray(int4.pack(q)), jnp.asarray(int4.pack_scales(scale)), packed), values
 
@@ -118,8 +175,8 @@ def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 FORMS = [
     (4, 32, "float16", False), (4, 64, "float16", False), (4, 128, "float16", True), (4, 64, "float32", True),
     (8, 32, "float16", False), (8, 16, "float32", False), (8, 16, "float32", True), (8, 128, "float16", True),
+    (4, 32, "int8", True), (4, 128, "int8", False), (8, 16, "int8", True), (8, 32, "int8", False),
 ]  # fmt: skip
-needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 
 
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
@@ -146,8 +203,11 @@ def test_a_product_is_that_of_the_values(
 def test_rows_of_eight_bits_are_multiplied_exactly(
     shape: tuple[int, int], bits: int, group: int, kind: str, minimums: bool
 ) -> None:
+    if kind == int4.STEPPED and shape[1] % int4.SPAN:
+        pytest.skip("steps are of 256 inputs")
     packed, values = matrix(*shape, group, kind, minimums, bits)
-    x = RANDOM.standard_normal((203, shape[1]), np.float32) * RANDOM.random((203, 1), np.float32) * 10
+    random = np.random.default_rng(group)  # the same rows whatever other tests have drawn
+    x = random.standard_normal((203, shape[1]), np.float32) * random.random((203, 1), np.float32) * 10
     x[7], x[:, 32:64] = 0, 0  # an empty row, and empty groups
     multiply = jax.jit(native.multiply_int4)
     whole = np.asarray(multiply(x, *packed))

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from helpers import checkpoints
+from helpers import checkpoints, gguf_files
 from rekindle._src.cli.main import main
 from rekindle._src.models import diagnosis
 from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.loading.checkpoint import load
 
 PROMPT = [3, 4, 5, 6, 7, 8]
 
@@ -77,3 +78,19 @@ def test_the_doctor_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["doctor", "--model", str(folder), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "layers.1.mlp.down.weight holds 1 NaN" in found[0]["detail"]
+
+
+@pytest.mark.parametrize("name", ["scale", "minimum"])
+def test_a_step_that_is_infinite_is_named(name: str, tmp_path: Path) -> None:
+    raw = checkpoints.CASES["llama"] | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+    model = load(gguf_files.of_types(tmp_path / "model.gguf", raw, lambda name: "Q4_K"))
+    assert list(diagnosis.broken_weights(model)) == []
+    wanted = f"layers.1.mlp.down.{name}"
+    bits = np.frombuffer(np.float16(np.inf).tobytes(), np.int8)  # of the first output, behind eight groups of 16
+    leaves = [
+        leaf.at[0, 128:130].set(bits) if path == wanted else leaf
+        for path, leaf in zip(model.graph.paths, model.leaves, strict=True)
+    ]
+    found = list(diagnosis.broken_weights(dataclasses.replace(model, leaves=tuple(leaves))))
+    assert [one.path for one in found] == [wanted]
+    assert found[0].nans + found[0].infinities == 8

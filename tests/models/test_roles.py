@@ -117,6 +117,21 @@ def test_parts_of_four_bits_are_those_of_the_matrix(role: Role, shape: tuple[int
     np.testing.assert_array_equal(joined, int4.pack(q))
 
 
+@pytest.mark.parametrize(("role", "shape"), [(column(Span(64)), (64, 256)), (row(1024), (16, 1024))])
+def test_parts_of_scales_with_steps_are_those_of_the_matrix(role: Role, shape: tuple[int, int]) -> None:
+    random = np.random.default_rng(0)
+    q = random.integers(0, 16, shape).astype(np.uint8)
+    integers = random.integers(-128, 128, (shape[0], shape[1] // 32), np.int8)
+    scale = int4.stepped(integers, random.random((shape[0], shape[1] // 256)).astype(np.float16))
+    values = (q - np.float32(8)) * np.repeat(int4.stepped_numbers(scale), 32, -1)
+    assert role.reason_against_packing(False, int4.OUTPUTS, int4.SPAN, {"expert": 1, "model": 4}) is None
+    weights = role.packed(False, int4.OUTPUTS, Fraction(int4.ROW_BYTES))
+    scales = role.packed(False, int4.OUTPUTS, int4.scale_columns(32, int4.STEPPED))
+    found = parts(weights, int4.pack(q), 1, 4), parts(scales, int4.pack_scales(scale), 1, 4)
+    for at, part in parts(role, values, 1, 4).items():
+        np.testing.assert_array_equal(int4.dequantized(found[0][at], found[1][at], None), part)
+
+
 def test_parts_that_would_cut_a_group_or_a_block_are_refused() -> None:
     two = {"expert": 1, "model": 2}
     assert "96 inputs in 2 parts are not multiples of 32" in str(row(96).reason_against_packing(False, 16, 32, two))

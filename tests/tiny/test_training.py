@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from rekindle._src.models.base import abstract_model
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.tiny_training import evaluate, export, tokenizer
+from rekindle._src.tiny_training import evaluate, export, native, tokenizer
 from rekindle._src.tiny_training.batches import PAD, batch, encoded, pack
 from rekindle._src.tiny_training.objective import causal, logits, losses
 from rekindle._src.tiny_training.recipe import Recipe, Stage
@@ -108,6 +109,14 @@ def test_a_recipe_is_scaled_in_all_its_parts() -> None:
     assert half.steps == pytest.approx(whole.steps / 2, abs=len(whole.stages))
     assert (half.decay / half.steps) == pytest.approx(whole.decay / whole.steps, rel=0.02)
     assert [stage.length for stage in half.stages] == [stage.length for stage in whole.stages]
+
+
+def test_a_larger_model_has_the_corpus_and_the_steps_of_the_shipped_one() -> None:
+    recipe = Recipe.of_size("30m")
+    graph, leaves = abstract_model(config_from_hf(recipe.config([0], 0)), "float32")
+    assert 30e6 < sum(leaf.size for leaf in leaves) < 31e6
+    assert native.Steps.fit(graph, [(stage.rows, stage.length) for stage in recipe.stages])
+    assert recipe.stages == Recipe().stages and Recipe.of_size("tiny") == Recipe()
 
 
 def test_the_exported_folder_computes_what_was_trained(words: Tokenizer, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
         if spec in (kernel_table.INT4, kernel_table.INT8_GROUPS):
-            dtypes = int4.SCALES
+            dtypes = int4.STORED
         if spec is kernel_table.GEMM:
             dtypes = tuple(name.removeprefix("gemm_") for name in NEEDED)
         if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:

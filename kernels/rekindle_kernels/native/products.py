@@ -84,7 +84,7 @@ def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]
 def multiplies_int4(weight: jax.Array, scale: str) -> bool:
     """Whether `multiply_int4` takes this weight with scales of that dtype, for any number of rows."""
     spec = _GROUPED.get(weight.dtype.name)
-    return spec is not None and weight.ndim == 2 and scale in int4.SCALES and builds(spec.variant(scale).name)
+    return spec is not None and weight.ndim == 2 and scale in int4.STORED and builds(spec.variant(scale).name)
 
 
 def has_amx() -> bool:

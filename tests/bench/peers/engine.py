@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-ENGINES = ("rekindle", "llama_cpp", "openvino", "transformers")
-CONVERTED = ("llama_cpp", "openvino")  # that read weights in a format of their own
+ENGINES = ("rekindle", "rekindle_int8", "llama_cpp", "llama_server", "openvino", "transformers")
+CONVERTED = ("llama_cpp", "llama_server", "openvino")  # that read weights in a format of their own
 Prompt = list[int]
 Moments = Sequence[float]  # in seconds
 
@@ -31,6 +31,8 @@ class Setting:
     scratch: str  # the engine's own folder for converted weights
     cache: str  # and for what it keeps between processes, such as compiled programs
     first_token: bool = False  # opened for one short request, as a fresh process is
+    file: str = ""  # a GGUF file that engines open as it is, in place of the folder
+    program: str = ""  # that llama_server starts
 
     @property
     def weights(self) -> Path:

@@ -135,7 +135,7 @@ COMPARED = {
         for share in SHARES
         for figure in ("ttft_p50_ms", "ttft_p99_ms", "gap_p99_ms", "gap_max_ms", "flood_ttft_ms")
     ),
-    "W5": ("cold_s", "warm_s", "cold_peak_mb", "warm_peak_mb"),
+    "W5": ("cold_s", "warm_s", "cold_peak_mb", "warm_peak_mb", "cold_resident_mb", "warm_resident_mb"),
     "W8": ("cold_prefill_s", "restored_prefill_s", "restored_share"),
 }
 

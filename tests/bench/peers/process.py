@@ -17,6 +17,21 @@ class EngineFailed(Exception):
     """An engine answered with an error, or not at all."""
 
 
+def read(path: Path) -> str:
+    """A file of a process that may have ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def family(pid: int) -> list[int]:
+    """A process and those that it has started, as far as the system says."""
+    threads = Path(f"/proc/{pid}/task").glob("*/children")  # of each, those that it has started
+    children = (int(child) for thread in threads for child in read(thread).split())
+    return [pid, *(one for child in children for one in family(child))]
+
+
 class Process:
     def __init__(self, name: str, python: str, log: IO[str], *more: str) -> None:
         # Every engine's modules are compiled, as they are where they are installed.
@@ -57,12 +72,12 @@ class Process:
         return self._child.poll() is None
 
     def cpu_seconds(self) -> float:
-        """Used so far by all its threads."""
-        try:
-            fields = Path(f"/proc/{self._child.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Used so far by all its threads, and by processes that it has started."""
+        used = 0
+        for one in family(self._child.pid):
+            fields = read(Path(f"/proc/{one}/stat")).rpartition(")")[2].split()
+            used += int(fields[11]) + int(fields[12]) if fields else 0
+        return used / os.sysconf("SC_CLK_TCK")
 
     def wait(self) -> None:
         assert self._child.stdin is not None

@@ -36,6 +36,7 @@ class Race:
     agreement: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # share of equal first tokens
     capacity: dict[str, float] = dataclasses.field(default_factory=dict)  # requests a second, from round 0 of W7
     disturbed: list[float] = dataclasses.field(default_factory=list)  # cores that others used during a measurement
+    resident: dict[str, float] = dataclasses.field(default_factory=dict)  # MB of each engine, after all rounds
 
     def run(self, workloads: list[str], rounds: int) -> None:
         self._engines: dict[str, Process] = {}
@@ -55,7 +56,10 @@ class Race:
                         self.figures[name].pop(workload, None)
                 if workload == CHECKED:
                     self._compare()
-        for name, process in self._engines.items():
+        for name, process in list(self._engines.items()):
+            memory = self._attempt(name, "memory", functools.partial(process.ask, do="memory"))
+            if memory:
+                self.resident[name] = memory["resident_bytes"] / 1e6
             self._attempt(name, "close", functools.partial(process.ask, do="close"))
             process.wait()
 
@@ -116,6 +120,7 @@ class Race:
             answer = process.ask(**dataclasses.asdict(setting), prompt=prompt)
             figures[f"{store}_s"] = time.perf_counter() - process.started
             figures[f"{store}_peak_mb"] = answer["peak_bytes"] / 1e6
+            figures[f"{store}_resident_mb"] = answer["resident_bytes"] / 1e6
             process.wait()
         return figures
 

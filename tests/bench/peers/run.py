@@ -1,9 +1,11 @@
 """rekindle beside llama.cpp, OpenVINO GenAI and transformers on this machine: the same weights, threads and requests.
 
     python tests/bench/peers/run.py [--shape 135m] [--bits 16 8] [--rounds 5] [--python peers=PATH] [--json FILE]
+    python tests/bench/peers/run.py --shape 360m --gguf q4_0 [--llama-server PROGRAM]
 
 Run it with rekindle's Python; README.md in the folder above says what the others need. One engine works at a time,
 each in a process of its own; the figures are medians over the rounds, ratios are medians of each round's own ratio.
+With --gguf, everybody opens the very same file.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[2] / "toolkit"), str(HERE.parents[2] / "kernels")]
 
+import shared_file  # noqa: E402
 import table  # noqa: E402
 from engine import ENGINES, Setting  # noqa: E402
 from plans import WORKLOADS, Figures  # noqa: E402
@@ -35,8 +38,8 @@ def main() -> None:
     report: dict[str, Any] = {"rounds": options.rounds, "threads": options.threads, "races": []}
     with (options.work / "log.txt").open("a") as log:
         for shape in options.shape:
-            for bits in options.bits:
-                report["races"].append(race(shape, bits, options, log))
+            for precision in (*options.bits, *options.gguf):
+                report["races"].append(race(shape, precision, options, log))
                 print(table.text(report["races"][-1]), flush=True)
                 if options.json:
                     options.json.write_text(json.dumps(report, indent=1))
@@ -44,23 +47,34 @@ def main() -> None:
         table.plot(report, options.plot)
 
 
-def race(shape: str, bits: int, options: argparse.Namespace, log: Any) -> dict[str, Any]:
-    say(f"{shape}, {bits} bits; logs are in {log.name}")
+def race(shape: str, precision: int | str, options: argparse.Namespace, log: Any) -> dict[str, Any]:
+    """In so many bits, or from a GGUF file of a kind."""
+    say(f"{shape}, {precision} bits; logs are in {log.name}" if isinstance(precision, int) else f"{shape}, {precision}")
     folder = write_checkpoint(shape, options.work / shape)
+    about: dict[str, Any] = {"shape": shape, "bits": precision}
+    file = ""
+    if isinstance(precision, str):
+        written = shared_file.write(folder, precision, options.work / f"{shape}-{precision}.gguf")
+        about |= {"bits": None, "file": written.name, "file_mb": written.stat().st_size / 1e6}
+        file = str(written)
     settings = {}
     for name in options.engines:
         scratch = options.work / f"{shape}-{name}"
-        settings[name] = Setting(str(folder), bits == 8, options.threads, str(scratch), str(scratch / "cache"))
+        settings[name] = Setting(
+            str(folder), precision == 8, options.threads, str(scratch), str(scratch / "cache"), file=file,
+            program=str(options.llama_server or ""),
+        )  # fmt: skip
     one = Race(settings, options.pythons, shapes.SHAPES[shape]["vocab_size"], log, restart)
     one.run(options.workloads, options.rounds)
-    return table.summary(one, shape=shape, bits=bits)
+    return table.summary(one, **about)
 
 
 def restart(setting: Setting) -> Figures:
     """W8, with the programs that the engine's own process has compiled."""
-    precision = {"dtype": "bfloat16", "quantize": "int8" if setting.eight_bit else None}
+    own = {"dtype": "bfloat16", "quantize": "int8" if setting.eight_bit else None}
+    precision = {} if setting.file else own
     try:
-        return fresh.restart(setting.folder, precision, programs=Path(setting.cache))
+        return fresh.restart(setting.file or setting.folder, precision, programs=Path(setting.cache))
     except (OSError, RuntimeError) as error:
         raise EngineFailed(str(error)) from error
 
@@ -68,8 +82,14 @@ def restart(setting: Setting) -> Figures:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["135m"], choices=list(shapes.SHAPES))
-    parser.add_argument("--bits", nargs="+", type=int, default=[16, 8], choices=[16, 8])
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--bits", nargs="*", type=int, choices=[16, 8], help="default 16 8, and none with --gguf")
+    parser.add_argument(
+        "--gguf", nargs="+", default=[], choices=shared_file.KINDS, help="files of the shapes that everybody opens"
+    )
+    parser.add_argument(
+        "--llama-server", type=Path, metavar="PROGRAM", help="llama.cpp's own, for who lacks the package for Python"
+    )
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default all but rekindle_int8")
     parser.add_argument(
         "--workloads", nargs="+", default=list(WORKLOADS), help="such as W1 W3 'W4 primed'; default all"
     )
@@ -85,11 +105,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where every round's figures go, beside the medians and ratios")
     parser.add_argument("--plot", type=Path, help="where a picture of the ratios goes; needs matplotlib")
     options = parser.parse_args()
+    if options.bits is None:
+        options.bits = [] if options.gguf else [16, 8]
+    if options.engines is None:
+        without = {"rekindle_int8", "llama_cpp" if options.llama_server else "llama_server"}
+        options.engines = [name for name in ENGINES if name not in without]
+    if "llama_server" in options.engines and options.llama_server is None:
+        parser.error("llama_server takes part with --llama-server PROGRAM")
     unknown = sorted({*options.workloads} - {*WORKLOADS})
     if unknown:
         parser.error(f"unknown workloads {unknown}; known are {', '.join(WORKLOADS)}")
     given = dict(one.split("=", 1) for one in options.python)
-    default = {"rekindle": sys.executable}
+    default = dict.fromkeys(("rekindle", "rekindle_int8", "llama_server"), sys.executable)
     options.pythons = {
         name: given.get(name) or default.get(name) or given.get("peers", sys.executable) for name in ENGINES
     }

@@ -1,6 +1,6 @@
 """One engine in a process of its own: commands as JSON lines on standard input, answers on standard output.
 
-    python serve.py NAME             commands open, generate, forget, close; waits, idle, between them
+    python serve.py NAME             commands open, generate, forget, memory, close; waits, idle, between them
     python serve.py NAME convert     one Setting on standard input; writes the engine's own weights
     python serve.py NAME first       one Setting with a prompt; one line when its first token is there
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import engine
+import process
 
 
 def main(name: str, do: str = "serve") -> None:
@@ -32,14 +33,14 @@ def main(name: str, do: str = "serve") -> None:
     prompt = command.pop("prompt", None)
     setting = confined(engine.Setting(**command))
     if do == "convert":
-        if name in engine.CONVERTED and not done(setting):
+        if name in engine.CONVERTED and not setting.file and not done(setting):
             engine.module(name).convert(setting)
             done(setting, now=True)
         say(answers, {})
         return
     opened = engine.module(name).open(setting)
     answer = opened.generate([prompt], [1])
-    say(answers, {"ids": answer.ids, "peak_bytes": peak()})
+    say(answers, {"ids": answer.ids, **memory()})
     opened.close()
 
 
@@ -58,9 +59,10 @@ def serve(name: str, answers: IO[str]) -> None:
                 answer = dataclasses.asdict(opened.generate(**command))
             elif do == "forget":
                 opened.forget()
+            elif do == "memory":
+                answer = memory()
             elif do == "close":
                 opened.close()
-                answer = {"peak_bytes": peak()}
         except Exception as error:  # the others go on without this workload
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -91,13 +93,21 @@ def say(answers: IO[str], answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def peak() -> int:
-    """The largest resident size since the process was executed; ru_maxrss would begin with its parent's."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+def memory() -> dict[str, int]:
+    """Bytes of this process and its children: what is resident, and the most that was since each was executed.
+
+    ru_maxrss would begin with the parent's.
+    """
+    if not Path("/proc/self/status").exists():
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return {"resident_bytes": most, "peak_bytes": most}
+    statuses = [process.read(Path(f"/proc/{one}/status")) for one in process.family(os.getpid())]
+    resident, most = (sum(_kilobytes(text, name) for text in statuses) << 10 for name in ("VmRSS", "VmHWM"))
+    return {"resident_bytes": resident, "peak_bytes": most}
+
+
+def _kilobytes(status: str, name: str) -> int:
+    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith(name)), 0)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class LlamaCpp:
     def __init__(self, setting: Setting) -> None:
         api.llama_log_set(_quiet, ctypes.c_void_p(0))
         api.llama_backend_init()
-        path = str(setting.weights / "model.gguf").encode()
+        path = (setting.file or str(setting.weights / "model.gguf")).encode()
         self._model = api.llama_model_load_from_file(path, api.llama_model_default_params())
         assert self._model, f"{path!r} can't be loaded"
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))

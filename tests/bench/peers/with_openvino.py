@@ -52,7 +52,7 @@ class OpenVino:
 
     def _make(self) -> Any:
         return openvino_genai.ContinuousBatchingPipeline(
-            str(self._setting.weights), self._scheduler, "CPU", self._options
+            self._setting.file or str(self._setting.weights), self._scheduler, "CPU", self._options
         )
 
     def generate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 from engine import Answer, Moments, Prompt, Setting
@@ -20,17 +21,15 @@ def open(setting: Setting) -> Rekindle:
 
 class Rekindle:
     def __init__(self, setting: Setting) -> None:
-        options = {} if setting.first_token else OPTIONS
+        options: dict[str, Any] = {} if setting.first_token else dict(OPTIONS)
+        if not setting.file:  # which has a precision of its own
+            options |= {"dtype": "bfloat16", "quantize": "int8" if setting.eight_bit else None}
         self._session = rekindle.open_sync(
-            setting.folder,
-            dtype="bfloat16",
-            quantize="int8" if setting.eight_bit else None,
-            cache_dir=setting.cache,
-            quiet=True,
-            **options,
+            setting.file or setting.folder, cache_dir=setting.cache, quiet=True, **options
         )
         config = self._session.config
-        self.notes = f"dtype bfloat16, quantize {config.quantize}, kv {config.kv_dtype}, pages of {config.page_size}"
+        precision = "as stored" if setting.file else f"dtype bfloat16, quantize {config.quantize}"
+        self.notes = f"{precision}, kv {config.kv_dtype}, pages of {config.page_size}"
 
     def generate(
         self, prompts: Sequence[Prompt], outputs: Sequence[int], *, keep: bool = False, at: Moments | None = None

@@ -13,6 +13,8 @@ from engine import Answer, Moments, Prompt, Setting
 
 
 def open(setting: Setting) -> Transformers:
+    if setting.file:
+        raise NotImplementedError("GGUF: transformers widens what such a file holds")
     if setting.eight_bit:
         raise NotImplementedError("8 bits: torch's CPU backend has no product for them that transformers would use")
     return Transformers(setting)

@@ -12,8 +12,8 @@ from helpers import checkpoints, gguf_files, quantized_checkpoints
 from rekindle._src.bench import reference
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, prepared, reading
-from rekindle._src.models.loading.checkpoint import describe, load
-from rekindle._src.models.nn.packing import is_packed, packing_of
+from rekindle._src.models.loading.checkpoint import describe, load, read
+from rekindle._src.models.nn.packing import is_packed, matrix_shape, packing_of
 from rekindle._src.session.exporting import export
 from rekindle_kernels import int4, unavailable_reason
 
@@ -38,9 +38,14 @@ def kinds(model: LoadedModel) -> dict[str, str]:
 
 
 KINDS = {
-    "Q4_0": "int4-32", "Q4_1": "int4-32-min", "Q4_K": "int4-32-min-f32",
-    "Q8_0": "int8-32", "Q5_0": "int8-32", "Q5_1": "int8-32-min", "Q5_K": "int8-32-min-f32", "Q6_K": "int8-16-f32",
-    "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-f32",
+    "Q4_0": "int4-32", "Q4_1": "int4-32-min", "Q4_K": "int4-32-min-k",
+    "Q8_0": "int8-32", "Q5_0": "int8-32", "Q5_1": "int8-32-min", "Q5_K": "int8-32-min-k", "Q6_K": "int8-16-k",
+    "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-k", "MXFP4": "int8-32-f32",
+}  # fmt: skip
+# Of each weight in memory, as the documentation says.
+BITS = {
+    "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 8.5, "Q5_1": 9, "Q5_K": 8.625, "Q6_K": 8.5625,
+    "IQ4_NL": 8.5, "IQ4_XS": 8.3125, "MXFP4": 9,
 }  # fmt: skip
 native = unavailable_reason("cpu") is None  # else there is no kernel for groups of eight bits
 needs_numba = pytest.mark.skipif(not native, reason="groups of eight bits are kept where native kernels are")
@@ -64,6 +69,11 @@ def test_blocks_of_gguf_are_kept(
     kept, floats = load(file), load(file, dtype="float32")
     assert set(kinds(kept).values()) == {expected}
     assert "embed.weight" in kinds(kept) and "layers.1.mlp.down.weight" in kinds(kept)
+    stored = leaves_of(kept)
+    for path in kinds(kept):
+        beside = [stored.get(path.removesuffix("weight") + other) for other in ("weight", "scale", "minimum")]
+        bits = 8 * sum(leaf.nbytes for leaf in beside if leaf is not None)
+        assert bits == BITS[kind] * np.prod(matrix_shape(stored[path])), path
     assert not kinds(floats)
     assert kept.fingerprint != floats.fingerprint
     assert_close(kept, floats)
@@ -84,6 +94,10 @@ def assert_close(kept: LoadedModel, floats: LoadedModel) -> None:
         np.testing.assert_allclose(values, wide, rtol=0, atol=tolerance, err_msg=path)
 
 
+def numbers(scales: np.ndarray) -> np.ndarray:
+    return int4.stepped_numbers(scales) if scales.dtype == np.int8 else scales.astype(np.float32)
+
+
 def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Path) -> None:
     """For the K types too, where a float32 product is compared with the file's own."""
     from rekindle._src.models.loading.gguf.dequantize import dequantize
@@ -96,12 +110,12 @@ def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Pat
         tensor = next(one for one in read_header(file).tensors if one.name == "blk.0.ffn_up.weight")
         rows = GgufRows(file, tensor.name, tensor.kind, tensor.shape, tensor.offset)
         found = rows.integers(3, 40)
-        scales = np.repeat(found.scales.astype(np.float32), packing.group, axis=1)
+        scales = np.repeat(numbers(found.scales), packing.group, axis=1)
         values = scales * (
             found.integers - np.float32(8 if found.integers.dtype == np.uint8 and not packing.minimum else 0)
         )
         if found.minimums is not None:
-            values = values + np.repeat(found.minimums.astype(np.float32), packing.group, axis=1)
+            values = values + np.repeat(numbers(found.minimums), packing.group, axis=1)
         assert (found.minimums is not None) == packing.minimum
         expected = dequantize(tensor.kind, rows.blocks(3, 40).reshape(-1)).reshape(37, -1)
         np.testing.assert_array_equal(values, expected)
@@ -117,10 +131,10 @@ def test_a_mixture_of_types_is_kept(tmp_path: Path) -> None:
     file = gguf_files.of_types(tmp_path / "model.gguf", RAW, types)
     kept, floats = load(file), load(file, dtype="float32")
     found = kinds(kept)
-    expected = {"0.attention.qkv": "int8-16-min-f32", "1.attention.qkv": "int4-32-min-f32"}
-    expected |= {"0.mlp.down": "int8-16-f32", "0.mlp.gate_up": "int4-32-min-f32"}
+    expected = {"0.attention.qkv": "int8-16-min-k", "1.attention.qkv": "int4-32-min-k"}
+    expected |= {"0.mlp.down": "int8-16-k", "0.mlp.gate_up": "int4-32-min-k"}
     assert {path: found[f"layers.{path}.weight"] for path in expected} == expected
-    assert found["embed.weight"] == "int8-16-f32"
+    assert found["embed.weight"] == "int8-16-k"
     assert_close(kept, floats)
 
 
@@ -139,6 +153,29 @@ def test_a_mixture_of_types_keeps_what_can_be_kept(tmp_path: Path) -> None:
     assert_close(kept, floats)
     plain = leaves_of(kept)["layers.0.attention.qkv.weight"]
     np.testing.assert_array_equal(plain, leaves_of(floats)["layers.0.attention.qkv.weight"].astype(plain.dtype))
+
+
+@needs_numba
+def test_a_model_for_several_devices_can_be_divided_after_every_group(tmp_path: Path) -> None:
+    types = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "ffn_up": "IQ4_XS"}
+    file = gguf_files.of_types(
+        tmp_path / "model.gguf", RAW, lambda name: types.get(name.split(".")[-2], "Q4_K" if "blk" in name else "Q6_K")
+    )
+    whole, divided = (read(describe(file, divided=divided)) for divided in (False, True))
+    assert {kind.removesuffix("-k") for kind in kinds(whole).values()} == {
+        kind.removesuffix("-f32") for kind in kinds(divided).values()
+    }
+    assert all(kind.endswith("-k") for kind in kinds(whole).values())
+    assert all(kind.endswith("-f32") for kind in kinds(divided).values())
+    assert whole.fingerprint == divided.fingerprint and whole.nbytes < divided.nbytes
+    ours, theirs = leaves_of(whole), leaves_of(divided)
+    for path in kinds(whole):
+        base = path.removesuffix("weight")
+        values = [
+            np.asarray(int4.dequantized(one[path], one[f"{base}scale"], one.get(f"{base}minimum")))
+            for one in (ours, theirs)
+        ]
+        np.testing.assert_array_equal(*values, err_msg=path)
 
 
 @needs_numba
@@ -170,7 +207,9 @@ def test_what_is_joined_is_held_by_one_kind(tmp_path: Path) -> None:
     [
         ("AWQ", "int4-32-min-f32"), ("AWQ without zeros", "int4-32"), ("GPTQ", "int4-32-min-f32"),
         ("packed", "int4-32-f32"), ("packed with zeros", "int4-32-min-f32"), ("packed by channel", "int4-64-f32"),
-        ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None), ("MXFP4", None),
+        ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None),
+        pytest.param("MXFP4", "int8-32-f32", marks=needs_numba),
+        pytest.param("NVFP4", "int8-16-f32", marks=needs_numba),
     ],
 )  # fmt: skip
 def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | None, tmp_path: Path) -> None:
@@ -182,12 +221,11 @@ def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | Non
     assert_close(kept, floats)
 
 
-@pytest.mark.parametrize(("eight", "allowed"), [(False, 0.1), pytest.param(True, 0.15, marks=needs_numba)])
-def test_logits_are_close_to_those_of_the_floats(
-    eight: bool, allowed: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("eight", [False, pytest.param(True, marks=needs_numba)])
+def test_logits_are_close_to_those_of_the_floats(eight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations have eight bits in products with four, on a CPU, so they are not the same; and in that with the head
-    where it stays in eight bits."""
+    where it stays in eight bits. Of five seeds the largest difference of 1,280 logits was 0.07 to 0.10 deviations, and
+    the mean square's root 0.018 to 0.024; bfloat16 differs by 0.03 to 0.07."""
     monkeypatch.setattr(checkpoint, "_multiplies_groups", lambda: eight)
     raw = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     file = export(checkpoints.write(tmp_path / "folder", raw), tmp_path / "model.gguf", type="q4_0")
@@ -199,7 +237,8 @@ def test_logits_are_close_to_those_of_the_floats(
         np.asarray(reference.prefill(model, prompt, cache)[0], np.float32)
         for model, cache in zip((kept, floats), room, strict=True)
     )
-    assert np.abs(ours - theirs).max() < allowed * theirs.std()
+    assert np.abs(ours - theirs).max() < (0.11 if eight else 0.1) * theirs.std()
+    assert np.sqrt(np.square(ours - theirs).mean()) < 0.027 * theirs.std()
 
 
 def test_the_next_start_takes_them_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

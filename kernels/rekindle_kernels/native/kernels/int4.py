@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.int4 import COLUMNS, DTYPES, OFFSET
+from rekindle_kernels.int4 import COLUMNS, DTYPES, OFFSET, SPAN, STEP_BYTES, STEPPED
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_table import INT4, INT8_GROUPS
@@ -167,16 +167,18 @@ def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
 
 def kernel(dtype: str, bits: int = 4) -> Kernel:
     """Rows times a matrix of four or eight bits whose scales have this dtype."""
-    wide = dtype == "float32"
     offset, columns = OFFSET if bits == 4 else 128, COLUMNS[DTYPES[bits]]
-    word, step_inputs = np.dtype(DTYPES[bits]).itemsize, STEP[bits] * 8
+    word, step_inputs, scale_word = np.dtype(DTYPES[bits]).itemsize, STEP[bits] * 8, np.dtype(dtype).itemsize
+    stepped = dtype == STEPPED
     instruction = "vnni" if has_feature("avx512vnni") else "avx2" if has_feature("avx2") else "any"
     large = instruction == "vnni"
     unpack = unpacker(bits)
     tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))  # a caller says whether it runs
-    one, two, four = (multiply_tile(rows, 1, instruction, wide=wide, bits=bits, prefetches=True) for rows in (1, 2, 4))
+    one, two, four = (
+        multiply_tile(rows, 1, instruction, scale=dtype, bits=bits, prefetches=True) for rows in (1, 2, 4)
+    )
     many, many_unpacked = (
-        multiply_tile(ROWS, 2, instruction, wide=wide, bits=bits, unpacked=ahead) if large else None
+        multiply_tile(ROWS, 2, instruction, scale=dtype, bits=bits, unpacked=ahead) if large else None
         for ahead in (False, True)
     )
 
@@ -251,8 +253,10 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
         job.minimum = frame.minimum.data if frame.has_minimum else 0
         job.offset = offset if bits == 8 or job.minimum == 0 else 0
         job.block_bytes = dim(frame.weight, 1) * word
-        job.scale_bytes = dim(frame.scale, 1) * (4 if wide else 2)
+        job.scale_bytes = dim(frame.scale, 1) * scale_word
         job.groups = dim(frame.scale, 1) // LANES
+        if stepped:  # with steps between them
+            job.groups = job.groups - job.width // SPAN * STEP_BYTES
         job.steps = job.width // (job.groups * step_inputs)
         job.residual = frame.residual.data if frame.has_residual else 0
         job.out = frame.out.data
@@ -314,7 +318,7 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
                 put(job, block + behind, r, count, sums + half, 0)
             r += count
 
-    multiply_by_tiles = int4_amx.multiplier(wide, bits, offset, put) if tiled else None
+    multiply_by_tiles = int4_amx.multiplier(dtype, bits, offset, put) if tiled else None
 
     @jit
     def by_tiles(job: Any, part: int, first: int, end: int) -> None:

@@ -24,6 +24,7 @@ from rekindle_kernels.native.kernels.int4_tile import (
     UNPACKED,
     VALUES,
     everywhere,
+    scale_reader,
     unpacker,
 )
 from rekindle_kernels.native.language.handler import first_unit
@@ -114,14 +115,13 @@ def allowed(typing_context: Any) -> Any:
 # -- a tile
 
 
-def _tile(count: int, wide: bool) -> Any:
+def _tile(count: int, scale: str) -> Any:
     """`tile(x, stride, first, groups, per, depth, weights, scales, minimums, further, integers, totals)`: adds to
     totals [2, ROWS, 16] what `count` groups from `first` on give.
 
     `per` tiles of `depth` inputs make a group. Unpacked weights of the first of these groups begin at `weights`; other
     operands are those of `int4_tile.multiply_tile`.
     """
-    stored = FLOATS if wide else ir.VectorType(ir.HalfType(), LANES)
     ints = ir.VectorType(ir.IntType(32), LANES)
 
     @intrinsic
@@ -144,6 +144,7 @@ def _tile(count: int, wide: bool) -> Any:
             x, stride, first, groups, per, depth, weights, scales, minimums, further, integers, totals = args
             fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
             group = builder.mul(per, depth)  # inputs
+            scales_at = scale_reader(builder, scale, group)
 
             def at(start: Any, *steps: Any) -> Any:
                 for step in steps:
@@ -154,9 +155,7 @@ def _tile(count: int, wide: bool) -> Any:
                 return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
 
             def factors(start: Any, each: int, block: int) -> Any:
-                index = builder.mul(at(first, each), WORD(LANES * (4 if wide else 2)))
-                found = vector(at(start, index, further) if block else at(start, index), stored)
-                return found if wide else builder.fpext(found, FLOATS)
+                return scales_at(at(start, further) if block else start, at(first, each))
 
             for each in range(count):
                 for block in range(2):
@@ -175,7 +174,7 @@ def _tile(count: int, wide: bool) -> Any:
             numbers = at(x, builder.mul(groups, group), builder.mul(first, WORD(4)))
 
             def add_groups(minimums: Any) -> None:
-                scale = [[factors(scales, each, block) for block in range(2)] for each in range(count)]
+                high = [[factors(scales, each, block) for block in range(2)] for each in range(count)]
                 low = [[factors(minimums, each, b) for b in range(2)] for each in range(count if minimums else 0)]
                 with cgutils.for_range(builder, WORD(ROWS)) as loop:
                     line = builder.mul(loop.index, WORD(LANES * 4))
@@ -196,7 +195,7 @@ def _tile(count: int, wide: bool) -> Any:
                         for block in range(2):
                             whole = vector(at(integers, (2 * each + block) * _SUMS, line), ints)
                             scaled = builder.fmul(builder.sitofp(whole, FLOATS), unit)
-                            added[block] = fma(builder, scaled, scale[each][block], added[block])
+                            added[block] = fma(builder, scaled, high[each][block], added[block])
                             if low:
                                 added[block] = fma(builder, values, low[each][block], added[block])
                     for place, total in zip(places, added, strict=True):
@@ -251,19 +250,19 @@ def ask_for(weight: int, further: int, nbytes: int) -> None:
         prefetch(weight + further + at)
 
 
-def multiplier(wide: bool, bits: int, offset: int, put: Any) -> Any:
+def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
     """`multiply(job, block, behind, first, last, memory, following)`: the rows [first, last) of a job of `int4` times a
     block of outputs and the one so many blocks behind it. Weights at `following` are needed next; it may be 0. What is
     stored is `offset` more than the integers, where there are no minimums or it has eight bits.
 
     `put(job, block, first, count, sums, behind)` writes results.
     """
-    one, two, three = (_tile(count, wide) for count in range(1, GROUPS + 1))
+    one, two, three = (_tile(count, scale) for count in range(1, GROUPS + 1))
     unpack, unpack_signed = unpacker(bits, offset if bits == 8 else 0), unpacker(bits, offset)
 
     @jit
     def multiply(job: Any, block: int, behind: int, first: int, last: int, memory: int, following: int) -> None:
-        weight, scale = job.weight + block * job.block_bytes, job.scale + block * job.scale_bytes
+        weight, scales = job.weight + block * job.block_bytes, job.scale + block * job.scale_bytes
         minimum = job.minimum + block * job.scale_bytes if job.minimum > 0 else 0
         further, further_scales = behind * job.block_bytes, behind * job.scale_bytes
         integers, unpacked, totals = memory + INTEGERS, memory + _WEIGHTS, memory + _TOTALS
@@ -292,11 +291,11 @@ def multiplier(wide: bool, bits: int, offset: int, put: Any) -> Any:
                     if r == first and ahead > 0:  # little by little, while others are multiplied
                         ask_for(ahead + (g - start) * nbytes, further, count * nbytes)
                     if count == 3:
-                        three(x, stride, g, groups, per, depth, at, scale, minimum, further_scales, integers, sums)
+                        three(x, stride, g, groups, per, depth, at, scales, minimum, further_scales, integers, sums)
                     elif count == 2:
-                        two(x, stride, g, groups, per, depth, at, scale, minimum, further_scales, integers, sums)
+                        two(x, stride, g, groups, per, depth, at, scales, minimum, further_scales, integers, sums)
                     else:
-                        one(x, stride, g, groups, per, depth, at, scale, minimum, further_scales, integers, sums)
+                        one(x, stride, g, groups, per, depth, at, scales, minimum, further_scales, integers, sums)
                     g += count
         for r in range(first, last, ROWS):
             sums, count = totals + (r - first) * 2 * LANES * 4, min(ROWS, last - r)

@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rekindle_kernels.int4 import OUTPUTS, TILE
+from rekindle_kernels.int4 import OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
 from rekindle_kernels.native.language.memory import WORD
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call
 
@@ -46,7 +46,7 @@ def multiply_tile(
     vectors: int,
     instruction: str,
     *,
-    wide: bool,
+    scale: str,
     bits: int = 4,
     prefetches: bool = False,
     unpacked: bool = False,
@@ -55,12 +55,11 @@ def multiply_tile(
 
     Packed rows lie `stride` bytes apart at x. The second block of outputs has its weights `further` bytes behind those
     of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP[bits] tiles;
-    `minimums` may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is "vnni", "avx2" or "any"; scales are
-    float32 if they are `wide`, else float16. With `unpacked`, weights are what `unpacker` made of two blocks. Integers
-    of eight bits are multiplied as if 128 were added to them.
+    `minimums` may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is "vnni", "avx2" or "any", and `scale`
+    the dtype of scales. With `unpacked`, weights are what `unpacker` made of two blocks. Integers of eight bits are
+    multiplied as if 128 were added to them.
     """
     in_registers = rows * vectors <= 8
-    stored = FLOATS if wide else ir.VectorType(ir.HalfType(), LANES)
     count, tile_bytes, step = rows * vectors, TILE * bits // 4, STEP[bits]
 
     @intrinsic
@@ -87,10 +86,6 @@ def multiply_tile(
             def times(a: Any, b: Any) -> Any:
                 return builder.mul(a, b if isinstance(b, ir.Value) else WORD(b))
 
-            def numbers(address: Any) -> Any:
-                values = builder.load(at(address, stored), align=1)
-                return values if wide else builder.fpext(values, FLOATS)
-
             begins = [x] + [builder.add(x, times(stride, row)) for row in range(1, rows)]
             places = [builder.add(sums, WORD(4 * LANES * index)) for index in range(count)]
             totals = [cgutils.alloca_once(builder, _INTS) for _ in range(count)]
@@ -98,6 +93,7 @@ def multiply_tile(
             for one in kept:
                 builder.store(ir.Constant(FLOATS, [0.0] * LANES), one, align=64 if in_registers else 4)
             width = times(times(groups, steps), step * 8)  # inputs, and bytes of a row's integers
+            scales_at = scale_reader(builder, scale, times(steps, step * 8))
 
             def number(row: int, group: Any, which: int, kind: ir.Type) -> Any:
                 behind = builder.add(width, times(builder.add(times(groups, which), group), 4))
@@ -134,9 +130,8 @@ def multiply_tile(
                                 after = _add_row(builder, instruction, bits, word, list(columns), before)
                                 for total, value in zip(here, after, strict=True):
                                     builder.store(value, total)
-                at_scales = times(group, LANES * (4 if wide else 2))
-                behind = [builder.add(at_scales, further_scales) if vector else at_scales for vector in range(vectors)]
-                factors = [numbers(builder.add(scales, place)) for place in behind]
+                vector_starts = [WORD(0), further_scales][:vectors]
+                factors = [scales_at(builder.add(scales, start), group) for start in vector_starts]
                 for row in range(rows):
                     factor, back = (number(row, group, which, ir.FloatType()) for which in (SCALE, BACK))
                     for vector in range(vectors):
@@ -146,7 +141,7 @@ def multiply_tile(
                         added = fma(builder, scaled, factors[vector], builder.load(kept[index], align=4))
                         builder.store(added, kept[index], align=4)
                 with builder.if_then(builder.icmp_signed("!=", minimums, WORD(0))):
-                    lowest = [numbers(builder.add(minimums, place)) for place in behind]
+                    lowest = [scales_at(builder.add(minimums, start), group) for start in vector_starts]
                     for row in range(rows):
                         values = number(row, group, VALUES, ir.FloatType())
                         for vector in range(vectors):
@@ -161,6 +156,34 @@ def multiply_tile(
         return types.void(*[types.int64] * 10), codegen
 
     return tile
+
+
+def scale_reader(builder: Any, dtype: str, inputs: Any) -> Any:
+    """`numbers(start, group)`: the scales of 16 outputs in a group of so many inputs, as float32; row of `scale` at
+    `start`."""
+
+    def load(address: Any, kind: ir.Type) -> Any:
+        return builder.load(builder.inttoptr(address, ir.VectorType(kind, LANES).as_pointer()), align=1)
+
+    if dtype != STEPPED:
+        kind = ir.FloatType() if dtype == "float32" else ir.HalfType()
+
+        def plain(start: Any, group: Any) -> Any:
+            found = load(builder.add(start, builder.mul(group, WORD(LANES * (4 if dtype == "float32" else 2)))), kind)
+            return found if dtype == "float32" else builder.fpext(found, FLOATS)
+
+        return plain
+    each = builder.udiv(WORD(SPAN), inputs)  # groups of a step; a power of two
+    shift, rest = builder.cttz(each, ir.Constant(ir.IntType(1), 1)), builder.sub(each, WORD(1))
+    span_bytes = builder.mul(builder.add(each, WORD(STEP_BYTES)), WORD(LANES))
+
+    def with_steps(start: Any, group: Any) -> Any:
+        span = builder.add(start, builder.mul(builder.lshr(group, shift), span_bytes))
+        integers = load(builder.add(span, builder.mul(builder.and_(group, rest), WORD(LANES))), BYTE)
+        steps = load(builder.add(span, builder.mul(each, WORD(LANES))), ir.HalfType())
+        return builder.fmul(builder.sitofp(builder.sext(integers, _INTS), FLOATS), builder.fpext(steps, FLOATS))
+
+    return with_steps
 
 
 def everywhere(builder: Any, value: Any, kind: ir.Type) -> Any:

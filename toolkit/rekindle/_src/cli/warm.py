@@ -34,7 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device_kind is not None:
         check_kind(arguments.device_kind)
     model = describe(
-        tiny.folder() if arguments.model == "tiny" else arguments.model, dtype=options.dtype, quantize=options.quantize
+        tiny.folder() if arguments.model == "tiny" else arguments.model,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        divided=options.mesh is not None,
     )
     placement = placed(checked_mesh(options.mesh), model.graph)
     shapes = model.shapes if placement is None else placement.shapes(model.shapes)

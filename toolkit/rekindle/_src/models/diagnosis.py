@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from rekindle._src.models.base import LoadedModel, merge
+from rekindle._src.models.nn.packing import is_packed, matrix_shape
+from rekindle_kernels import int4
 
 
 class BrokenWeight(NamedTuple):
@@ -24,8 +26,13 @@ class BrokenWeight(NamedTuple):
 
 def broken_weights(model: LoadedModel) -> Iterator[BrokenWeight]:
     """Every parameter that holds NaN or infinity, in the order of the layers. Reads all weights once."""
-    for path, leaf in zip(model.graph.paths, model.leaves, strict=True):
-        values = _values(model, leaf)
+    leaves = dict(zip(model.graph.paths, model.leaves, strict=True))
+    for path, leaf in leaves.items():
+        matrix = leaves.get(path.removesuffix("scale").removesuffix("minimum") + "weight")
+        if matrix is not None and is_packed(matrix):  # whose scales may be integers with steps
+            values = int4.numbers(leaf, matrix_shape(matrix)[-1])
+        else:
+            values = _values(model, leaf)
         if not jnp.issubdtype(values.dtype, jnp.floating):
             continue
         nans, infinities = int(jnp.isnan(values).sum()), int(jnp.isinf(values).sum())

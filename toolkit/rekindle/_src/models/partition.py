@@ -89,7 +89,7 @@ class Partition:
         sources = manifest(graph.config).sources
         for path, packed in packings_of(graph).items():
             source = sources[path]
-            reason = source.role.reason_against_packing(source.stack, int4.OUTPUTS, packed.group, self.sizes)
+            reason = source.role.reason_against_packing(source.stack, int4.OUTPUTS, packed.unit, self.sizes)
             if reason is not None:
                 raise ConfigError(
                     "mesh",
@@ -121,7 +121,7 @@ def roles_of(graph: Graph) -> dict[str, Role]:
         role, packed = sources[matrix].role, packings.get(matrix)
         if packed is not None:
             each = int4.COLUMNS[int4.DTYPES[packed.bits]]
-            columns = Fraction(each) if path == matrix else Fraction(int4.OUTPUTS, packed.group)
+            columns = Fraction(each) if path == matrix else int4.scale_columns(packed.group, packed.scales)
             found[path] = role.packed(sources[matrix].stack, int4.OUTPUTS, columns)
         else:
             found[path] = role if path == matrix else role.scale

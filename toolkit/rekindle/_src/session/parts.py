@@ -117,7 +117,13 @@ def _describe(request: OpenRequest) -> Described:
     shown.stage = "the checkpoint's headers"
     shown.hidden = not Path(folder).expanduser().exists()  # the hub shows its downloads itself
     try:
-        return describe(folder, dtype=config.dtype, quantize=config.quantize, cache_dir=cache_folder(config.cache_dir))
+        return describe(
+            folder,
+            dtype=config.dtype,
+            quantize=config.quantize,
+            cache_dir=cache_folder(config.cache_dir),
+            divided=config.mesh is not None,
+        )
     finally:
         shown.hidden = False
 

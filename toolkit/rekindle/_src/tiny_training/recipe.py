@@ -75,6 +75,11 @@ class Recipe:
             self, stages=stages, warmup=max(1, round(self.warmup * share)), decay=max(1, round(self.decay * share))
         )
 
+    @classmethod
+    def of_size(cls, size: str) -> Recipe:
+        """The recipe of one of SIZES."""
+        return cls(**SIZES[size])
+
     def config(self, eos_token_ids: list[int], pad_token_id: int) -> dict[str, Any]:
         """The model's config.json."""
         return {
@@ -99,3 +104,10 @@ class Recipe:
             "pad_token_id": pad_token_id,
             "torch_dtype": "bfloat16",
         }
+
+
+# What larger models have otherwise than the shipped one. They were not trained: the shipped weights are "tiny".
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "30m": {"hidden_size": 512, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1536},
+}

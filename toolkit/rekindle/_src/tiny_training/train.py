@@ -22,7 +22,7 @@ from rekindle._src.models.registry import config_from_hf
 from rekindle._src.tiny_training import card, export, headstart, native, optimizer, tokenizer
 from rekindle._src.tiny_training.batches import batch
 from rekindle._src.tiny_training.objective import mean_loss
-from rekindle._src.tiny_training.recipe import Recipe
+from rekindle._src.tiny_training.recipe import SIZES, Recipe
 
 Vector = NDArray[np.float32]
 
@@ -176,17 +176,18 @@ def train(
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m rekindle.tiny", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/tiny/model"), help="where the model's folder is written"
-    )
-    parser.add_argument("--work", type=Path, default=Path("build/tiny"), help="checkpoints; a run resumes from here")
-    parser.add_argument(
-        "--steps", type=int, default=Recipe().steps, help="fewer: quick and worse; more: slow and better"
-    )
+    parser.add_argument("--size", choices=list(SIZES), default="tiny", help="larger ones take that much longer")
+    parser.add_argument("--out", type=Path, help="where the model's folder is written; default build/SIZE/model")
+    parser.add_argument("--work", type=Path, help="checkpoints; a run resumes from here; default build/SIZE")
+    parser.add_argument("--steps", type=int, help="fewer: quick and worse; more: slow and better")
     options = parser.parse_args(argv)
-    recipe = Recipe() if options.steps == Recipe().steps else Recipe().scaled(options.steps)
+    recipe = Recipe.of_size(options.size)
+    if options.steps not in (None, recipe.steps):
+        recipe = recipe.scaled(options.steps)
+    work = options.work or Path("build") / options.size
+    out = options.out or work / "model"
     words = tokenizer.train(recipe.vocab_size)
-    resumed = any((options.work / "checkpoints").glob("*.npz"))
+    resumed = any((work / "checkpoints").glob("*.npz"))
     began = time.monotonic()
 
     def report(progress: TrainingProgress) -> None:
@@ -197,11 +198,12 @@ def main(argv: list[str] | None = None) -> None:
                 flush=True,
             )
 
-    graph, leaves = train(recipe, words, options.work, report=report)
-    export.write(recipe, words, graph, leaves, options.out)
-    minutes = None if resumed else (time.monotonic() - began) / 60
-    card.write(recipe, load(options.out), words, options.out, minutes=minutes)
-    print(f"wrote {options.out}")
+    graph, leaves = train(recipe, words, work, report=report)
+    export.write(recipe, words, graph, leaves, out)
+    if options.size == "tiny":
+        minutes = None if resumed else (time.monotonic() - began) / 60
+        card.write(recipe, load(out), words, out, minutes=minutes)
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

@@ -98,11 +98,13 @@ def describe(
     quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
     cache_dir: str | Path | None = None,
+    divided: bool = False,
 ) -> Described:
     """Checks a folder or hub id and describes the model that `load` would return for it.
 
     With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and where
-    native kernels multiply them those of eight bits too.
+    native kernels multiply them those of eight bits too. A model that will be `divided` over devices can be divided
+    after every group.
     """
     quantize = checked_quantize(quantize)
     seen = look(model)
@@ -110,7 +112,7 @@ def describe(
     kept = known = reads = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         asked = resolve_dtype(dtype, None)
-        as_stored = ("as stored",) if keeps_in_groups else ()
+        as_stored = ("as stored", *["divided"] * divided) if keeps_in_groups else ()
         kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings, *as_stored)
         with _damage_warns():
             known = prepared.known(kept)
@@ -118,7 +120,9 @@ def describe(
         config = config_from_hf(seen.raw)
         _check_counts(seen, config)
         name = resolve_dtype(dtype, config)
-        kinds = stored_kinds(*named_tensors(seen, config), eight=_multiplies_groups()) if keeps_in_groups else ()
+        kinds: tuple[tuple[str, str], ...] = ()
+        if keeps_in_groups:
+            kinds = stored_kinds(*named_tensors(seen, config), eight=_multiplies_groups(), steps=not divided)
         graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings, kinds=kinds)
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)

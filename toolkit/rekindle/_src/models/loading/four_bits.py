@@ -19,7 +19,10 @@ from rekindle_kernels import int4
 
 
 class Integers(NamedTuple):
-    """Integers [outputs, inputs], scales and minimums [outputs, groups], as `rekindle_kernels.int4` defines them."""
+    """Integers [outputs, inputs], scales and minimums [outputs, groups], as `rekindle_kernels.int4` defines them.
+
+    Scales and minimums that are integers with steps are what `int4.stepped` makes.
+    """
 
     integers: NDArray[Any]  # uint8 from 0 to 15, or int8
     scales: NDArray[Any]
@@ -48,10 +51,10 @@ def packing_for(group: int, *, minimum: bool, dtype: Any) -> Packing | None:
 
 
 def stored_kinds(
-    declared: Manifest, entries: Mapping[str, TensorEntry], *, eight: bool = True
+    declared: Manifest, entries: Mapping[str, TensorEntry], *, eight: bool = True, steps: bool = True
 ) -> tuple[tuple[str, str], ...]:
     """The kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in groups of four bits, and of
-    `eight`."""
+    `eight`. Without `steps`, scales are numbers, so that a matrix can be divided after every group."""
     found = []
     for path, source in declared.sources.items():
         parts = [entries[name] for name in source.names if name in entries]
@@ -60,6 +63,8 @@ def stored_kinds(
             continue
         if packing.bits == 8 and not eight:
             continue
+        if packing.scales == int4.STEPPED and not steps:
+            packing = packing._replace(scales="float32")
         outputs, inputs = sum(source.rows), parts[0].shape[-1]
         if int4.reason_against(outputs, inputs, packing.group, packing.bits) is None:
             found.append((path.removesuffix(".weight"), packing.kind))
@@ -76,17 +81,27 @@ def fills(packing: Packing | None, entry: TensorEntry, source: Source) -> bool:
 
 def fitted(found: Integers, stored: Packing, packing: Packing) -> Integers:
     """The same numbers for a packing that holds more: smaller groups, minimums, wider scales, eight bits."""
-    scales = np.repeat(found.scales, stored.group // packing.group, axis=1).astype(packing.scales)
+    scales = _spread(found.scales, stored, packing)
     integers, offset = found.integers, 0 if stored.minimum or stored.bits == 8 else int4.OFFSET
     if packing.bits > stored.bits:
         integers, offset = integers.astype(np.int8) - np.int8(offset), 0
     if not packing.minimum:
         return Integers(integers, scales)
     if found.minimums is not None:
-        minimums = np.repeat(found.minimums, stored.group // packing.group, axis=1).astype(packing.scales)
+        minimums = _spread(found.minimums, stored, packing)
     else:
         minimums = scales * np.asarray(-offset, scales.dtype) if offset else np.zeros_like(scales)
     return Integers(integers, scales, minimums)
+
+
+def _spread(numbers: NDArray[Any], stored: Packing, packing: Packing) -> NDArray[Any]:
+    """Scales or minimums for smaller groups."""
+    ratio = stored.group // packing.group
+    if packing.scales == int4.STEPPED:
+        integers, steps = numbers[..., : -int4.STEP_BYTES], numbers[..., -int4.STEP_BYTES :]
+        return np.concatenate([np.repeat(integers, ratio, axis=-1), steps], axis=-1)
+    wide = int4.stepped_numbers(numbers) if stored.scales == int4.STEPPED else numbers
+    return np.repeat(wide, ratio, axis=1).astype(packing.scales)
 
 
 def _packing(entry: TensorEntry) -> Packing | None:
@@ -104,5 +119,6 @@ def _joined(packings: Iterable[Packing | None]) -> Packing | None:
     bits = max(packing.bits for packing in known)
     # Eight times a scale, which takes the place of an offset, may not fit into 16 bits.
     mixed = minimum and bits == 4 and not all(packing.minimum for packing in known)
-    wide = mixed or any(packing.scales == "float32" for packing in known)
-    return Packing(group, minimum, "float32" if wide else "float16", bits)
+    dtypes = {packing.scales for packing in known}
+    scales = "float32" if mixed or len(dtypes) > 1 else dtypes.pop()
+    return Packing(group, minimum, scales, bits)

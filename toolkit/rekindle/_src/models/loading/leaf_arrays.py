@@ -41,7 +41,10 @@ class LeafArrays(NamedTuple):
         if leaf.packing is None:
             scale = None if leaf.scale is None else aligned(leaf.shape[:-1], np.float32)
             return cls(aligned(leaf.shape, leaf.dtype), scale)
-        groups = (*leaf.shape[:-1], leaf.shape[-1] // leaf.packing.group)
+        groups: tuple[int, ...] = (*leaf.shape[:-1], leaf.shape[-1] // leaf.packing.group)
+        if leaf.packing.scales == int4.STEPPED:
+            spans = leaf.shape[-1] // int4.SPAN
+            groups = (*leaf.shape[:-1], spans, int4.SPAN // leaf.packing.group + int4.STEP_BYTES)
         minimum = np.empty(groups, leaf.packing.scales) if leaf.packing.minimum else None
         integers = np.uint8 if leaf.packing.bits == 4 else np.int8
         return cls(np.empty(leaf.shape, integers), np.empty(groups, leaf.packing.scales), minimum)
@@ -49,6 +52,7 @@ class LeafArrays(NamedTuple):
     def quantize(self, values: NDArray[Any], index: Any) -> None:
         """Quantise rows [out, in] into the place that `index` says."""
         assert self.scale is not None, "what is quantised has scales"
+        assert self.scale.dtype != int4.STEPPED, "only files have scales with steps"
         if self.scale.ndim < self.values.ndim:  # one for each output
             quantize_into(values, self.values[index], self.scale[index])
             return

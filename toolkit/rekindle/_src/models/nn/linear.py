@@ -79,7 +79,7 @@ class Matrix(nnx.Module):
             return
         bits = self.packing.bits
         self.quantize, self.weight = "int4", parameter(int4.weight_shape(self.shape, bits), int4.DTYPES[bits])
-        scales = int4.scale_shape(self.shape, self.packing.group)
+        scales = int4.scale_shape(self.shape, self.packing.group, self.packing.scales)
         self.scale = nnx.data(parameter(scales, self.packing.scales))
         if self.packing.minimum:
             self.minimum = nnx.data(parameter(scales, self.packing.scales))

@@ -1,8 +1,9 @@
 """How a matrix is stored in groups of four or eight bits: what the kinds of a plan and the shape of a matrix come to.
 
 Kinds are text, as a graph and its JSON hold them: `int4`, with `-32`, `-64` or `-128` for the inputs of a group, then
-`-min` where groups have minimums, then `-f32` where scales and minimums are float32: `int4-32` holds Q4_0,
-`int4-32-min` Q4_1, `int4-128-min-f32` AWQ and GPTQ with zero points, `int4-32-min-f32` Q4_K. Users name the first four.
+`-min` where groups have minimums, then `-f32` where scales and minimums are float32, or `-k` where they are integers
+with steps: `int4-32` holds Q4_0, `int4-32-min` Q4_1, `int4-128-min-f32` AWQ and GPTQ with zeros, `int4-32-min-k` Q4_K.
+Users name the first four.
 `int8-32` and so on are groups of eight bits, which only files have: Q8_0, Q6_K, Q5_0 and others.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from rekindle.errors import ConfigError
 from rekindle_kernels import int4
 
+_SUFFIXES = {"float16": "", "float32": "-f32", int4.STEPPED: "-k"}
 PREFERRED = 64  # inputs of a group where a plan does not say it; 32 where 64 do not divide the inputs
 
 
@@ -22,13 +24,18 @@ class Packing(NamedTuple):
 
     group: int
     minimum: bool = False  # groups have minimums
-    scales: str = "float16"  # the dtype of scales and minimums
+    scales: str = "float16"  # the dtype of scales and minimums; of int8 they have steps
     bits: int = 4
 
     @property
     def kind(self) -> str:
         """The kind that says all of it."""
-        return f"int{self.bits}-{self.group}{'-min' * self.minimum}{'-f32' * (self.scales == 'float32')}"
+        return f"int{self.bits}-{self.group}{'-min' * self.minimum}{_SUFFIXES[self.scales]}"
+
+    @property
+    def unit(self) -> int:
+        """Inputs that stay together where a matrix is divided."""
+        return int4.SPAN if self.scales == int4.STEPPED else self.group
 
 
 def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | None:
@@ -38,9 +45,9 @@ def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | No
     """
     if kind is None or not re.match(r"int4|int8-\d", kind):
         return None
-    found = re.fullmatch(r"int([48])(?:-(\d+))?(-min)?(-f32)?", kind)
+    found = re.fullmatch(r"int([48])(?:-(\d+))?(-min)?(-f32|-k)?", kind)
     assert found is not None, f"kind {kind!r}"
-    bits, asked, minimum, wide = found.groups()
+    bits, asked, minimum, suffix = found.groups()
     outputs, inputs = shape[-2:]
     group = int(asked) if asked else PREFERRED if inputs % PREFERRED == 0 else min(int4.GROUPS)
     reason = int4.reason_against(outputs, inputs, group, int(bits))
@@ -51,7 +58,8 @@ def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | No
             f"{path} can't be kept in four bits: {reason}",
             'Keep this part in eight, as quantize={"attention": "int8", "mlp": "int4"} does',
         )
-    return Packing(group, minimum is not None, "float32" if wide else "float16", int(bits))
+    scales = next(dtype for dtype, other in _SUFFIXES.items() if other == (suffix or ""))
+    return Packing(group, minimum is not None, scales, int(bits))
 
 
 def matrix_shape(leaf: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ Blocks = NDArray[np.void]
 Values = NDArray[np.float32]
 # The 16 levels of IQ4, and twice those of a 4-bit float (E2M1).
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-_E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 def dequantize(kind: BlockType, blocks: NDArray[Any]) -> Values:
@@ -75,10 +75,10 @@ def _iq4_nl(blocks: Blocks) -> Values:
 
 
 def _mxfp4(blocks: Blocks) -> Values:
-    return _half_powers(blocks["scale"])[:, None] * _E2M1_TWICE[q4(blocks)]
+    return half_powers(blocks["scale"])[:, None] * E2M1_TWICE[q4(blocks)]
 
 
-def _half_powers(exponents: NDArray[np.uint8]) -> Values:
+def half_powers(exponents: NDArray[np.uint8]) -> Values:
     """Half of 2 ** (exponent - 127): the levels are stored twice as large. The two smallest are subnormal."""
     wide = exponents.astype(np.uint32)
     bits = np.where(wide < 2, np.uint32(0x200000) << wide, (wide - np.uint32(1)) << np.uint32(23))
@@ -112,7 +112,7 @@ def six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArra
     return np.concatenate(scales, axis=1), np.concatenate(minima, axis=1)
 
 
-def k_scales(blocks: Blocks) -> tuple[Values, Values]:
+def _k_scales(blocks: Blocks) -> tuple[Values, Values]:
     scales, minima = six_bit_scales(blocks["scales"])
     return (_single(blocks["scale"]) * scales)[:, :, None], (_single(blocks["least"]) * minima)[:, :, None]
 
@@ -130,19 +130,13 @@ def q5_k(blocks: Blocks) -> NDArray[np.uint8]:
 
 
 def _q4_k(blocks: Blocks) -> Values:
-    step, least = k_scales(blocks)
+    step, least = _k_scales(blocks)
     return step * q4_k(blocks) - least
 
 
 def _q5_k(blocks: Blocks) -> Values:
-    step, least = k_scales(blocks)
+    step, least = _k_scales(blocks)
     return step * q5_k(blocks) - least
-
-
-def q6_k_scales(blocks: Blocks) -> Values:
-    """The scales [N, 16, 1] of Q6_K."""
-    found: Values = (_single(blocks["scale"]) * blocks["scales"])[:, :, None]
-    return found
 
 
 def q6_k(blocks: Blocks) -> NDArray[np.int8]:
@@ -154,19 +148,19 @@ def q6_k(blocks: Blocks) -> NDArray[np.int8]:
 
 
 def _q6_k(blocks: Blocks) -> Values:
-    return q6_k_scales(blocks) * q6_k(blocks)
+    return (_single(blocks["scale"]) * blocks["scales"])[:, :, None] * q6_k(blocks)
 
 
-def iq4_xs_scales(blocks: Blocks) -> Values:
-    """The scales [N, 8, 1] of IQ4_XS."""
+def iq4_xs_levels(blocks: Blocks) -> NDArray[np.int8]:
+    """The scales [N, 8] of IQ4_XS as multiples of that of the block."""
     low = _parts(blocks["scales"], 4, 1).reshape(-1, 8)
     high = (blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & np.uint8(3)
-    scales = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
-    return (_single(blocks["scale"]) * scales)[:, :, None]
+    found: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    return found
 
 
 def _iq4_xs(blocks: Blocks) -> Values:
-    return iq4_xs_scales(blocks) * IQ4[q4(blocks).reshape(-1, 8, 32)]
+    return (_single(blocks["scale"]) * iq4_xs_levels(blocks))[:, :, None] * IQ4[q4(blocks).reshape(-1, 8, 32)]
 
 
 _FUNCTIONS: dict[str, Callable[[Blocks], Values]] = {

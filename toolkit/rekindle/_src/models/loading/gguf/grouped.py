@@ -1,7 +1,7 @@
 """Types of GGUF tensors that are integers in groups of 32 or 16: how they are kept in four or eight bits, exactly.
 
-What they stand for is what `dequantize` makes of them: levels of a table are integers, and products of scales that a
-type computes in float32 become the scales.
+What they stand for is what `dequantize` makes of them: levels of a table are integers, and scales that a type computes
+in float32 as a product are kept as its factors.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from numpy.typing import NDArray
 from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.gguf import dequantize
 from rekindle._src.models.nn.packing import Packing
+from rekindle_kernels import int4
 
 PACKINGS = {
     "Q4_0": Packing(32),
     "Q4_1": Packing(32, minimum=True),
-    "Q4_K": Packing(32, minimum=True, scales="float32"),
+    "Q4_K": Packing(32, minimum=True, scales=int4.STEPPED),
     "Q5_0": Packing(32, bits=8),
     "Q5_1": Packing(32, minimum=True, bits=8),
-    "Q5_K": Packing(32, minimum=True, scales="float32", bits=8),
-    "Q6_K": Packing(16, scales="float32", bits=8),
+    "Q5_K": Packing(32, minimum=True, scales=int4.STEPPED, bits=8),
+    "Q6_K": Packing(16, scales=int4.STEPPED, bits=8),
     "Q8_0": Packing(32, bits=8),
     "IQ4_NL": Packing(32, bits=8),
-    "IQ4_XS": Packing(32, scales="float32", bits=8),
+    "IQ4_XS": Packing(32, scales=int4.STEPPED, bits=8),
+    "MXFP4": Packing(32, scales="float32", bits=8),
 }
 
 
@@ -35,10 +37,11 @@ def integers(kind: str, blocks: NDArray[Any]) -> Integers:
     with np.errstate(all="ignore"):  # scales may be infinite or NaN; the numbers then are, too
         found, scales, minimums = _FUNCTIONS[kind](blocks.reshape(-1))
     rows, dtype = len(blocks), np.uint8 if PACKINGS[kind].bits == 4 else np.int8
+    shape = (rows, -1, *scales.shape[2:])
     return Integers(
         found.reshape(rows, -1).view(dtype),
-        scales.reshape(rows, -1),
-        None if minimums is None else minimums.reshape(rows, -1),
+        scales.reshape(shape),
+        None if minimums is None else minimums.reshape(shape),
     )
 
 
@@ -54,10 +57,15 @@ def _with_k_scales(levels: Callable[[Any], NDArray[Any]]) -> Callable[[Any], Fou
     """Of blocks of eight groups, with scales and minimums of six bits."""
 
     def found(blocks: Any) -> Found:
-        step, least = dequantize.k_scales(blocks)
-        return levels(blocks), step, -least
+        scales, minimums = dequantize.six_bit_scales(blocks["scales"])
+        return levels(blocks), _stepped(scales, blocks["scale"]), _stepped(minimums, -blocks["least"])
 
     return found
+
+
+def _stepped(scales: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.int8]:
+    """Small integers [N, groups] of N blocks times their steps [N], which a block has one of: [N, 1, groups + 2]."""
+    return int4.stepped(scales.view(np.int8), steps[:, None])
 
 
 def _of_table(table: NDArray[Any], blocks: Any) -> NDArray[Any]:
@@ -72,8 +80,17 @@ _FUNCTIONS: dict[str, Callable[[Any], Found]] = {
     "Q5_0": _one_group(lambda blocks: dequantize.q5(blocks).view(np.int8) - np.int8(16)),
     "Q5_1": _one_group(dequantize.q5, minimums=True),
     "Q5_K": _with_k_scales(dequantize.q5_k),
-    "Q6_K": lambda blocks: (dequantize.q6_k(blocks), dequantize.q6_k_scales(blocks), None),
+    "Q6_K": lambda blocks: (dequantize.q6_k(blocks), _stepped(blocks["scales"], blocks["scale"]), None),
     "Q8_0": _one_group(lambda blocks: np.ascontiguousarray(blocks["low"])),
     "IQ4_NL": _one_group(lambda blocks: _of_table(dequantize.IQ4, blocks)),
-    "IQ4_XS": lambda blocks: (_of_table(dequantize.IQ4, blocks), dequantize.iq4_xs_scales(blocks), None),
+    "IQ4_XS": lambda blocks: (
+        _of_table(dequantize.IQ4, blocks),
+        _stepped(dequantize.iq4_xs_levels(blocks), blocks["scale"]),
+        None,
+    ),
+    "MXFP4": lambda blocks: (
+        _of_table(dequantize.E2M1_TWICE, blocks),
+        dequantize.half_powers(blocks["scale"])[:, None],
+        None,
+    ),
 }

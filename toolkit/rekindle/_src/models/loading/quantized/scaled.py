@@ -9,10 +9,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.rows_of import rows_of
 from rekindle._src.models.loading.tensor_files import TensorEntry
+from rekindle._src.models.nn.packing import Packing
+from rekindle_kernels import int4
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_TWICE = (2 * _E2M1).astype(np.int8)
 
 
 class ScaledRows:
@@ -44,13 +48,29 @@ class FourBitFloatRows:
         self._weight, self._scale, self._whole = weight, scale, whole
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        values, scale = _E2M1[self._levels(start, stop)], self._scales(start, stop)
+        return values * np.repeat(scale, values.shape[1] // scale.shape[1], axis=1)
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the matrix can be kept in eight bits: twice the values are small integers."""
+        inputs, groups = 2 * self._weight.shape[1], self._scale.shape[1]
+        group = inputs // groups if groups and inputs % groups == 0 else 0
+        return Packing(group, scales="float32", bits=8) if group in int4.GROUPS_OF[8] else None
+
+    def integers(self, start: int, stop: int) -> Integers:
+        """What is stored of the outputs [start, stop), with half of the scales."""
+        return Integers(_TWICE[self._levels(start, stop)], self._scales(start, stop) * np.float32(0.5))
+
+    def _levels(self, start: int, stop: int) -> NDArray[np.uint8]:
         packed = rows_of(self._weight, start, stop)
-        values = _E2M1[np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)]
+        levels: NDArray[np.uint8] = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+        return levels
+
+    def _scales(self, start: int, stop: int) -> NDArray[np.float32]:
+        """[outputs, groups]"""
         stored = rows_of(self._scale, start, stop)
         if self._whole is None:
-            exponents = stored.view(ml_dtypes.float8_e8m0fnu)
-            scale = exponents.astype(np.float32)
-        else:
-            whole = rows_of(self._whole._replace(shape=(1,)), 0, 1).astype(np.float32)
-            scale = stored.astype(np.float32) / whole
-        return values * np.repeat(scale, values.shape[1] // scale.shape[1], axis=1)
+            return stored.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        whole = rows_of(self._whole._replace(shape=(1,)), 0, 1).astype(np.float32)
+        return stored.astype(np.float32) / whole
