@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 import rekindle  # noqa: E402
 from helpers import checkpoints, mesh_models  # noqa: E402
@@ -29,6 +30,7 @@ from rekindle._src.models.placement import placed  # noqa: E402
 from rekindle._src.programs.programs import Programs  # noqa: E402
 from rekindle._src.session.resolve import resolve  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
+from rekindle.models import random_model  # noqa: E402
 
 CLOSE = 1e-5
 EXPERTS = {"expert": 2, "model": 1}
@@ -296,6 +298,28 @@ def collectives_are_measured(folder: Path) -> None:
             print(f"{mesh}: {1e3 * seconds / stats.steps:.2f} ms a step, {share:.0%}", flush=True)
             assert seconds > 0 and share == seconds / stats.device_seconds
             assert "time in collectives" in stats._repr_html_() and "collective_share" in str(stats)
+
+
+@check
+def random_models(folder: Path) -> None:
+    """A random model that was made on a mesh is the one of one device, and its session has that mesh."""
+    config = case("llama").config
+    mesh = {"data": 2, "model": 2}
+    expected = generated(random_model(config), None)
+    model = random_model(config, mesh=mesh)
+    assert len(model.leaves[0].sharding.device_set) == 4
+    for given in (None, mesh):
+        assert difference(expected, generated(model, given)) < CLOSE
+    assert not any(leaf.is_deleted() for leaf in model.leaves), "they are the caller's"
+    for given in (2, {"model": 4}):
+        with pytest.raises(rekindle.ConfigError, match="is not that of the model, which lies on <Placement 2 devices"):
+            opened(model, given)
+    with opened(model, None) as session:
+        before = session.generate_sync(PROMPT, max_tokens=10, logprobs=3)
+        session.swap_weights(random_model(config, seed=1)).result_sync()
+        assert difference([before], [session.generate_sync(PROMPT, max_tokens=10, logprobs=3)]) > CLOSE
+        session.swap_weights(random_model(config)).result_sync()
+        assert difference([before], [session.generate_sync(PROMPT, max_tokens=10, logprobs=3)]) < CLOSE
 
 
 @check

@@ -143,7 +143,7 @@ class Placement:
         leaves = tuple(
             self.place(path, np.asarray(leaf)) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)
         )
-        return dataclasses.replace(model, leaves=leaves)
+        return dataclasses.replace(model, leaves=leaves, placement=self)
 
     @property
     def devices(self) -> list[Any]:

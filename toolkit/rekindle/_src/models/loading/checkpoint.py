@@ -211,7 +211,7 @@ def read(
         with _damage_warns():
             arrays = prepared.load(kept, graph, shapes, place=place, placement=placement, report=progress)
             if arrays is not None:
-                return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+                return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)
     leaves, entries = reads or plan(found, graph, shapes)
     if placement is None:
         total = sum(entry.nbytes for entry in entries.values())
@@ -225,7 +225,7 @@ def read(
     if kept is not None and alone and _worth_keeping(leaves, entries, maps=placement is None and prepared.maps(place)):
         whole = arrays if placement is None else placement.held(arrays, shapes)
         prepared.save(kept, graph, dtype, whole)
-    return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+    return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)
 
 
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
