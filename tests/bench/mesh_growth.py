@@ -130,7 +130,7 @@ def told_to(followers: int, rows: int, context: int) -> list[Step]:
         scheduler.submit(request)
     codec, constants, uploads = StepCodec(rows, context // PAGE, PAGE), Constants(rows, ()), dict[Bucket, Upload]()
     found = list[Step]()
-    with connected(followers) as channels:
+    with Connected(followers) as channels:
         while len(found) < STEPS:
             start = time.perf_counter()
             plan = scheduler.plan()
@@ -159,13 +159,13 @@ def told_to(followers: int, rows: int, context: int) -> list[Step]:
     return found
 
 
-class connected:
+class Connected:
     """Channels to so many ends, all in one other process that throws away what comes."""
 
     def __init__(self, count: int) -> None:
         self._count, self._channels = count, list[Channel]()
 
-    def __enter__(self) -> connected:
+    def __enter__(self) -> Connected:
         if self._count:
             with socket.create_server(("127.0.0.1", 0), backlog=self._count) as server:
                 command = [sys.executable, "-c", DRAIN, str(server.getsockname()[1]), str(self._count)]
