@@ -81,12 +81,16 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, context = arguments.rows, arguments.context
     print(f"One model over all devices, {HOST} of each process; {rows} rows of {context} tokens decode:")
-    print(f"{'devices':>8}{'processes':>10}{'bytes each':>11}{'bytes all':>10}" + _names("plan pack encode send commit"))
+    print(
+        f"{'devices':>8}{'processes':>10}{'bytes each':>11}{'bytes all':>10}" + _names("plan pack encode send commit")
+    )
     for devices in arguments.devices:
         steps = told_to(max(0, devices // HOST - 1), rows, context)
-        print(_line(devices, f"{devices // HOST:10}{_most(steps):11,}{_most(steps) * (devices // HOST - 1):10,}", steps))
+        print(
+            _line(devices, f"{devices // HOST:10}{_most(steps):11,}{_most(steps) * (devices // HOST - 1):10,}", steps)
+        )
     print(f"\nData shards of {HOST} devices in one process, {rows // 8} rows each:")
-    print(f"{'devices':>8}{'shards':>10}{'rows':>11}{'':10}" + _names("plan pack encode send commit"))
+    print(f"{'devices':>8}{'shards':>10}{'rows':>11}{'':10}{columns}")
     for devices in arguments.devices:
         shards = max(1, devices // HOST)
         print(_line(devices, f"{shards:10}{shards * (rows // 8):11,}{'':10}", sharded(shards, rows // 8, context)))
@@ -101,10 +105,6 @@ def _names(text: str) -> str:
 def _line(devices: int, cells: str, steps: Sequence[Step]) -> str:
     parts = [statistics.median(getattr(step, name) for step in steps) for name in Step._fields[:5]]
     return f"{devices:8}{cells}" + "".join(f"{part:8.2f}" for part in parts) + f"{sum(parts):9.2f}"
-
-
-def _most(steps: Sequence[Step]) -> int:
-    return max(step.bytes for step in steps)
 
 
 def requests(rows: int, context: int) -> Iterator[Request]:
@@ -235,7 +235,9 @@ def simulated(devices: Sequence[int]) -> None:
     print(f"{'devices':>8}{'host':>8}{'device':>9}{'sums alone':>12}{'share':>8}{'sums':>6}{'bytes a token':>15}")
     for count in devices:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
-        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import mesh_growth as m; m.one({count})"
+        code = (
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import mesh_growth as m; m.one({count})"
+        )
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True,
             env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},

@@ -32,7 +32,9 @@ def checked(folder: Path, devices: int, *names: str, timeout: int = 580) -> None
 
 
 def test_a_mesh_gives_the_tokens_of_one_device(tmp_path: Path) -> None:
-    checked(tmp_path, 4, "some_families", "snapshots", "sums_of_a_step", "memory_is_given_back", "collectives_are_measured")
+    checked(
+        tmp_path, 4, "some_families", "snapshots", "sums_of_a_step", "memory_is_given_back", "collectives_are_measured"
+    )
 
 
 def test_data_shards_give_the_tokens_of_one_device(tmp_path: Path) -> None:

@@ -129,9 +129,7 @@ def _cut(leaf: LeafPlan, part: Part, entry: TensorEntry, first: int, last: int) 
         yield _Piece(part, entry, start, min(last, start + step))
 
 
-def _pieces_of_parts(
-    leaf: LeafPlan, arrays: DividedArrays, entries: Mapping[str, TensorEntry]
-) -> Iterator[_Piece]:
+def _pieces_of_parts(leaf: LeafPlan, arrays: DividedArrays, entries: Mapping[str, TensorEntry]) -> Iterator[_Piece]:
     """What devices of this process need: rows of one part go straight to it, others are read once for all parts."""
     source = leaf.source
     plain = leaf.scale is None and not (source.transpose or source.tiled or source.add)
