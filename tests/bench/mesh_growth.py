@@ -81,14 +81,13 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, context = arguments.rows, arguments.context
     print(f"One model over all devices, {HOST} of each process; {rows} rows of {context} tokens decode:")
-    print(
-        f"{'devices':>8}{'processes':>10}{'bytes each':>11}{'bytes all':>10}" + _names("plan pack encode send commit")
-    )
+    columns = _names("plan pack encode send commit")
+    print(f"{'devices':>8}{'processes':>10}{'bytes each':>11}{'bytes all':>10}{columns}")
     for devices in arguments.devices:
-        steps = told_to(max(0, devices // HOST - 1), rows, context)
-        print(
-            _line(devices, f"{devices // HOST:10}{_most(steps):11,}{_most(steps) * (devices // HOST - 1):10,}", steps)
-        )
+        processes = max(1, devices // HOST)
+        steps = told_to(processes - 1, rows, context)
+        each = max(step.bytes for step in steps)
+        print(_line(devices, f"{processes:10}{each:11,}{each * (processes - 1):10,}", steps), flush=True)
     print(f"\nData shards of {HOST} devices in one process, {rows // 8} rows each:")
     print(f"{'devices':>8}{'shards':>10}{'rows':>11}{'':10}{columns}")
     for devices in arguments.devices:

@@ -142,7 +142,7 @@ def test_no_whole_matrix_is_in_memory(
     tmp_path: Path, dtype: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints.write(tmp_path, mesh_models.raw("llama") | WIDE, dtype="float32")
-    monkeypatch.setattr(reading, "CHUNK", 1 << 15)
+    monkeypatch.setattr(reading, "CHUNK", 1 << 17)
     monkeypatch.setattr(reading, "workers", lambda: 1)
     monkeypatch.setattr(leaf_arrays, "aligned", lambda shape, dtype: np.zeros(shape, dtype))  # which is traced
     found = Reading(folder, Partition(8), dtype=dtype, quantize=quantize)
