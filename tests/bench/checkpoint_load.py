@@ -1,9 +1,10 @@
 """How fast a large checkpoint opens, first and second start, and how much memory that takes at its peak.
 
-    python tests/bench/checkpoint_load.py [--gigabytes 1.4] [--folder DIR] [--cold]
+    python tests/bench/checkpoint_load.py [--gigabytes 1.4] [--folder DIR] [--cold] [--mesh 4]
 
 Writes random Llama-shaped checkpoints in float32 and bfloat16, opens each in fresh processes and removes them. `disk`
-is how fast plain reads of the same files went just before, with as much of them in the page cache.
+is how fast plain reads of the same files went just before, with as much of them in the page cache. With `--mesh` they
+are opened on so many simulated devices.
 """
 
 from __future__ import annotations
@@ -101,11 +102,13 @@ def peak() -> int:
     return int(line.split()[1]) * 1024
 
 
-def open_one(folder: str, cache: str, dtype: str, quantize: str | None) -> None:
+def open_one(folder: str, cache: str, dtype: str, mesh: int, quantize: str | None) -> None:
     """In a process of its own: prints one line of JSON."""
     import jax
 
+    from rekindle._src.core.mesh_shape import checked_mesh
     from rekindle._src.models.loading import checkpoint, prepared
+    from rekindle._src.models.placement import placed
 
     jax.devices()
     before = peak()
@@ -113,7 +116,8 @@ def open_one(folder: str, cache: str, dtype: str, quantize: str | None) -> None:
     found = checkpoint.inspect(folder)
     named = time.perf_counter() - start
     start, used = time.perf_counter(), time.process_time()
-    model = checkpoint.load(folder, dtype=dtype, quantize=quantize, cache_dir=cache)
+    described = checkpoint.describe(folder, dtype=dtype, quantize=quantize, cache_dir=cache)
+    model = checkpoint.read(described, placement=placed(checked_mesh(mesh), described.graph))
     jax.block_until_ready(model.leaves)
     seconds, used = time.perf_counter() - start, time.process_time() - used
     loaded = peak()
@@ -135,8 +139,11 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.4)
     parser.add_argument("--folder", type=Path, default=None, help="where to write; the default is a temporary folder")
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each start")
+    parser.add_argument("--mesh", type=int, default=1, help="simulated devices that share the model")
     parser.add_argument("--only", nargs="*", default=["float32", "bfloat16"])
     options = parser.parse_args()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.mesh}"
+    environment = {**os.environ, "XLA_FLAGS": flags}
     base = Path(tempfile.mkdtemp(dir=options.folder, prefix="rekindle-bench-"))
     print("| source | as | start | s | cpu s | MB/s | disk | weights MB | peak MB (imports) | allowed | kept in s |")
     print("|" + "---|" * 11)
@@ -155,8 +162,12 @@ def main() -> None:
                     disk = plain_read(cache if kept else folder)
                     if options.cold:
                         forget(base)
-                    command = [sys.executable, __file__, "open", str(folder), str(cache), dtype, str(quantize)]
-                    answer = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+                    arguments = [str(folder), str(cache), dtype, str(options.mesh), str(quantize)]
+                    done = subprocess.run(
+                        [sys.executable, __file__, "open", *arguments],
+                        env=environment, stdout=subprocess.PIPE, check=True, text=True,
+                    )  # fmt: skip
+                    answer = json.loads(done.stdout)
                     mb = {key: value / 1e6 for key, value in answer.items()}
                     read = mb["weights"] if kept else mb["source"]
                     print(
@@ -173,6 +184,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["open"]:
-        open_one(*sys.argv[2:5], None if sys.argv[5] == "None" else sys.argv[5])
+        folder, cache, dtype, mesh, quantize = sys.argv[2:]
+        open_one(folder, cache, dtype, int(mesh), None if quantize == "None" else quantize)
     else:
         main()

@@ -11,6 +11,7 @@ from helpers import checkpoints, gguf_files
 from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, planned, shape_config
 from rekindle._src.cli.main import main
 from rekindle._src.models.partition import Partition
+from rekindle._src.session.resolve import PAGE_SIZES
 from rekindle.errors import ConfigError
 
 CONFIG = shape_config("70b")[0]
@@ -97,3 +98,30 @@ def test_a_gguf_file_is_planned_by_its_metadata(tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "folder", checkpoints.CASES["qwen3"])
     config, dtype = shape_config(str(gguf_files.convert(folder, tmp_path / "model.gguf", "bf16")))
     assert (config.model_type, config.head_dim, dtype) == ("qwen3", 12, "bfloat16")
+
+
+def test_data_shards_have_the_whole_model_and_rows_of_their_own() -> None:
+    one, two = (planned(CONFIG, Partition(4), DEVICES["H100"], context=4096, shards=shards) for shards in (1, 2))
+    assert (one.devices, two.devices) == (4, 8)
+    assert (two.weight_bytes, two.token_bytes, two.pages) == (one.weight_bytes, one.token_bytes, one.pages)
+    # two kv heads of 128 on each device, 80 layers, two bytes, 64 tokens
+    assert one.pages == one.free_bytes // (2 * 80 * 2 * 128 * 2 * 64)
+    assert two.kv_tokens == one.kv_tokens and two.contexts == 2 * one.contexts
+    assert two.alone_seconds == one.alone_seconds and two.many_seconds < one.many_seconds
+    half = planned(CONFIG, Partition(4), DeviceSpec(80, 1000, 1e9, 1e9, 1e9, latency=0), context=1, shards=64)
+    assert half.many_seconds == pytest.approx(half.alone_seconds), "64 rows are one for each of 64 shards"
+
+
+def test_pages_have_the_sizes_that_sessions_choose_there() -> None:
+    for name, spec in DEVICES.items():
+        assert spec.page_size == PAGE_SIZES["tpu" if name.startswith("v") else "gpu"]
+
+
+def test_the_doctor_tells_what_each_data_shard_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--plan", "70b", "--mesh", "data=2,model=4", "--device", "H100"]) == 0
+    told = capsys.readouterr().out
+    found = planned(CONFIG, Partition(4), DEVICES["H100"], context=8192, shards=2)
+    assert "70b on 8 × H100 in 2 data shards of 4: weights take 35.3 GB on each device, of 72.0 GB" in told
+    assert f"{found.kv_tokens:,} tokens fit beside them (81,920 bytes of each on a device)" in told
+    assert f"in {found.pages:,} pages of 64 of each data shard, {2 * found.kv_tokens:,} in all" in told
+    assert f"{found.contexts:,} requests of 8,192 tokens" in told

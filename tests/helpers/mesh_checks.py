@@ -18,17 +18,19 @@ if __name__ == "__main__":
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 
 import rekindle  # noqa: E402
 from helpers import checkpoints, mesh_models  # noqa: E402
 from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # noqa: E402
 from rekindle._src.core.config import EngineConfig  # noqa: E402
 from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
-from rekindle._src.models.loading import prepared  # noqa: E402
+from rekindle._src.models.loading import checkpoint, prepared  # noqa: E402
 from rekindle._src.models.placement import placed  # noqa: E402
 from rekindle._src.programs.programs import Programs  # noqa: E402
 from rekindle._src.session.resolve import resolve  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
+from rekindle.models import random_model  # noqa: E402
 
 CLOSE = 1e-5
 EXPERTS = {"expert": 2, "model": 1}
@@ -249,6 +251,75 @@ def loaded_weights(folder: Path) -> None:
         again = session.generate_sync(PROMPT, max_tokens=10, logprobs=3)
     assert difference(expected[0][:1], [before]) < 5e-3 and difference(expected[1][:1], [after]) < 5e-3
     assert difference([before], [again]) < CLOSE
+
+
+@check
+def loaded_in_parts(folder: Path) -> None:
+    """What is read for each device is what it gets of a model that was loaded whole, whatever it is stored as."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "moe_intermediate_size": 64}
+    both = {"expert": 2, "model": 2}
+    for name, mesh, quantize in (
+        ("llama", 8, None),
+        ("gpt2", 4, "int8"),
+        ("olmo2", BOTH, None),
+        ("qwen3-moe", both, "int8-weight"),
+        ("qwen3-moe", both, "mlp=int4-32,attention=int4-32"),
+        ("llama", BOTH, "mlp=int4-32"),
+    ):
+        raw = mesh_models.raw(name) | (sizes if quantize and "int4" in quantize else {})
+        path = checkpoints.write(folder / f"{name}-{mesh}-{quantize}".replace(" ", ""), raw)
+        options: dict[str, Any] = {"dtype": "bfloat16", "quantize": quantize}
+        described = checkpoint.describe(path, **options)
+        placement = placed(checked_mesh(mesh), described.graph)
+        assert placement is not None
+        found = checkpoint.read(described, placement=placement)
+        expected = placement.model(rekindle.models.load(path, **options))
+        assert found.fingerprint == expected.fingerprint
+        for leaf_path, one, other in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
+            assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding), leaf_path
+            for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
+                assert a.device == b.device
+                np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data), err_msg=leaf_path)
+
+
+@check
+def collectives_are_measured(folder: Path) -> None:
+    """`stats()` tells what the collectives take alone; one device has none."""
+    for mesh in (None, 2, BOTH):
+        with opened(case("llama"), mesh) as session:
+            session.generate_sync(PROMPT, max_tokens=10)
+            stats = session.stats()
+            if mesh is None:
+                assert stats.collective_seconds is None and stats.collective_share is None
+                assert "collective_seconds" not in stats.as_dict()
+                continue
+            seconds, share = stats.collective_seconds, stats.collective_share
+            assert seconds is not None and share is not None
+            print(f"{mesh}: {1e3 * seconds / stats.steps:.2f} ms a step, {share:.0%}", flush=True)
+            assert seconds > 0 and share == seconds / stats.device_seconds
+            assert "time in collectives" in stats._repr_html_() and "collective_share" in str(stats)
+
+
+@check
+def random_models(folder: Path) -> None:
+    """A random model that was made on a mesh is the one of one device, and its session has that mesh."""
+    config = case("llama").config
+    mesh = {"data": 2, "model": 2}
+    expected = generated(random_model(config), None)
+    model = random_model(config, mesh=mesh)
+    assert len(model.leaves[0].sharding.device_set) == 4
+    for given in (None, mesh):
+        assert difference(expected, generated(model, given)) < CLOSE
+    assert not any(leaf.is_deleted() for leaf in model.leaves), "they are the caller's"
+    for given in (2, {"model": 4}):
+        with pytest.raises(rekindle.ConfigError, match="is not that of the model, which lies on <Placement 2 devices"):
+            opened(model, given)
+    with opened(model, None) as session:
+        before = session.generate_sync(PROMPT, max_tokens=10, logprobs=3)
+        session.swap_weights(random_model(config, seed=1)).result_sync()
+        assert difference([before], [session.generate_sync(PROMPT, max_tokens=10, logprobs=3)]) > CLOSE
+        session.swap_weights(random_model(config)).result_sync()
+        assert difference([before], [session.generate_sync(PROMPT, max_tokens=10, logprobs=3)]) < CLOSE
 
 
 @check

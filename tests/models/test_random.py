@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rekindle
 from helpers import checkpoints
 from rekindle._src.models import abstract_model, config_from_hf, random_model
 from rekindle._src.models.base import drawn_on_device
+from rekindle._src.models.random_on_mesh import random_model as on_mesh
 
 
 @pytest.mark.parametrize(("name", "dtype", "quantize"), [("llama", "bfloat16", None), ("mixtral", "float32", "int8")])
 def test_a_device_draws_what_the_host_draws(name: str, dtype: str, quantize: str | None) -> None:
     config = config_from_hf(checkpoints.CASES[name])
     graph, shapes = abstract_model(config, dtype, quantize)
-    host, device = random_model(config, dtype=dtype, quantize=quantize).leaves, drawn_on_device(graph, shapes, 0)
+    host = random_model(config, dtype=dtype, quantize=quantize).leaves
+    device = tuple(drawn_on_device(graph, shapes, 0))
     for path, ours, theirs in zip(graph.paths, device, host, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), path
         left, right = (np.asarray(leaf.astype(jnp.float32)) for leaf in (ours, theirs))
@@ -25,5 +29,25 @@ def test_a_device_draws_what_the_host_draws(name: str, dtype: str, quantize: str
             assert left.std() == pytest.approx(right.std(), rel=0.15), path
             assert abs(left.mean()) < 0.15 * right.std(), path
     at = graph.paths.index("embed.weight")
-    other = drawn_on_device(graph, shapes, 1)[at]
+    other = tuple(drawn_on_device(graph, shapes, 1))[at]
     assert not np.array_equal(np.asarray(other), np.asarray(device[at])), "the seed changes nothing"
+
+
+def test_a_model_made_on_a_mesh_is_the_model_of_one_device() -> None:
+    config = config_from_hf(checkpoints.CASES["llama"])
+    mesh = jax.make_mesh((1,), ("model",))
+    alone, shared = random_model(config, seed=3), on_mesh(config, seed=3, mesh=mesh)
+    assert shared.placement is not None and shared.placement.devices == list(mesh.devices.flat)
+    assert alone.placement is None and on_mesh(config, seed=3).placement is None
+    assert shared.fingerprint == alone.fingerprint == on_mesh(config, seed=3).fingerprint
+    for one, other in zip(alone.leaves, shared.leaves, strict=True):
+        np.testing.assert_array_equal(one, other)
+    options = {"dtype": "float32", "max_requests": 2, "max_model_len": 48, "disk_memory": 0, "quiet": True}
+    with rekindle.open_sync(alone, **options) as session:
+        expected = session.generate_sync([1, 5, 9], max_tokens=6).token_ids
+    with rekindle.open_sync(shared, **options) as session:
+        assert session.generate_sync([1, 5, 9], max_tokens=6).token_ids == expected
+        told = session.stats().mesh
+        assert told is not None and told.size == 1
+    with pytest.raises(rekindle.ConfigError, match=r"mesh=\{'model': 1\}: is not that of the model, which lies on <"):
+        rekindle.open_sync(shared, mesh=1, **options)

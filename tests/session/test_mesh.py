@@ -32,7 +32,9 @@ def checked(folder: Path, devices: int, *names: str, timeout: int = 580) -> None
 
 
 def test_a_mesh_gives_the_tokens_of_one_device(tmp_path: Path) -> None:
-    checked(tmp_path, 4, "some_families", "snapshots", "sums_of_a_step", "memory_is_given_back")
+    checked(
+        tmp_path, 4, "some_families", "snapshots", "sums_of_a_step", "memory_is_given_back", "collectives_are_measured"
+    )
 
 
 def test_data_shards_give_the_tokens_of_one_device(tmp_path: Path) -> None:
@@ -44,8 +46,9 @@ def test_data_shards_give_the_tokens_of_one_device(tmp_path: Path) -> None:
     "name",
     [
         "every_family", "repeated_kv_heads", "kernels_of_xla", "quantised", "four_bits", "int8_pages", "restarts",
-        "tiers_and_preemption", "loaded_weights", "beside_a_mesh_of_the_user", "data_shards_of_families",
-        "data_shards_with_options", "data_shards_under_load", "data_shards_restore", "data_shards_given_as_a_mesh",
+        "tiers_and_preemption", "loaded_weights", "loaded_in_parts", "random_models", "beside_a_mesh_of_the_user",
+        "data_shards_of_families", "data_shards_with_options", "data_shards_under_load", "data_shards_restore",
+        "data_shards_given_as_a_mesh",
     ],
 )  # fmt: skip
 def test_on_eight_devices(tmp_path: Path, name: str) -> None:

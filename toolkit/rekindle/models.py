@@ -12,11 +12,12 @@ bits. `rekindle.models.export` writes a checkpoint as a GGUF file or as a folder
 
 from __future__ import annotations
 
-from rekindle._src.models.base import Graph, LoadedModel, Model, merge, random_model
+from rekindle._src.models.base import Graph, LoadedModel, Model, merge
 from rekindle._src.models.calibration.layers import CalibrationProgress
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.load_progress import LoadProgress
+from rekindle._src.models.random_on_mesh import random_model
 from rekindle._src.session.calibrating import calibrate
 from rekindle._src.session.exporting import export
 from rekindle._src.text.tokenizer import Tokenizer

@@ -39,6 +39,7 @@ class DeviceSpec:
     int8: float
     link: float  # from a device to the others of its machine, in one direction
     latency: float = 10.0  # of a sum over the devices of a machine; of the order of what libraries publish
+    page_size: int = 64  # tokens of a page that sessions there have by default
 
 
 DEVICES: dict[str, DeviceSpec] = {
@@ -48,9 +49,9 @@ DEVICES: dict[str, DeviceSpec] = {
     "B200": DeviceSpec(180, 8000, 2250, 4500, 900),
     "L4": DeviceSpec(24, 300, 121, 242, 32),
     "L40S": DeviceSpec(48, 864, 362, 733, 32),
-    "v5e": DeviceSpec(16, 819, 197, 394, 200),
-    "v5p": DeviceSpec(95, 2765, 459, 918, 600),
-    "v6e": DeviceSpec(32, 1640, 918, 1836, 448),
+    "v5e": DeviceSpec(16, 819, 197, 394, 200, page_size=128),
+    "v5p": DeviceSpec(95, 2765, 459, 918, 600, page_size=128),
+    "v6e": DeviceSpec(32, 1640, 918, 1836, 448, page_size=128),
 }
 _LLAMA_3 = {**SHAPES["8b"], "max_position_embeddings": 131072}
 PLANNED: dict[str, dict[str, Any]] = {
@@ -83,14 +84,16 @@ PLANNED: dict[str, dict[str, Any]] = {
 class Plan(html.Record):
     """What a model needs on each of so many devices, and the bounds of its speed there."""
 
-    devices: int
+    devices: int  # in all
+    shards: int  # that each have the whole model, and requests of their own, on as many devices
     weight_bytes: int  # on each device
     read_bytes: int  # of them, what a step of one row reads: an embedding is looked up, and few experts are chosen
     token_bytes: int  # keys and values of a token, on each device
     memory_bytes: int  # of each device, as far as it may be used
+    page_size: int  # tokens
     context: int  # tokens of a request
     alone_seconds: float  # the least that a step of one row takes
-    many_seconds: float  # the least that a step of 64 rows takes
+    many_seconds: float  # the least that a step of 64 rows takes, which shards divide among them
     sum_seconds: float  # of either, for the sums over devices in a step of one row
 
     @property
@@ -104,14 +107,19 @@ class Plan(html.Record):
         return self.kv_tokens >= self.context
 
     @property
+    def pages(self) -> int:
+        """KV pages that each device has room for: the option `device_pages`."""
+        return max(0, self.free_bytes) // (self.token_bytes * self.page_size)
+
+    @property
     def kv_tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Tokens that the cache of one shard holds."""
         return max(0, self.free_bytes) // self.token_bytes
 
     @property
     def contexts(self) -> int:
-        """Requests of a whole context at once."""
-        return self.kv_tokens // self.context
+        """Requests of a whole context at once, in all shards."""
+        return self.shards * (self.kv_tokens // self.context)
 
 
 def shape_config(model: str) -> tuple[ModelConfig, str]:
@@ -150,16 +158,17 @@ def planned(
     quantize: str | None = None,
     kv_dtype: str | None = None,
     context: int | None = None,
+    shards: int = 1,
 ) -> Plan:
     """The plan for a model; raises ConfigError where so many devices can't share it."""
     partition.check(config)
     length = min(context or 8192, config.max_position_embeddings)
-    weights, one, many = _weights(config, partition, dtype, quantize)
+    weights, one, many = _weights(config, partition, dtype, quantize, -(-MANY // shards))
     stored = kv_dtype or dtype
     itemsize = {"int8": 1, "float32": 4}.get(stored, 2)
     heads = config.num_layers * partition.kv_heads(config)
     token = 2 * heads * (config.head_dim * itemsize + (4 if stored == "int8" else 0))  # with the scales of int8
-    numbers = _weights(config, partition, "int8", None)[1]  # that a token is multiplied with on one device
+    numbers = _weights(config, partition, "int8", None, 1)[1]  # that a token is multiplied with on one device
     speed = (device.int8 if quantize == "int8" else device.bf16) * 1e12
     sums = 1 + 2 * config.num_layers
 
@@ -175,20 +184,24 @@ def planned(
         return (sums + 1) * device.latency * 1e-6 + width / (device.link * 1e9)
 
     return Plan(
-        devices=partition.size,
+        devices=shards * partition.size,
+        shards=shards,
         weight_bytes=weights,
         read_bytes=one,
         token_bytes=token,
         memory_bytes=int(device.memory * 1e9 * USABLE),
+        page_size=device.page_size,
         context=length,
         alone_seconds=seconds(ALONE, one),
-        many_seconds=seconds(MANY, many),
+        many_seconds=seconds(-(-MANY // shards), many),
         sum_seconds=summing(ALONE),
     )
 
 
-def _weights(config: ModelConfig, partition: Partition, dtype: str, quantize: str | None) -> tuple[int, int, int]:
-    """Bytes of weights on a device, and of them what steps of one and of many rows read."""
+def _weights(
+    config: ModelConfig, partition: Partition, dtype: str, quantize: str | None, rows: int
+) -> tuple[int, int, int]:
+    """Bytes of weights on a device, and of them what a step of one row and one of `rows` read."""
     graph, leaves = abstract_model(config, dtype, quantize)
     partition.check_packed(graph)
     roles = roles_of(graph)
@@ -202,6 +215,6 @@ def _weights(config: ModelConfig, partition: Partition, dtype: str, quantize: st
         chosen = chosen_by_many = 1.0
         if spec is not None and ".mlp." in path and "router" not in path:
             chosen = spec.top_k / spec.num_experts
-            chosen_by_many = 1 - (1 - chosen) ** MANY
+            chosen_by_many = 1 - (1 - chosen) ** rows
         one, many = one + int(size * chosen), many + int(size * chosen_by_many)
     return total, one, many

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rekindle._src.bench.plan import MANY, Plan, device_spec, planned, shape_config
 from rekindle._src.cli.checks import Check
-from rekindle._src.core.mesh_shape import MeshShape
+from rekindle._src.core.mesh_shape import DATA, MeshShape
 from rekindle._src.models.partition import Partition
 
 PROMPT, NEW = [1, 5, 9, 33, 7], 8
@@ -39,9 +39,14 @@ def examine(mesh: MeshShape) -> Iterator[Check]:
             model, mesh=devices, dtype="float32", quiet=True, max_model_len=64, max_requests=2, disk_memory=0
         ) as session:
             texts.append(session.generate_sync(PROMPT, max_tokens=NEW).token_ids)
-            told = session.stats().mesh
+            stats = session.stats()
+            told = stats.mesh
     if texts[0] == texts[1]:
         yield Check("pass", "mesh", f"{told}; they gave the tokens that one device gives")
+        if stats.collective_seconds is not None:
+            each = 1e3 * stats.collective_seconds / stats.steps
+            took = f"{1e3 * stats.device_seconds / stats.steps:.2f} ms of each of {stats.steps} steps"
+            yield Check("pass", "collectives", f"sums over devices take {each:.2f} ms by themselves, of {took}")
     else:
         yield Check(
             "fail", "mesh", f"{told}; they gave {texts[1]}, and one device {texts[0]}",
@@ -55,6 +60,7 @@ def plan(
     """What a model needs on each device, as lines of the report."""
     sizes = mesh or MeshShape({"model": 1})
     config, dtype = shape_config(shape)
+    shards = sizes.get(DATA, 1)  # each has the whole model, and requests of its own
     found = planned(
         config,
         Partition(sizes.get("model", 1), sizes.get("expert", 1)),
@@ -62,9 +68,10 @@ def plan(
         dtype=dtype,
         quantize=quantize,
         context=context,
+        shards=shards,
     )
-    shards = sizes.get("data", 1)  # each has the whole model, and requests of its own
-    yield from told(found, f"{shape} on {found.devices} × {device}" + (f", {shards} times" if shards > 1 else ""))
+    each = f" in {shards} data shards of {found.devices // shards}" if shards > 1 else ""
+    yield from told(found, f"{shape} on {found.devices} × {device}{each}")
 
 
 def told(found: Plan, title: str) -> Iterator[Check]:
@@ -76,8 +83,10 @@ def told(found: Plan, title: str) -> Iterator[Check]:
         return
     yield Check("pass", title, f"weights take {weights:.1f} GB on each device, of {room:.1f} GB that can be used")
     tokens = (
-        f"{found.kv_tokens:,} tokens fit beside them ({found.token_bytes:,} bytes of each on a device): "
-        f"{found.contexts:,} requests of {found.context:,} tokens"
+        f"{found.kv_tokens:,} tokens fit beside them ({found.token_bytes:,} bytes of each on a device), in "
+        f"{found.pages:,} pages of {found.page_size}"
+        + (f" of each data shard, {found.shards * found.kv_tokens:,} in all" if found.shards > 1 else "")
+        + f": {found.contexts:,} requests of {found.context:,} tokens"
     )
     if found.fits:
         yield Check("pass", "keys and values", tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from rekindle._src.core import html
 
@@ -36,3 +37,9 @@ class MeshReport(html.Record):
             f"{html.count(self.size, 'device')}{among} ({axes}): each has {html.count(self.heads, 'head')}, "
             f"{html.count(self.kv_heads, 'kv head')}{shared}, {self.weight_bytes / 2**20:,.1f} MiB of weights"
         )
+
+
+def told_share(figures: Mapping[str, Any]) -> str:
+    """The collectives' share of a session's steps in words; empty where it is not known."""
+    share = figures.get("collective_share")
+    return "" if share is None else f"{share:.0%} of the steps' time in collectives"

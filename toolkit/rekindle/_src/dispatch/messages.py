@@ -45,6 +45,8 @@ class Engine(NamedTuple):
     grammars: Grammars | None = None  # compiles what requests ask of their text's structure
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
     mesh: MeshReport | None = None  # the devices that share the model; None for one
+    # Seconds that the collectives of so many steps, by program, take alone; None where that is not known.
+    collective_seconds: Callable[[Mapping[str, int]], float] | None = None
     # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
     prepare_restart: Callable[[], bool] | None = None
     # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -28,6 +28,7 @@ from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
     from rekindle._src.models.nn.layers import Attend, RopeTables
+    from rekindle._src.models.placement import Placement
 
 
 class Model(Protocol):
@@ -81,6 +82,7 @@ class LoadedModel:
     leaves: tuple[jax.Array, ...]
     fingerprint: str  # names config and weights; everything persistent is keyed by it
     folder: Path | None = None  # the folder or GGUF file that holds the tokenizer and the chat template
+    placement: Placement | None = None  # the devices that share the leaves; None: they are whole
 
     @property
     def nbytes(self) -> int:
@@ -172,22 +174,31 @@ def random_model(
     The weights depend on the platform: a GPU or TPU draws them itself, which a host would do for minutes at 8B.
     """
     graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
-    if (platform := current_platform()) != "cpu":
-        fingerprint = f"random-{platform}-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
-        return LoadedModel(config, graph, drawn_on_device(graph, shapes, seed), fingerprint)
+    return LoadedModel(config, graph, tuple(drawn(graph, shapes, seed)), random_name(config, seed, dtype, quantize))
+
+
+def random_name(config: ModelConfig, seed: int, dtype: DTypeLike, quantize: object) -> str:
+    """The fingerprint of random weights."""
+    platform = current_platform()
+    drawn_by = "" if platform == "cpu" else f"{platform}-"
+    return f"random-{drawn_by}{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
+
+
+def drawn(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:
+    """Random leaves of a graph, one after the other: a GPU or TPU draws them itself, for a CPU the host does."""
+    if current_platform() != "cpu":
+        yield from drawn_on_device(graph, shapes, seed)
+        return
     rng = np.random.default_rng(seed)
-    leaves = tuple(
-        jax.device_put(_adopted(_random(path, leaf, config, graph.precision, rng)), may_alias=True)
-        for path, leaf in zip(graph.paths, shapes, strict=True)
-    )
-    fingerprint = f"random-{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
-    return LoadedModel(config, graph, leaves, fingerprint)
+    for path, leaf in zip(graph.paths, shapes, strict=True):
+        yield jax.device_put(_adopted(_random(path, leaf, graph.config, graph.precision, rng)), may_alias=True)
 
 
-def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> tuple[jax.Array, ...]:
-    """Random leaves of a graph, drawn by the default device."""
+def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:
+    """Random leaves of a graph, drawn by the default device one after the other."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return tuple(_draw(key, path, leaf, graph) for key, path, leaf in zip(keys, graph.paths, shapes, strict=True))
+    for key, path, leaf in zip(keys, graph.paths, shapes, strict=True):
+        yield _draw(key, path, leaf, graph)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

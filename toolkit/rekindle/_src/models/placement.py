@@ -23,7 +23,7 @@ from rekindle._src.models.base import Graph, LoadedModel, leaf_shapes
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.partition import Partition, roles_of
-from rekindle._src.models.roles import REPLICATED, Role, count_of, cut, join, local_shape
+from rekindle._src.models.roles import REPLICATED, Role, count_of, cut, join, local_shape, ranges
 from rekindle.errors import ConfigError
 
 
@@ -38,6 +38,11 @@ class Placement:
     partition: Partition
     graph: Graph  # of the whole model
     data: int = 1  # shards that have pages and requests of their own
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The devices that share one model, by axis."""
+        return self.partition.sizes
 
     @property
     def config(self) -> ModelConfig:
@@ -77,20 +82,31 @@ class Placement:
 
     def place(self, path: str, array: NDArray[Any]) -> jax.Array:
         """Put a leaf on the mesh: every device gets its own part, and nothing else is copied to it."""
-        role, sizes = self.roles[path], self.partition.sizes
-        array = np.asarray(array)
-        described = self.abstract(path, array)
-        shared: dict[tuple[int, ...], NDArray[Any]] = {}  # parts that other data shards have too, by place
-        parts = []
-        for device, at in self._places():
-            place = tuple(at.values())
-            part = shared.get(place)
-            if part is None:
-                part = array if role == REPLICATED else cut(role, array, sizes, at, aligned)
-            if self.data > 1:
-                shared[place] = part
-            parts.append(jax.device_put(part, device, may_alias=True))
-        return jax.make_array_from_single_device_arrays(described.shape, described.sharding, parts)
+        role, array = self.roles[path], np.asarray(array)
+        parts = [
+            (array if role == REPLICATED else cut(role, array, self.sizes, place, aligned), devices)
+            for place, devices in self.different(role, array.ndim)
+        ]
+        return self.joined(path, parts)
+
+    def different(self, role: Role, ndim: int) -> list[tuple[Mapping[str, int], list[Any]]]:
+        """The different parts that this process's devices have of a leaf: a place of each, and all its devices."""
+        found: dict[Any, tuple[Mapping[str, int], list[Any]]] = {}
+        for device, place in self._places():
+            blocks = ranges(role, ndim, self.sizes, place)
+            name = tuple((one.start, one.stop) for source, _ in blocks for one in source)
+            found.setdefault(name, (place, []))[1].append(device)
+        return list(found.values())
+
+    def joined(self, path: str, parts: Sequence[tuple[NDArray[Any], Sequence[Any]]]) -> jax.Array:
+        """A leaf of its parts in host memory and the devices that each of them is for."""
+        shape = list(parts[0][0].shape)
+        for division in self.roles[path].divisions:
+            shape[division.axis] *= count_of(division.over, self.sizes)
+        there = {device: jax.device_put(part, device, may_alias=True) for part, devices in parts for device in devices}
+        ordered = [there[device] for device, _ in self._places()]
+        sharding = self.sharding(self.spec(path, len(shape)))
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, ordered)
 
     def hold(self, path: str, leaf: jax.Array, shape: tuple[int, ...]) -> Held:
         """A leaf as checkpoints have it, put together when it is read as an array; on CPU it outlives the leaf."""
@@ -127,7 +143,7 @@ class Placement:
         leaves = tuple(
             self.place(path, np.asarray(leaf)) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)
         )
-        return dataclasses.replace(model, leaves=leaves)
+        return dataclasses.replace(model, leaves=leaves, placement=self)
 
     @property
     def devices(self) -> list[Any]:

@@ -149,7 +149,7 @@ def local_shape(role: Role, shape: tuple[int, ...], sizes: Sizes) -> tuple[int, 
 def cut(role: Role, array: NDArray[Any], sizes: Sizes, place: Sizes, memory: Any = np.empty) -> NDArray[Any]:
     """The part of the device at `place`, in memory of its own; `memory(shape, dtype)` gives it."""
     part: NDArray[Any] = memory(local_shape(role, array.shape, sizes), array.dtype)
-    pairs = list(_ranges(role, array.ndim, sizes, place))
+    pairs = list(ranges(role, array.ndim, sizes, place))
     if sum(math.prod(_lengths(target, part.shape)) for _, target in pairs) < part.size:
         part[...] = np.zeros((), part.dtype)  # what no range fills is padding
     for source, target in pairs:
@@ -162,7 +162,7 @@ def join(role: Role, parts: Mapping[tuple[int, int], NDArray[Any]], shape: tuple
     first = next(iter(parts.values()))
     whole = np.empty(shape, first.dtype)
     for (expert, model), part in parts.items():
-        for source, target in _ranges(role, len(shape), sizes, {"expert": expert, "model": model}):
+        for source, target in ranges(role, len(shape), sizes, {"expert": expert, "model": model}):
             whole[source] = part[target]
     return whole
 
@@ -170,7 +170,7 @@ def join(role: Role, parts: Mapping[tuple[int, int], NDArray[Any]], shape: tuple
 Slices = tuple[slice, ...]
 
 
-def _ranges(role: Role, ndim: int, sizes: Sizes, place: Sizes) -> Iterator[tuple[Slices, Slices]]:
+def ranges(role: Role, ndim: int, sizes: Sizes, place: Sizes) -> Iterator[tuple[Slices, Slices]]:
     """Where each block of a part comes from, and where it lies in the part."""
     choices = []
     for axis, over, spans in role.divisions:

@@ -7,6 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from rekindle._src.core import html
+from rekindle._src.core.mesh_report import told_share
 from rekindle._src.dispatch.host import Host
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import button
@@ -66,6 +67,7 @@ class Dashboard(Live):
                 f"{cached / asked:.0%} of prompt tokens cached" if asked else "",
                 html.count(figures.get("compilations", 0), "compilation"),
                 html.count(figures["mesh"].size, "device") if "mesh" in figures else "",
+                told_share(figures),
             ),
             self._timeline.draw(),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.collectives import collective_times
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.warming import needed_after_restart, warm
 from rekindle._src.session.parts import OpenRequest, Parts, make_parts
@@ -122,6 +124,7 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
         config=config,
         program_wait=runner.program_wait,
         mesh=_mesh(programs, config),
+        collective_seconds=_collectives(programs),
         sampling=_sampling(folder, config, request.model),
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
@@ -146,6 +149,13 @@ def _mesh(programs: Programs, config: EngineConfig) -> MeshReport | None:
         return None
     assert config.page_size is not None, "resolved"
     return placement.report(paged.page_bytes(placement.local.config, config.page_size, config.kv_dtype))
+
+
+def _collectives(programs: Programs) -> Callable[[Mapping[str, int]], float] | None:
+    """Seconds that the collectives of so many steps by program take alone; measured before there are any."""
+    placement, own = programs.parts.placement, programs.config
+    times = None if placement is None else collective_times(placement, own.max_requests, own.max_tokens_per_step)
+    return None if times is None else times.steps
 
 
 def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:

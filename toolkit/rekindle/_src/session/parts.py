@@ -32,6 +32,7 @@ from rekindle._src.programs.store import ExecutableStore, ProgramStore
 from rekindle._src.programs.warming import Warming
 from rekindle._src.session.opening_progress import OpeningProgress
 from rekindle._src.session.resolve import of_one_shard, resolve
+from rekindle.errors import ConfigError
 
 Agree = Callable[[Facts], int]  # with the other processes; returns the KV pages that all of them have room for
 
@@ -64,11 +65,11 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     shared_cache.attach(request.config.shared_cache, (cache_folder(), cache_folder(request.config.cache_dir)))
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
     model, graph, shapes, weight_bytes = _shapes(described)
-    placement = placed(checked_mesh(request.config.mesh), graph, processes=request.config.processes)
-    if placement is not None:
+    asked, placement = _placement(request.config, described, graph)
+    if placement is not None and not _is_placed(described):
         weight_bytes = placement.bytes_per_device(shapes)
         shapes = placement.shapes(shapes)
-    config = resolve(request.config, model, weight_bytes=weight_bytes, placement=placement)
+    config = resolve(asked, model, weight_bytes=weight_bytes, placement=placement)
     if agree is not None:
         config = _agreed(config, described, agree)
     if config.deterministic:
@@ -93,6 +94,24 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     return Parts(config, loaded, programs, warming, prefer_ready=precompile == "background")
 
 
+def _is_placed(described: LoadedModel | Described) -> bool:
+    """Whether a model lies on the devices of a mesh already."""
+    return isinstance(described, LoadedModel) and described.placement is not None
+
+
+def _placement(
+    config: EngineConfig, described: LoadedModel | Described, graph: Graph
+) -> tuple[EngineConfig, Placement | None]:
+    """The devices that share the model, and the config with their mesh. A model that was made on a mesh keeps it."""
+    asked = placed(checked_mesh(config.mesh), graph, processes=config.processes)
+    own = described.placement if isinstance(described, LoadedModel) else None
+    if own is None:
+        return config, asked
+    if config.mesh is not None and (asked is None or asked.key() != own.key()):
+        raise ConfigError("mesh", config.mesh, f"is not that of the model, which lies on {own!r}", "Leave it out")
+    return dataclasses.replace(config, mesh=own.mesh), own
+
+
 def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agree) -> EngineConfig:
     assert isinstance(described, Described), "other processes read a checkpoint, too"
     assert config.device_pages is not None, "resolved"
@@ -106,7 +125,7 @@ def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agr
 def _loaded(request: OpenRequest, described: LoadedModel | Described, placement: Placement | None) -> LoadedModel:
     """The weights on their devices."""
     if isinstance(described, LoadedModel):
-        return described if placement is None else placement.model(described)
+        return described if placement is None or _is_placed(described) else placement.model(described)
     return read(described, progress=_reports(request), placement=placement)
 
 

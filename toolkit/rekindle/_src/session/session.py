@@ -133,6 +133,7 @@ class Session(RowMapping, Embedding, Conversations, Serving):
                 scheduler=scheduler,
                 runner=runner,
                 mesh=engine.mesh,
+                collective_seconds=engine.collective_seconds and engine.collective_seconds(runner.programs),
                 **dispatch.watchdog.figures()._asdict(),
             )
 

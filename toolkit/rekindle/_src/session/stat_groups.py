@@ -38,6 +38,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "step_sizes": "steps by how many tokens they computed, rounded up to a power of two",
         "steps_in_flight": "given to the device and not read yet",
         "device_seconds": "in which a step ran, as far as the host can tell",
+        "collective_seconds": "what the collectives of these steps take alone: sums over devices, gathering logits",
+        "collective_share": "their share of device_seconds",
         "host_seconds": "packing and dispatch, compiling included",
         "idle_seconds": "the device had nothing to do although requests were there",
         "idle_share": "of the time in which requests were there",

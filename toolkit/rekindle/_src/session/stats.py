@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import html
 from rekindle._src.core.contracts import RunnerLike
-from rekindle._src.core.mesh_report import MeshReport
+from rekindle._src.core.mesh_report import MeshReport, told_share
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 from rekindle._src.session.stat_figures import Figures
 from rekindle._src.session.stat_groups import foremost, grouped
@@ -168,12 +168,24 @@ class SessionStats(Figures):
     idle_seconds: float = 0.0  # the device had nothing to do although requests were there
     idle_share: float = 0.0  # of the time in which requests were there
     mesh: MeshReport | None = None  # the devices that share the model; None for one
+    collective_seconds: float | None = None  # what the collectives of all steps take alone; None where not measured
+
+    @property
+    def collective_share(self) -> float | None:
+        """The collectives' share of `device_seconds`, as far as they take as long in a step as they do alone."""
+        if self.collective_seconds is None or not self.device_seconds:
+            return None
+        return self.collective_seconds / self.device_seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure by its name."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.mesh is None:
             own.pop("mesh")
+        if self.collective_seconds is None:
+            own.pop("collective_seconds")
+        elif self.collective_share is not None:
+            own["collective_share"] = self.collective_share
         found = {**as_mapping(own.pop("runner")), **as_mapping(own.pop("scheduler")), **own}
         if not found.get("shards"):
             found.pop("shards", None)
@@ -196,7 +208,7 @@ class SessionStats(Figures):
         figures = self.as_dict()
         parts: list[str] = [foremost(figures)]
         mesh = figures.pop("mesh", None)
-        parts += [html.line(str(mesh))] if mesh is not None else []
+        parts += [html.line(str(mesh), told_share(figures))] if mesh is not None else []
         parts += [_shards(figures.pop("shards"))] if "shards" in figures else []
         parts += [html.line("paused")] if self.paused else []
         parts += [html.line("stalled", self.stalled)] if self.stalled else []

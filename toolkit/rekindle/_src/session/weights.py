@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,8 @@ from rekindle._src.kvcache import Tiers
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.models.base import LoadedModel
-from rekindle._src.models.loading.checkpoint import load
-from rekindle._src.models.loading.swap_weights import replace_weights
+from rekindle._src.models.loading.checkpoint import describe, read
+from rekindle._src.models.loading.swap_weights import check_fits, replace_weights
 from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle.errors import InvalidRequest
@@ -46,13 +47,20 @@ def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> I
 
 def replacement(model: LoadedModel, weights: Any, config: EngineConfig, placement: Placement | None) -> LoadedModel:
     """`model` with other weights, which are read if they are a folder or hub id, on the devices where its own are."""
-    read = isinstance(weights, str | Path)
-    if read:
-        weights = load(tiny.folder() if weights == "tiny" else weights, dtype=config.dtype, quantize=config.quantize)
-    found = replace_weights(model, weights, placement=placement)
-    if read and placement is not None:
-        delete(weights)  # they were loaded on their way to the mesh only
-    return found
+    if weights == "tiny":
+        weights = tiny.folder()
+    if not isinstance(weights, str | Path):
+        return replace_weights(model, weights, placement=placement)
+    described = describe(weights, dtype=config.dtype, quantize=config.quantize)
+    if placement is None:
+        return replace_weights(model, read(described))
+    wanted = dict(zip(model.graph.paths, placement.whole_shapes(), strict=True))
+    given = dict(zip(described.graph.paths, described.shapes, strict=True))
+    check_fits(wanted, given, same_config=described.found.config == model.config)  # before anything is read
+    loaded = read(described, placement=placement)
+    by_path = dict(zip(loaded.graph.paths, loaded.leaves, strict=True))
+    leaves = tuple(by_path[path] for path in wanted)
+    return dataclasses.replace(model, leaves=leaves, fingerprint=loaded.fingerprint, folder=loaded.folder)
 
 
 def delete(model: LoadedModel) -> None:

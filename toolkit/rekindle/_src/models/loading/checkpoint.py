@@ -203,28 +203,33 @@ def read(
 ) -> LoadedModel:
     """Loads the weights of a described checkpoint, from the cache if they are there; onto a mesh with `placement`.
 
-    A host has at most `reading.WINDOW` bytes of leaves at a time that are not on their devices yet.
+    A host has at most `reading.WINDOW` bytes of leaves at a time that are not on their devices yet. Of a mesh it reads
+    and holds what its own devices need: nothing of the other rows, and of matrices whose columns are divided all of it,
+    piece by piece.
     """
-    place = place if placement is None else placement.place
     found, graph, shapes, dtype, quantize, quantize_embeddings, kept, reads = described
     kinds = graph.precision.kinds  # of matrices that stay as they are stored
     name = quantize if not kinds else "as stored"
     fingerprint = fingerprints.with_precision(found.fingerprint, dtype, name, quantize_embeddings)
     if kept is not None:
         with _damage_warns():
-            arrays = prepared.load(kept, graph, shapes, place=place, report=progress)
+            arrays = prepared.load(kept, graph, shapes, place=place, placement=placement, report=progress)
             if arrays is not None:
-                return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+                return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)
     leaves, entries = reads or plan(found, graph, shapes)
-    meter = Meter(sum(entry.nbytes for entry in entries.values()), progress)
-    done = reading.read_leaves(leaves, entries, place=place, meter=meter)
+    if placement is None:
+        total = sum(entry.nbytes for entry in entries.values())
+    else:
+        total = reading.bytes_to_read(leaves, entries, placement)
+    meter = Meter(total, progress)
+    done = reading.read_leaves(leaves, entries, place=place, meter=meter, placement=placement)
     meter.tell(final=True)
     arrays = tuple(done[path] for path in graph.paths)
     alone = placement is None or placement.processes == 1  # else other processes have other parts
-    if kept is not None and alone and _worth_keeping(leaves, entries, maps=prepared.maps(place)):
+    if kept is not None and alone and _worth_keeping(leaves, entries, maps=placement is None and prepared.maps(place)):
         whole = arrays if placement is None else placement.held(arrays, shapes)
         prepared.save(kept, graph, dtype, whole)
-    return LoadedModel(found.config, graph, arrays, fingerprint, found.folder)
+    return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)
 
 
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:

@@ -49,6 +49,11 @@ class LeafArrays(NamedTuple):
         integers = np.uint8 if leaf.packing.bits == 4 else np.int8
         return cls(np.empty(leaf.shape, integers), np.empty(groups, leaf.packing.scales), minimum)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, as they are filled."""
+        return int(self.values.nbytes)
+
     def quantize(self, values: NDArray[Any], index: Any) -> None:
         """Quantise rows [out, in] into the place that `index` says."""
         assert self.scale is not None, "what is quantised has scales"

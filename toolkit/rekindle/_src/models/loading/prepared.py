@@ -28,7 +28,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ from rekindle._src.models.loading import file_lease, graph_json, mmap_weights, r
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import one
-from rekindle._src.models.placement import Held
+from rekindle._src.models.placement import Held, Placement
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import private_files, read_through, unavailable_reason
 
@@ -60,11 +60,13 @@ MIN_BYTES = 64 << 20  # smaller checkpoints are read again faster than Orbax is 
 MAX_ENTRIES = 4  # sets of weights kept per cache folder, the least recently used leaves first
 MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were converted, not just to be mapped
 DELAY = 3.0  # seconds before weights are written: a user waits for the first answer, which needs the processor
+PIECE = 8 << 20  # bytes that are summed at a time: whole blocks of a checksum
 AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
 _VERSION = "3"
 _FILE = "weights.safetensors"
 _SUMS = "checksums.json"
 _MODEL = "model.json"
+_SUMMED = 1 << 15  # words of a block of a checksum
 _SUM = 32  # bytes of the checksum that _MODEL begins with
 _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
@@ -142,6 +144,7 @@ def load(
     shapes: Sequence[jax.ShapeDtypeStruct],
     *,
     place: reading.Place = reading.place_on_default_device,
+    placement: Placement | None = None,
     report: Report | None = None,
 ) -> tuple[jax.Array, ...] | None:
     """The leaves, or None if nothing is kept. `StoreError` if it is damaged, and then set aside, or can't be read."""
@@ -150,7 +153,7 @@ def load(
     wanted = dict(zip(graph.paths, shapes, strict=True))
     try:
         private_files.check(kept / ITEM / _FILE, inside=kept.parent)
-        leaves = _read(kept / ITEM / _FILE, wanted, place, report)
+        leaves = _read(kept / ITEM / _FILE, wanted, place, placement, report)
     except (CheckpointError, OSError, ValueError, KeyError) as error:  # the checkpoint itself is still there
         raise _unusable(kept, error) from error
     with contextlib.suppress(OSError):  # the order in which they are pruned; in a read-only cache it just stays
@@ -247,14 +250,20 @@ def _prune(folder: Path) -> None:
 
 def checksum(array: np.ndarray[Any, Any]) -> str:
     """Detects flipped bits, zeroed and exchanged blocks at the speed of memory; no protection against intent."""
-    flat = array.reshape(-1).view(np.uint8)
-    words = flat[: flat.size // 8 * 8].view(np.uint64)
-    total = np.uint64(flat.size)
+    return _checksum(array.nbytes, [array.reshape(-1).view(np.uint8)])
+
+
+def _checksum(size: int, pieces: Iterable[np.ndarray[Any, Any]]) -> str:
+    """The checksum of so many bytes in pieces; all of them but the last one are whole numbers of blocks."""
+    total, index, tail = np.uint64(size), 0, 0
     with np.errstate(over="ignore"):
-        for index, start in enumerate(range(0, words.size, 1 << 15)):
-            block = words[start : start + (1 << 15)]
-            total += np.add.reduce(block) * np.uint64(2 * index + 1)
-    tail = int.from_bytes(flat[words.nbytes :].tobytes(), "little")
+        for flat in pieces:
+            words = flat[: flat.size // 8 * 8].view(np.uint64)
+            for start in range(0, words.size, _SUMMED):
+                block = words[start : start + _SUMMED]
+                total += np.add.reduce(block) * np.uint64(2 * index + 1)
+                index += 1
+            tail = int.from_bytes(flat[words.nbytes :].tobytes(), "little")
     return f"{int(total):016x}{tail:x}"
 
 
@@ -275,7 +284,11 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
 
 
 def _read(
-    path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], place: reading.Place, report: Report | None
+    path: Path,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    place: reading.Place,
+    placement: Placement | None,
+    report: Report | None,
 ) -> tuple[jax.Array, ...]:
     """The leaves of a kept file, each compared with its checksum."""
     header = tensor_files.read_header(path)
@@ -285,23 +298,47 @@ def _read(
     if found != {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in wanted.items()}:
         raise CheckpointError(f"{path} holds other leaves than the model has.")
 
-    def checked(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        if checksum(array) != sums.get(name):
+    def compare(name: str, found: str) -> None:
+        if found != sums.get(name):
             raise CheckpointError(f"{path}: the checksum of {name} does not match.")
+
+    def checked(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        compare(name, checksum(array))
         return array
 
-    meter = Meter(sum(entry.nbytes for entry in header.entries), report)
-    arrays = _mapped(header, place, checked, meter) if maps(place) else None
-    if arrays is None:
-        leaves = [
-            reading.LeafPlan(name, one(name, leaf.shape[0]), tuple(leaf.shape), np.dtype(leaf.dtype))
-            for name, leaf in wanted.items()
-        ]
+    leaves = [
+        reading.LeafPlan(name, one(name, leaf.shape[0]), tuple(leaf.shape), np.dtype(leaf.dtype))
+        for name, leaf in wanted.items()
+    ]
+    arrays: dict[str, jax.Array] | None
+    if placement is not None:
+        meter = Meter(reading.bytes_to_read(leaves, entries, placement), report)
         arrays = reading.read_leaves(
-            leaves, entries, place=lambda name, array: place(name, checked(name, array)), meter=meter
-        )
+            leaves, entries, place=place, meter=meter, placement=placement,
+            check=lambda leaf: compare(leaf.path, _checksum_of(entries[leaf.path])),
+        )  # fmt: skip
+    else:
+        meter = Meter(sum(entry.nbytes for entry in header.entries), report)
+        arrays = _mapped(header, place, checked, meter) if maps(place) else None
+        if arrays is None:
+            arrays = reading.read_leaves(
+                leaves, entries, place=lambda name, array: place(name, checked(name, array)), meter=meter
+            )
     meter.tell(final=True)
     return tuple(arrays[name] for name in wanted)
+
+
+def _checksum_of(entry: tensor_files.TensorEntry) -> str:
+    """The checksum of a tensor in its file, of which a piece at a time is in memory."""
+    memory = np.empty(min(entry.nbytes, PIECE), np.uint8)
+
+    def pieces() -> Iterator[np.ndarray[Any, Any]]:
+        for start in range(0, entry.nbytes, PIECE):
+            piece = memory[: min(PIECE, entry.nbytes - start)]
+            tensor_files.read_into(entry, start, piece)
+            yield piece
+
+    return _checksum(entry.nbytes, pieces())
 
 
 def _mapped(

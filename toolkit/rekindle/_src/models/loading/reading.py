@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.models.loading.divided import DividedArrays, Places, Share
 from rekindle._src.models.loading.four_bits import GroupedRows, fills, fitted
 from rekindle._src.models.loading.leaf_arrays import LeafArrays, LeafPlan
 from rekindle._src.models.loading.load_progress import Meter
@@ -44,14 +45,25 @@ class _Piece(NamedTuple):
     entry: TensorEntry
     start: int
     stop: int
+    straight: tuple[Share, int] | None = None  # the only place that they belong to: so many rows behind its first
 
 
 def read_leaves(
-    leaves: Sequence[LeafPlan], entries: Mapping[str, TensorEntry], *, place: Place, meter: Meter
+    leaves: Sequence[LeafPlan],
+    entries: Mapping[str, TensorEntry],
+    *,
+    place: Place,
+    meter: Meter,
+    placement: Places | None = None,
+    check: Callable[[LeafPlan], object] | None = None,
 ) -> dict[str, jax.Array]:
-    """The leaves by path, on their devices. `checkpoint.plan` has checked every part in `entries`."""
+    """The leaves by path, on their devices. `checkpoint.plan` has checked every part in `entries`.
+
+    With `placement`, which takes the place of `place`, parts alone are read and allocated. `check` is called for each
+    leaf in one of the reading threads; what it raises is raised here before the leaf is placed.
+    """
     done: dict[str, jax.Array] = {}
-    pending: collections.deque[tuple[LeafPlan, LeafArrays, list[Future[None]]]] = collections.deque()
+    pending: collections.deque[tuple[LeafPlan, LeafArrays | DividedArrays, list[Future[Any]]]] = collections.deque()
     in_flight = 0
     scratch = threading.local()
 
@@ -60,16 +72,25 @@ def read_leaves(
         for future in futures:
             future.result()
             meter.tell()
-        done.update({path: place(path, array) for path, array in arrays.leaves(leaf).items()})
-        return arrays.values.nbytes
+        if isinstance(arrays, DividedArrays):
+            done.update(arrays.leaves())
+        else:
+            done.update({path: place(path, array) for path, array in arrays.leaves(leaf).items()})
+        return arrays.nbytes
 
     pool = ThreadPoolExecutor(workers(), thread_name_prefix="rekindle-load")
     try:
         for leaf in sorted(leaves, key=lambda leaf: _position(leaf, entries)):
-            arrays = LeafArrays.of(leaf)
-            futures = [pool.submit(_read, piece, leaf, arrays, scratch, meter) for piece in _pieces(leaf, entries)]
+            arrays: LeafArrays | DividedArrays
+            if placement is None:
+                arrays, pieces = LeafArrays.of(leaf), _pieces(leaf, entries)
+            else:
+                arrays = DividedArrays(leaf, placement).allocate()
+                pieces = _pieces_of_parts(leaf, arrays, entries)
+            futures: list[Future[Any]] = [] if check is None else [pool.submit(check, leaf)]
+            futures += [pool.submit(_read, piece, leaf, arrays, scratch, meter) for piece in pieces]
             pending.append((leaf, arrays, futures))
-            in_flight += arrays.values.nbytes
+            in_flight += arrays.nbytes
             while in_flight > WINDOW:
                 in_flight -= finish()
         while pending:
@@ -79,6 +100,12 @@ def read_leaves(
     return done
 
 
+def bytes_to_read(leaves: Sequence[LeafPlan], entries: Mapping[str, TensorEntry], placement: Places) -> int:
+    """Bytes of the checkpoint that `read_leaves` reads for the parts of this process's devices."""
+    pieces = (piece for leaf in leaves for piece in _pieces_of_parts(leaf, DividedArrays(leaf, placement), entries))
+    return sum(_row_bytes(piece) * (piece.stop - piece.start) for piece in pieces)
+
+
 def _position(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> tuple[str, int]:
     first = entries[leaf.source.names[0]]
     return str(first.file), first.offset  # reading in the order of the disk is faster
@@ -86,62 +113,117 @@ def _position(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> tuple[str, 
 
 def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Piece]:
     for part in leaf.source.parts(leaf.shape):
-        entry = entries[part.name]
         rows = part.shape[0] if part.shape else 1
-        whole = leaf.source.transpose or leaf.source.tiled or len(part.shape) < 2
-        size, most = (entry.nbytes, CHUNK) if entry.rows is None else (4 * math.prod(part.shape), UNPACKED)
-        step = rows if whole else max(1, most // max(1, size // max(1, rows)))
-        for start in range(0, rows, step):
-            yield _Piece(part, entry, start, min(rows, start + step))
+        yield from _cut(leaf, part, entries[part.name], 0, rows)
+
+
+def _cut(leaf: LeafPlan, part: Part, entry: TensorEntry, first: int, last: int) -> Iterator[_Piece]:
+    """Rows [first, last) of a tensor in pieces; all of it in one where rows alone can't be read."""
+    rows = part.shape[0] if part.shape else 1
+    if _at_once(leaf, part):
+        yield _Piece(part, entry, 0, rows)
+        return
+    size, most = (entry.nbytes, CHUNK) if entry.rows is None else (4 * math.prod(part.shape), UNPACKED)
+    step = max(1, most // max(1, size // max(1, rows)))
+    for start in range(first, last, step):
+        yield _Piece(part, entry, start, min(last, start + step))
+
+
+def _pieces_of_parts(leaf: LeafPlan, arrays: DividedArrays, entries: Mapping[str, TensorEntry]) -> Iterator[_Piece]:
+    """What devices of this process need: rows of one part go straight to it, others are read once for all parts."""
+    source = leaf.source
+    plain = leaf.scale is None and not (source.transpose or source.tiled or source.add)
+    for part in source.parts(leaf.shape):
+        entry, begin = entries[part.name], _first_row(part)
+        straight = plain and entry.rows is None and entry.numpy_dtype == leaf.dtype
+        needed = []
+        for share in arrays.shares(part.place):
+            first, last = (row - begin for row in share.rows)
+            if not (straight and share.whole):
+                needed.append((first, last))
+                continue
+            step = max(1, CHUNK * part.shape[0] // max(1, entry.nbytes))
+            for start in range(first, last, step):
+                yield _Piece(part, entry, start, min(last, start + step), (share, start - first))
+        if needed and _at_once(leaf, part):
+            yield from _cut(leaf, part, entry, 0, 0)
+        else:
+            for first, last in _merged(needed):
+                yield from _cut(leaf, part, entry, first, last)
+
+
+def _at_once(leaf: LeafPlan, part: Part) -> bool:
+    """Whether a tensor has to be read as a whole."""
+    return leaf.source.transpose or leaf.source.tiled or len(part.shape) < 2
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The same rows, each once."""
+    reached = 0
+    for first, last in sorted(spans):
+        if last > reached:
+            yield max(first, reached), last
+            reached = last
+
+
+def _row_bytes(piece: _Piece) -> int:
+    shape = piece.part.shape
+    return piece.entry.nbytes // max(1, shape[0] if shape else 1)
 
 
 def _read(
     piece: _Piece,
     leaf: LeafPlan,
-    arrays: LeafArrays,
+    arrays: LeafArrays | DividedArrays,
     scratch: threading.local,
     meter: Meter,
 ) -> None:
     part, entry, source = piece.part, piece.entry, leaf.source
-    index = part.place
+    row_bytes, count = _row_bytes(piece), piece.stop - piece.start
+    if piece.straight is not None:
+        share, behind = piece.straight
+        read_into(entry, piece.start * row_bytes, share.target(behind, behind + count))
+        meter.add(row_bytes * count)
+        return
     if fills(leaf.packing, entry, source):
         _keep(piece, leaf, arrays, meter)
         return
-    whole = piece.stop - piece.start == (part.shape[0] if part.shape else 1)
-    shape = part.shape if whole else (piece.stop - piece.start, *part.shape[1:])
-    row_bytes = entry.nbytes // max(1, part.shape[0] if part.shape else 1)
-    target = arrays.values[index]
-    if not whole:
-        target = target[piece.start : piece.stop]
+    whole = count == (part.shape[0] if part.shape else 1)
+    shape = part.shape if whole else (count, *part.shape[1:])
+    index = part.place if whole else _rows(piece)
     values: NDArray[Any]
-    direct = (
-        entry.rows is None
-        and arrays.scale is None
-        and target.dtype == entry.numpy_dtype
-        and target.shape == shape
-        and not (source.transpose or source.add)
-    )
-    if direct and target.flags.c_contiguous:
-        read_into(entry, piece.start * row_bytes, target)
-        meter.add(target.nbytes)
-        return
+    if isinstance(arrays, LeafArrays):
+        target = arrays.values[index]
+        direct = (
+            entry.rows is None
+            and arrays.scale is None
+            and target.dtype == entry.numpy_dtype
+            and target.shape == shape
+            and not (source.transpose or source.add)
+        )
+        if direct and target.flags.c_contiguous:
+            read_into(entry, piece.start * row_bytes, target)
+            meter.add(target.nbytes)
+            return
     if entry.rows is None:
         values = _borrow(scratch, shape, entry.numpy_dtype)
         read_into(entry, piece.start * row_bytes, values)
     else:
         values = entry.rows(piece.start, piece.stop)
-    meter.add(row_bytes * (piece.stop - piece.start))
+    meter.add(row_bytes * count)
     if source.transpose:
         values = values.T
     if source.add:
         values = values.astype(np.float32) + np.float32(source.add)
-    if arrays.scale is None:
-        _copy(values, target)
+    if leaf.scale is not None:
+        arrays.quantize(values, index)
+    elif isinstance(arrays, DividedArrays):
+        arrays.put(values, index)
     else:
-        arrays.quantize(values, index if whole else _rows(piece))
+        _copy(values, target)
 
 
-def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays, meter: Meter) -> None:
+def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays | DividedArrays, meter: Meter) -> None:
     """Puts rows that are stored in groups into a matrix in groups as they are."""
     entry = piece.entry
     assert isinstance(entry.rows, GroupedRows), entry.name
@@ -157,6 +239,13 @@ def _rows(piece: _Piece) -> tuple[int | slice, ...]:
     *stack, rows = piece.part.place
     assert isinstance(rows, slice), "tensors fill rows"
     return (*stack, slice(rows.start + piece.start, rows.start + piece.stop))
+
+
+def _first_row(part: Part) -> int:
+    """Where in the parameter a tensor begins."""
+    rows = part.place[-1]
+    assert isinstance(rows, slice), "tensors fill rows"
+    return int(rows.start)
 
 
 def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:

@@ -40,19 +40,8 @@ def replace_weights(
         for path, leaf in leaves.items()
         if path in wanted and wanted[path].dtype == jnp.uint16 and leaf.dtype == model.graph.precision.weights
     }
-    problems = [f"missing: {path}" for path in wanted if path not in leaves]
-    problems += [f"unexpected: {path}" for path in leaves if path not in wanted]
-    for path, old in wanted.items():
-        new = leaves.get(path)
-        if new is not None and (tuple(new.shape) != old.shape or new.dtype != old.dtype):
-            problems.append(f"{path}: {new.dtype}{list(new.shape)}, expected {old.dtype}{list(old.shape)}")
-    if isinstance(weights, LoadedModel) and weights.config != model.config and not problems:
-        problems.append("the configs differ")
-    if problems:
-        raise CheckpointError(
-            f"The weights do not fit the running model ({len(problems)} differences): {listed(problems)}. "
-            "Open a new session for them."
-        )
+    config = weights.config if isinstance(weights, LoadedModel) else None
+    check_fits(wanted, leaves, same_config=config in (None, model.config))
     if fingerprint is None:
         fingerprint = weights.fingerprint if isinstance(weights, LoadedModel) else f"state-{uuid.uuid4().hex}"
     # To jax.jit, an array that is committed to its device where the old one was not means another program.
@@ -62,6 +51,23 @@ def replace_weights(
     )
     folder = weights.folder if isinstance(weights, LoadedModel) else model.folder
     return dataclasses.replace(model, leaves=placed, fingerprint=fingerprint, folder=folder or model.folder)
+
+
+def check_fits(wanted: Mapping[str, Any], found: Mapping[str, Any], *, same_config: bool) -> None:
+    """Raise CheckpointError with what differs between the leaves of the running model and others, by path."""
+    problems = [f"missing: {path}" for path in wanted if path not in found]
+    problems += [f"unexpected: {path}" for path in found if path not in wanted]
+    for path, old in wanted.items():
+        new = found.get(path)
+        if new is not None and (tuple(new.shape) != tuple(old.shape) or new.dtype != old.dtype):
+            problems.append(f"{path}: {new.dtype}{list(new.shape)}, expected {old.dtype}{list(old.shape)}")
+    if not same_config and not problems:
+        problems.append("the configs differ")
+    if problems:
+        raise CheckpointError(
+            f"The weights do not fit the running model ({len(problems)} differences): {listed(problems)}. "
+            "Open a new session for them."
+        )
 
 
 def _put(new: Any, old: jax.Array) -> jax.Array:

@@ -1,0 +1,124 @@
+"""How long devices that share a model need for a step's collectives alone: measured, on these devices.
+
+The sums and the gathering of logits run here as in a step, over arrays of the same widths, with nothing beside them. A
+step may hide some of that behind other work, or wait longer because one device is late: the profiler shows that.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from rekindle._src.models.placement import Placement
+from rekindle._src.models.roles import ALL
+from rekindle._src.programs.buckets import prefill_rows
+
+SHORT, LONG, TURNS = 4, 20, 3  # rounds of a run; the difference leaves out what starting a program takes
+MOST_TOKENS, MOST_ROWS = 256, 8  # larger steps are extrapolated
+_SIZES = re.compile(r"r(\d+)t(\d+)")
+
+
+class Line(NamedTuple):
+    """Seconds that grow with a size."""
+
+    first: float  # with a size of 1
+    each: float  # for each one more
+
+    def at(self, size: int) -> float:
+        return self.first + self.each * (size - 1)
+
+
+class CollectiveTimes(NamedTuple):
+    """Seconds of one sum by tokens, of one gathering of logits by rows, and how many sums a step has."""
+
+    sum: Line
+    gather: Line
+    sums: int
+    small_sums: int  # of one number for each token
+    max_requests: int
+
+    def step(self, program: str) -> float:
+        """Seconds of the collectives of one step in the program of this name."""
+        found = _SIZES.match(program)
+        if found is None:
+            return 0.0
+        rows, tokens = map(int, found.groups())
+        logits = rows + prefill_rows(tokens, self.max_requests)
+        return self.sums * self.sum.at(rows + tokens) + self.small_sums * self.sum.first + self.gather.at(logits)
+
+    def steps(self, programs: Mapping[str, int]) -> float:
+        """Seconds of the collectives of so many steps by program."""
+        return sum(count * self.step(name) for name, count in programs.items())
+
+
+def collective_times(placement: Placement, max_requests: int, max_tokens: int) -> CollectiveTimes | None:
+    """The times on the devices of a placement; None where there are none, or where other processes have some of them.
+
+    The first call for a mesh and a model's widths compiles four small programs.
+    """
+    if placement.partition.size == 1 or placement.processes > 1:
+        return None
+    config = placement.config
+    norms = config.num_layers if config.model_type == "olmo2" else 0  # means of squares, over all heads
+    dtype = jnp.dtype(placement.graph.precision.stream).name
+    tokens, rows = min(MOST_TOKENS, max_tokens), min(MOST_ROWS, max_requests)
+    mesh, vocab = placement.mesh, placement.local.config.vocab_size
+    return CollectiveTimes(
+        _line(mesh, _summing, max(2, tokens), config.hidden_size, dtype),
+        _line(mesh, _gathering, max(2, rows), vocab, "float32"),
+        1 + 2 * config.num_layers,
+        norms,
+        max_requests,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _line(mesh: Any, round_: Callable[[jax.Array], jax.Array], most: int, width: int, dtype: str) -> Line:
+    first, last = (_seconds(mesh, round_, size, width, dtype) for size in (1, most))
+    return Line(first, max(0.0, last - first) / (most - 1))
+
+
+def _seconds(mesh: Any, round_: Callable[[jax.Array], jax.Array], size: int, width: int, dtype: str) -> float:
+    """Seconds of one round, the least of several runs."""
+
+    def rounds(x: jax.Array, count: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, count, lambda _, x: round_(x), x)
+
+    whole = PartitionSpec()
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(rounds, mesh=mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False)
+        x = jax.device_put(jnp.ones((size, width), dtype), jax.sharding.NamedSharding(mesh, whole))
+        counts = [jax.device_put(jnp.int32(n), jax.sharding.NamedSharding(mesh, whole)) for n in (SHORT, LONG)]
+        run = jax.jit(mapped).lower(x, counts[0]).compile()
+        jax.block_until_ready(run(x, counts[0]))
+        taken = []
+        for count in counts:
+            seconds = []
+            for _ in range(TURNS):
+                start = time.perf_counter()
+                jax.block_until_ready(run(x, count))
+                seconds.append(time.perf_counter() - start)
+            taken.append(min(seconds))
+    return max(0.0, taken[1] - taken[0]) / (LONG - SHORT)
+
+
+def _summing(x: jax.Array) -> jax.Array:
+    """A sum whose operand differs from device to device, so that it can't be computed from one of them."""
+    devices = lax.psum(1, ALL)
+    own = 1 + lax.axis_index(ALL).astype(x.dtype) / (64 * devices)
+    return lax.psum(x, ALL) * (own / devices).astype(x.dtype)
+
+
+def _gathering(x: jax.Array) -> jax.Array:
+    """A gathering of which every device goes on with another's part."""
+    found = lax.all_gather(x, ALL, axis=1, tiled=True)
+    other = (lax.axis_index(ALL) + 1) % lax.psum(1, ALL)
+    return lax.dynamic_slice_in_dim(found, other * x.shape[1], x.shape[1], axis=1)
