@@ -22,7 +22,8 @@ EMPTY = np.zeros(0, np.int32)
 def garbage() -> RequestState:
     """A state in which every slot was used by somebody before."""
     rng = np.random.default_rng(0)
-    leaves = [rng.integers(1, 9, leaf.shape).astype(leaf.dtype) for leaf in abstract_state(SLOTS, VOCAB)]
+    shapes = jax.tree.leaves(abstract_state(SLOTS, VOCAB))
+    leaves = [rng.integers(1, 9, leaf.shape).astype(leaf.dtype) for leaf in shapes]
     return RequestState(*map(jnp.asarray, leaves))
 
 

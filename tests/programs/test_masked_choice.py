@@ -64,7 +64,8 @@ class Step:
         self.layout = Layout(count, 0, 0, 8, count)
         constants = Constants(count, (HALVED.name,))
         rng = np.random.default_rng(1)
-        leaves = [rng.integers(1, 9, leaf.shape).astype(leaf.dtype) for leaf in abstract_state(count, VOCAB)]
+        shapes = jax.tree.leaves(abstract_state(count, VOCAB))
+        leaves = [rng.integers(1, 9, leaf.shape).astype(leaf.dtype) for leaf in shapes]
         state, put = RequestState(*map(jnp.asarray, leaves)), jax.jit(admit)
         self.samplings, self.histories, rows = [], [], []
         for slot, (options, _) in enumerate(CASES):

@@ -21,9 +21,10 @@ from helpers.driving import TINY, tiny_config
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.helpers import ADMIT, MEMORY
 from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
-from rekindle._src.programs.programs import ADMIT, MEMORY, Programs
+from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle.errors import CompileError, ConfigError
 from rekindle_kernels.native import build, zeros

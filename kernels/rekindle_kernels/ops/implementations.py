@@ -58,6 +58,7 @@ ZEROS.register("native", NATIVE, "ZEROS", platforms=CPU)
 ZEROS.register("xla", XLA_MEMORY, "ZEROS", platforms=ANYWHERE)
 
 FILL_PAGES.register("native", NATIVE, "FILL_PAGES", platforms=CPU)
+FILL_PAGES.register("joined", XLA_MEMORY, "FILL_JOINED", platforms=GPU)
 FILL_PAGES.register("xla", XLA_MEMORY, "FILL_PAGES", platforms=ANYWHERE)
 
 OPERATIONS = (ATTENTION, WRITE_KV, LINEAR, RMS_NORM, ROPE, GREEDY, DRAW, TOP_K, ZEROS, FILL_PAGES)

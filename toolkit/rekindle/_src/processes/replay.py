@@ -15,7 +15,8 @@ from rekindle._src.processes.channel import Channel
 from rekindle._src.processes.facts import as_json, from_json
 from rekindle._src.processes.kinds import Kind
 from rekindle._src.processes.results import DONE, checksum
-from rekindle._src.programs.programs import ADMIT, Programs
+from rekindle._src.programs.helpers import ADMIT
+from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError, ProcessLost
 
 WAITING_CALLS = 64  # messages read ahead; beyond, the leader waits in its next call

@@ -27,10 +27,11 @@ from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import request_state
+from rekindle._src.programs import page_tables, request_state
 from rekindle._src.programs.buckets import FORWARD, SMALLEST_ROWS, Bucket, guided_lattice, lattice, pooling_lattice
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
+from rekindle._src.programs.helpers import ADMIT, GATHER, MEMORY, TABLES, Helper, moved_pages
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
@@ -48,20 +49,6 @@ from rekindle_kernels import (
 )
 
 log = logging.getLogger("rekindle.engine")
-MOVED_PAGES = 4  # pages of one gather or scatter; where XLA fills pages, it compiles an operation for each and layer
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Helper:
-    """A program that is not a step.
-
-    "memory" makes pages and state, "admit" writes a request's history into its slot, "gather" and "scatter" move pages.
-    """
-
-    name: str
-
-
-MEMORY, ADMIT, GATHER, SCATTER = Helper("memory"), Helper("admit"), Helper("gather"), Helper("scatter")
 Key = Bucket | Helper
 Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
 
@@ -119,7 +106,10 @@ class Programs:
         self._graph = graph if placement is None else placement.local  # what one device computes
         self._kv = paged.abstract(self._graph.config, config.device_pages, config.page_size, config.kv_dtype)
         self.kv = self.parts.pages(self._kv)
-        self.state = request_state.abstract_state(config.max_requests, model.vocab_size)
+        self.resident = page_tables.stay(self.parts)  # page tables stay on the device
+        width = self.width if self.resident else None
+        self.state = request_state.abstract_state(config.max_requests, model.vocab_size, width)
+        self.moved_pages = moved_pages(self.parts, self.kv)  # pages of a transfer, the largest number first
         self.traces = 0
         self.compilations = 0
         self._plain = False  # new programs are made without the kernels that are still being compiled
@@ -145,9 +135,11 @@ class Programs:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The programs that `precompile` makes; `gather` and `scatter` only where there is a tier below the device."""
-        moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
-        return (*self._lattice, MEMORY, ADMIT, *moves, *(self.guided_keys if self.config.structured else ()))
+        """The programs that `precompile` makes; those that move pages only where there is a tier below the device."""
+        sizes = self.moved_pages[::-1] if self.config.host_memory or self.config.disk_memory else ()
+        moves = [Helper(kind, pages) for kind in ("gather", "scatter") for pages in sizes]
+        tables = (TABLES,) if self.resident else ()
+        return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.guided_keys if self.config.structured else ()))
 
     @property
     def known(self) -> dict[Key, None]:
@@ -170,7 +162,8 @@ class Programs:
         return kernels_for(matrices, self.kv[0].dtype.name, self.kv[0].head_dim)
 
     def layout(self, bucket: Bucket) -> Layout:
-        return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
+        most = self.config.max_requests
+        return Layout.of(bucket, max_requests=most, width=self.width, resident=self.resident)
 
     def ready(self, key: Key) -> bool:
         """Whether `get` returns at once."""
@@ -361,11 +354,14 @@ class Programs:
             ints, floats = request_state.admission_sizes(self.width * self.kv[0].page_size)
             slot = (self.state, _ints(ints), _floats(floats))
             return Recipe(request_state.admit, slot, (0,), (ROWS, ROWS, ROWS), ROWS)
-        ids = _ints(MOVED_PAGES)
-        if key == GATHER:
+        if key == TABLES:
+            rows = _ints(page_tables.PUT * (1 + self.width))
+            return Recipe(page_tables.put, (self.state.tables, rows), (0,), (ROWS, ROWS), ROWS)
+        ids = _ints(key.pages)
+        if key.kind == GATHER.kind:
             return self.parts.leaving(Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD))
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
-        return Recipe(paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
+        return Recipe(paged.scatter, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
 
     def _half(self, key: Bucket) -> Recipe:
         """One of the two programs of a guided step."""
@@ -374,7 +370,10 @@ class Programs:
         if key.part == FORWARD:
             forward = make_forward(self._graph, layout, page_size, implementation=self.config.kernels, pools=key.pools)
             arguments = (self.leaves, self.kv, self.state.last_token, *upload)
-            return Recipe(forward, arguments, (1,), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), (PAGES, ROWS, ROWS, POOLED))
+            operands, results = (WEIGHTS, PAGES, ROWS, ROWS, ROWS), (PAGES, ROWS, ROWS, POOLED)
+            if not self.resident:
+                return Recipe(forward, arguments, (1,), operands, results)
+            return Recipe(forward, (*arguments, self.state.tables), (1, 5), (*operands, ROWS), (*results, ROWS))
         implementation, stream = self.graph.precision.implementation, self.graph.precision.stream
         sizes = ((self.model.vocab_size, "float32"), (self.model.hidden_size, stream))
         scores = Scores._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)

@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.programs import SCATTER, Key, ProgramRecord, Programs
+from rekindle._src.programs.helpers import SCATTER
+from rekindle._src.programs.programs import Key, ProgramRecord, Programs
 from rekindle_kernels import BackgroundBuild, build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
