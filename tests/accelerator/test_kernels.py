@@ -18,7 +18,7 @@ from rekindle_kernels.pallas.gpu import attention as gpu
 
 pytestmark = pytest.mark.accelerator
 ATTENTION = {
-    "gpu": partial(gpu.attention, splits=8),
+    "gpu": partial(gpu.attention, extra=32),
     "tpu": partial(paged_attention, implementation="pallas_tpu"),  # which widens the queries
 }
 SHARED = 113 << 10  # two programs fit a multiprocessor of an H100, which has 227 KiB for them

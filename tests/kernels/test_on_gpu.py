@@ -61,7 +61,7 @@ def test_compiled_kernel_matches_the_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.decode], ids=lambda case: case.name)
 def test_split_decode_matches_the_reference(case: Case) -> None:
     rule = tuning.gpu_decode_rule(case.kv_dtype or case.dtype, case.head_dim)
-    check(case, splits=8, decode_config=replace(rule, block_k=16, least_blocks=1))
+    check(case, extra=24, decode_config=replace(rule, block_k=16, least_blocks=1))
 
 
 def test_the_gpu_kernel_is_the_default() -> None:
