@@ -66,4 +66,6 @@ def _changed(old: IntArray, new: IntArray) -> IntArray:
     """Places where `new` has another page than `old`, or where `old` has none."""
     common = min(len(old), len(new))
     places: IntArray = np.flatnonzero(new[:common] != old[:common]).astype(np.int32)
-    return places if len(new) == common else np.r_[places, np.arange(common, len(new), dtype=np.int32)]
+    if len(new) > common:
+        places = np.concatenate([places, np.arange(common, len(new), dtype=np.int32)])
+    return places
