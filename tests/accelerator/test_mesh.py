@@ -58,7 +58,8 @@ def test_devices_of_one_data_shard_exchange_sums_and_logits(
     groups = {kind: made.groups(kind) for kind in COLLECTIVES}
     counts = {kind: len(found) for kind, found in groups.items() if found}
     row(
-        platform, f"8b data {shards} × model {DEVICES // shards} {bucket.name}", f"temp {memory.temp_size_in_bytes / MIB:.0f} MiB",
+        platform, f"8b data {shards} × model {DEVICES // shards} {bucket.name}",
+        f"temp {memory.temp_size_in_bytes / MIB:.0f} MiB",
         f"aliased {memory.alias_size_in_bytes / MIB:.0f} of {pages / MIB:.0f} MiB a device",
         ", ".join(f"{count} {kind}" for kind, count in counts.items()),
         f"page copies: {', '.join(moved) or 'none'}", f"{seconds:.0f} s",

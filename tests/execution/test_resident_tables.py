@@ -34,9 +34,9 @@ def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def driver(as_on_accelerators: None) -> Iterator[Driver]:
-    config = tiny_config(max_model_len=256, device_pages=100, page_size=4)
+    config = tiny_config(max_model_len=256, device_pages=100)
     runner = Runner(MODEL, config, host_tier=DictTier())
-    yield Driver(runner, page_size=4)
+    yield Driver(runner)
     runner.close()
 
 
@@ -61,7 +61,7 @@ def test_mixed_steps_and_slots_used_again(driver: Driver) -> None:
 def test_a_prompt_with_more_pages_than_a_step_can_bring(driver: Driver) -> None:
     programs = driver.runner.programs
     assert not programs.ready(TABLES)
-    prompt = prompt_of(3, 150)
+    prompt = prompt_of(3, 200)
     live = driver.add(prompt, Sampling(max_tokens=5))
     own, pages = driver.row, live.pages
     # As the scheduler does, which takes all pages of a prompt at once.
@@ -117,8 +117,9 @@ def test_after_a_step_that_failed_tables_are_sent_again(driver: Driver) -> None:
 
 
 def test_pages_move_in_transfers_of_many_and_of_few(driver: Driver) -> None:
-    prompt = prompt_of(40, 80)
+    prompt = prompt_of(40, 120)
     live = driver.add(prompt, Sampling(max_tokens=6))
+    driver.step([(live, 32)])
     driver.step([(live, 32)])
     driver.step([(live, 32)])
     moves = tuple(PageMove(int(page), bytes([index])) for index, page in enumerate(live.pages[:15]))

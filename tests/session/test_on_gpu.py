@@ -49,7 +49,9 @@ def test_a_seed_gives_the_same_tokens_again_and_options_do_not_disturb_neighbour
         options = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 7, "logprobs": 3}
         first = generated(session, **options)
         assert generated(session, **options) == first
-        assert generated(session) == [small.plain(small.prompt(seed, length), 12) for seed, length in enumerate(LENGTHS)]
+        assert generated(session) == [
+            small.plain(small.prompt(seed, length), 12) for seed, length in enumerate(LENGTHS)
+        ]
 
 
 def test_drafts_change_no_token() -> None:

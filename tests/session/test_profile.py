@@ -24,9 +24,12 @@ async def test_a_profile_has_the_steps_of_the_block(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_one_profile_is_recorded_at_a_time(tmp_path: Path) -> None:
     async with small.opening() as session:
-        with session.profile(tmp_path):
-            with pytest.raises(InvalidRequest, match=r"folder=.*end that one first"), session.profile(tmp_path / "b"):
-                pass
+        with (
+            session.profile(tmp_path),
+            pytest.raises(InvalidRequest, match=r"folder=.*end that one first"),
+            session.profile(tmp_path / "b"),
+        ):
+            pass
         with session.profile(tmp_path / "c"):
             pass
     with pytest.raises(SessionClosed), session.profile(tmp_path):

@@ -45,7 +45,7 @@ def attention(
     extra: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`ops.attention.paged_attention`; block sizes and `extra` items of work come from `tuning` unless they are given."""
+    """`ops.attention.paged_attention`; block sizes and `extra` items of work come from `tuning` unless given."""
     q, kv, rows = inputs.q, inputs.kv, options.decode_rows
     tokens, heads, head_dim = q.shape
     pages = as_values(kv.pages, kv)

@@ -117,9 +117,7 @@ def decode(
     q, kv_lens = inputs.q, inputs.kv_lens
     _, heads, head_dim = q.shape
     kv_heads = paged.pages.shape[2]
-    table = work.work_table(
-        kv_lens[:decode_rows], sliding_window=scoring.sliding_window, config=config, extra=extra
-    )
+    table = work.work_table(kv_lens[:decode_rows], sliding_window=scoring.sliding_window, config=config, extra=extra)
     parameters = plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     items = decode_rows + extra

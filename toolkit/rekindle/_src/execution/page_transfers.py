@@ -77,7 +77,9 @@ class PageTransfers:
         start = time.perf_counter()
         for batch in self._shards.batches(tuple(found), self._sizes):
             pages = {place: found[move] for move, place in zip(batch.moves, batch.places, strict=True)}
-            self._calls.scatter(batch.ids, [self._parts.to_device(page) for page in self._by_shard(pages, len(batch.ids))])
+            self._calls.scatter(
+                batch.ids, [self._parts.to_device(page) for page in self._by_shard(pages, len(batch.ids))]
+            )
         if measured and found:
             self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"

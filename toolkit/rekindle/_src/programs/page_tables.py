@@ -2,7 +2,7 @@
 
 Axes: L slots (the last is scratch), W pages of a sequence, C changes of a step, n tables of a call.
 
-256 rows of 8,192 tokens have 512 KiB of tables, and 8 MiB with 128k tokens, that would travel in every step to change 16
+256 rows of 8,192 tokens have 512 KiB of tables, of 128k tokens 8 MiB, that would travel in every step to change 16
 entries. On CPU they do: a program reads the host's buffers where they are.
 """
 
@@ -19,7 +19,7 @@ PUT = 4  # tables that one call writes whole
 
 
 def stay(parts: Partitioning) -> bool:
-    """Whether page tables stay on the device: not on CPU, in several data shards, or where followers repeat the steps."""
+    """Whether page tables stay on the device: not on CPU, in several data shards, or where followers repeat steps."""
     return current_platform() != "cpu" and parts.shards == 1 and not parts.several
 
 
