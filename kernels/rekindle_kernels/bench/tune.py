@@ -26,14 +26,18 @@ from rekindle_kernels.pallas.gpu import attention as gpu
 from rekindle_kernels.pallas.tpu import attention as tpu
 
 GROUP, KV_HEADS = 4, 8
-
-
+Choices = Mapping[str, Sequence[int]]
 # What is tried for each field. Fewer than five stages give decode one buffer of keys and values, so far as it compiles.
-DECODE = {"num_stages": (2, 3, 5, 6, 7), "block_k": (16, 32, 64, 128), "num_warps": (2, 4, 8), "waves": (1, 2, 4, 5)}
-PREFILL = {
+DECODE: Choices = {
+    "num_stages": (2, 3, 5, 6, 7),
+    "block_k": (16, 32, 64, 128),
+    "num_warps": (2, 4, 8),
+    "waves": (1, 2, 4, 5),
+}
+PREFILL: Choices = {
     "block_m": (16, 32, 64, 128), "block_k": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)
 }  # fmt: skip
-TPU = {"tokens": (16, 32, 64, 128), "keys": (128, 256, 512, 1024)}
+TPU: Choices = {"tokens": (16, 32, 64, 128), "keys": (128, 256, 512, 1024)}
 
 
 def random_pages(num_pages: int, page_size: int, head_dim: int, dtype: str) -> LayerKV:
@@ -100,7 +104,7 @@ def timed(
 def best(
     measure: Callable[[Any], list[float] | None],
     start: Any,
-    choices: Mapping[str, Sequence[int]],
+    choices: Choices,
     *,
     budget: float = math.inf,
 ) -> tuple[Any, list[float]] | None:
@@ -155,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         q_dtype = decodes[0][0].q.dtype
         if platform == "tpu":
             rule: Any = tuning.tpu_rule(dtype, head_dim, page_size, KV_HEADS * GROUP, KV_HEADS)
-            searches = [("TPU", "config", rule, TPU, decodes + prefills)]
+            searches: list[tuple[str, str, Any, Choices, Any]] = [("TPU", "config", rule, TPU, decodes + prefills)]
         else:
             rule = tuning.gpu_prefill_rule(q_dtype, head_dim, options.chunk * GROUP)
             searches = [

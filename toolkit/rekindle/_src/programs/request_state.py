@@ -44,7 +44,7 @@ def abstract_state(slots: int, vocab: int, width: int | None = None) -> RequestS
     dtypes = jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32
     leaves: Any = map(jax.ShapeDtypeStruct, shapes, dtypes)
     tables: Any = None if width is None else jax.ShapeDtypeStruct((L, width), jnp.int32)
-    return RequestState(*leaves, tables)
+    return RequestState(*leaves)._replace(tables=tables)
 
 
 def record(state: RequestState, slots: Array, tokens: Array) -> RequestState:
