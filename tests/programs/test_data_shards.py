@@ -61,6 +61,17 @@ def test_pages_move_in_batches_of_all_shards() -> None:
     assert not list(SHARDS.batches([], (2,)))
 
 
+def test_batches_are_as_large_as_there_are_pages_to_fill_them() -> None:
+    moves = [PageMove(page, bytes([page])) for page in (*range(1, 10), 11, 12)]
+    found = list(SHARDS.batches(moves, (4, 2)))
+    each = [len(batch.ids) // SHARDS.count for batch in found]
+    assert sorted(each, reverse=True) == each and set(each) == {4, 2}
+    assert sorted(move.page for batch in found for move in batch.moves) == [move.page for move in moves]
+    for batch, size in zip(found, each, strict=True):
+        for move, place in zip(batch.moves, batch.places, strict=True):
+            assert batch.ids[place] == move.page % SHARDS.pages and place // size == move.page // SHARDS.pages
+
+
 def test_a_slot_is_admitted_in_its_own_shard_and_others_write_scratch() -> None:
     ints, floats = np.array([9, 3, 70, 71], np.int32), np.array([0.5], np.float32)
     all_ints, all_floats = SHARDS.admission(ints, floats)

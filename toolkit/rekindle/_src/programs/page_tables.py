@@ -19,8 +19,8 @@ PUT = 4  # tables that one call writes whole
 
 
 def stay(parts: Partitioning) -> bool:
-    """Whether page tables stay on the device: not on CPU, in several data shards, or where followers repeat steps."""
-    return current_platform() != "cpu" and parts.shards == 1 and not parts.several
+    """Whether page tables stay on the device: where there is one, and it is no CPU."""
+    return current_platform() != "cpu" and parts.placement is None
 
 
 def changed(layout: Layout, ints: Array, tables: Array | None) -> Array | None:
