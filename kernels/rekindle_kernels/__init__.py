@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         implementation_names,
         paged_attention,
     )
+    from rekindle_kernels.ops.grouped import GroupedCall, grouped_linear
     from rekindle_kernels.ops.implementations import OPERATIONS
     from rekindle_kernels.ops.linear import LinearCall, LinearOptions, linear
     from rekindle_kernels.ops.memory import abstract_pages, fill_pages, give_up_zeros, init_pages, zeros
@@ -59,6 +60,7 @@ _HOMES = {  # modules and the names that they give; loaded at first use, since t
         "implementation_names",
         "paged_attention",
     ),
+    "ops.grouped": ("GroupedCall", "grouped_linear"),
     "ops.linear": ("LinearCall", "LinearOptions", "linear"),
     "ops.memory": ("abstract_pages", "fill_pages", "give_up_zeros", "init_pages", "zeros"),
     "ops.norm": ("NormCall", "rms_norm"),
@@ -92,6 +94,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AttentionOptions",
     "BackgroundBuild",
     "Choice",
+    "GroupedCall",
     "Implementation",
     "LayerKV",
     "LinearCall",
@@ -121,6 +124,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "gather_pages",
     "give_up_zeros",
     "greedy",
+    "grouped_linear",
     "implementation_names",
     "init_pages",
     "kernel_being_compiled",

@@ -21,8 +21,8 @@ class GpuDecode:
     block_k: int  # keys per turn of the loop
     num_warps: int
     num_stages: int
-    waves: int = 2  # programs per multiprocessor that splitting aims at
-    least_blocks: int = 4  # a split with less work than this costs more than it saves
+    waves: int = 2  # programs per multiprocessor that a long row is split over
+    least_blocks: int = 4  # an item with less work than this costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,11 @@ def tpu(kv_dtype: DTypeLike, head_dim: int, page_size: int, heads: int, kv_heads
     return found or tpu_rule(kv_dtype, head_dim, page_size, heads, kv_heads)
 
 
-def gpu_splits(config: GpuDecode, programs: int, longest: int) -> int:
-    """Number of programs that a row's keys are split over, when there are `programs` without splitting."""
-    wanted = -(-config.waves * multiprocessors() // programs)
-    most = longest // (config.block_k * config.least_blocks)
-    return _power_of_two(min(wanted, most), 1, 64)
+def gpu_extra_items(config: GpuDecode, rows: int, kv_heads: int, longest: int) -> int:
+    """Items of decode work beyond one for each row, for rows of at most `longest` keys; 0 where splitting never pays.
+
+    As many as fill the GPU by themselves, whatever the rows: all but one of them may be short.
+    """
+    pieces = longest // (config.block_k * config.least_blocks)  # of a row, at most
+    wanted = -(-config.waves * multiprocessors() // kv_heads)
+    return max(0, min(wanted, rows * (pieces - 1)))

@@ -12,13 +12,21 @@ import pytest
 
 from helpers import compilers
 from helpers.compilers import Row
-from rekindle_kernels import AttentionInputs, AttentionOptions, abstract_pages, deprecated, paged_attention, write_kv
+from rekindle_kernels import (
+    AttentionInputs,
+    AttentionOptions,
+    abstract_pages,
+    deprecated,
+    grouped_linear,
+    paged_attention,
+    write_kv,
+)
 from rekindle_kernels.pages import needs_scales
 from rekindle_kernels.pallas.gpu import attention as gpu
 
 pytestmark = pytest.mark.accelerator
 ATTENTION = {
-    "gpu": partial(gpu.attention, splits=8),
+    "gpu": partial(gpu.attention, extra=32),
     "tpu": partial(paged_attention, implementation="pallas_tpu"),  # which widens the queries
 }
 SHARED = 113 << 10  # two programs fit a multiprocessor of an H100, which has 227 KiB for them
@@ -128,3 +136,28 @@ def test_large_page_tables_fit_the_scalar_memory_of_a_tpu(rows: int, prefills: i
         q = of((tokens, 32, 128), jnp.bfloat16)
         made = compilers.compiled(run.lower(AttentionInputs(q, kv, *(of(s, jnp.int32) for s in shapes))), "tpu")
     assert not made.moves(kv.pages.size)
+
+
+PRODUCTS = ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("int8", "int8"), ("float32", "float32")
+
+
+@pytest.mark.parametrize(("x", "weight"), PRODUCTS)
+@pytest.mark.parametrize("rows", [512, 16384])  # of 128 experts, 8 to a token
+def test_products_of_experts_compile(x: str, weight: str, rows: int, row: Row) -> None:
+    if compilers.folder("gpu") is None:
+        pytest.skip(f"there is no compiler for gpu: {compilers.FETCH}")
+    of, experts, inputs, outputs = jax.ShapeDtypeStruct, 128, 2048, 1536
+    run = jax.jit(partial(grouped_linear, dtype=jnp.int32 if x == "int8" else jnp.float32))
+    with compilers.target("gpu"), deprecated.known():
+        shapes = ((rows, inputs), x), ((experts, outputs, inputs), weight), ((experts,), "int32")
+        made = compilers.compiled(run.lower(*(of(shape, jnp.dtype(name)) for shape, name in shapes)), "gpu")
+    kernel = made.kernels["grouped_linear"]
+    temp = made.memory.temp_size_in_bytes
+    said = f"{kernel.registers} registers {kernel.spilled} spilled {kernel.shared >> 10} KiB"
+    row("gpu", f"grouped_linear-{x}-{weight}-{rows}", said, f"temp {temp >> 10} KiB")
+    assert kernel.spilled == 0
+    assert kernel.shared <= SHARED
+    assert temp < 2**20, "the matrices are copied"
+    assert not made.moves(experts * outputs * inputs // 2)
+    if jnp.dtype(x).itemsize == 2 and rows > 512:
+        assert kernel.wgmma, "prefill does not use the matrix instructions"

@@ -21,6 +21,7 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.device_graphs import compiler_options
+from rekindle._src.programs.helpers import Helper
 from rekindle._src.programs.programs import Programs
 from rekindle_kernels import deprecated
 
@@ -73,6 +74,8 @@ def test_a_step_is_one_graph_and_copies_no_pages(step: Step, platform: str, row:
         made = compilers.compiled(own.build(step.bucket), platform, compiler_options())
     seconds = time.perf_counter() - start
     pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
+    layout = own.layout(step.bucket)
+    upload = 4 * (layout.ints + layout.floats)
     memory, moved = made.memory, made.moves(pages // len(own.kv) // 2)
     layer = made.between("write_kv" if platform == "gpu" else "paged_attention")
     row(
@@ -80,11 +83,35 @@ def test_a_step_is_one_graph_and_copies_no_pages(step: Step, platform: str, row:
         f"aliased {memory.alias_size_in_bytes / MIB:.0f} of {pages / MIB:.0f} MiB", f"{layer} kernels a layer",
         f"page copies: {', '.join(moved) or 'none'}",
         f"host starts {', '.join(made.host_steps)}" if made.host_steps else "", f"{seconds:.0f} s",
+        f"uploads {upload / 1024:.0f} KiB",
     )  # fmt: skip
     assert memory.alias_size_in_bytes >= pages, "pages are not updated in place"
     assert not moved
     assert memory.temp_size_in_bytes <= step.temp * MIB
+    assert upload < 16 * 1024, "page tables travel with the step"
     if platform == "gpu":
         assert made.host_steps == ["kCommandBuffer"], "the host waits for the device within a step"
         assert layer is not None
         assert layer <= step.kernels
+
+
+@pytest.mark.parametrize("name", ["tables", "gather", "scatter"])
+def test_pages_and_tables_move_in_few_kernels(name: str, platform: str, row: Row) -> None:
+    with compilers.target(platform), deprecated.known():
+        own = programs(platform, "8b", None)
+        pages = own.moved_pages[0] if name != "tables" else 0
+        key = Helper(name, pages)
+        made = compilers.compiled(own.build(key), platform, compiler_options())
+    kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
+    moving, memory = kv // own.kv[0].num_pages * pages, made.memory
+    kernels = sum(thunk.kind not in ("kCommandBuffer", "kConditional", "kWhile") for thunk in made.thunks)
+    row(
+        platform, f"8b {key.name}", f"temp {memory.temp_size_in_bytes / MIB:.1f} MiB",
+        f"moves {moving / MIB:.1f} MiB", f"{kernels} kernels" if made.thunks else "",
+    )  # fmt: skip
+    assert not made.moves(kv // len(own.kv) // 2)
+    assert memory.temp_size_in_bytes <= 3 * moving + MIB
+    if name == "scatter":
+        assert memory.alias_size_in_bytes >= kv, "pages are not updated in place"
+    if platform == "gpu":
+        assert kernels <= 4 * len(own.kv), "a kernel for each page and layer"

@@ -25,19 +25,20 @@ part() { # NAME SECONDS COMMAND…: run it, keep its log, note how it ended
 }
 parts=0
 
-part device 60 python -c '
+part device 30 python -c '
 import jax, json
 d = jax.devices()[0]
 assert d.platform == "'"$([ "$platform" = cuda ] && echo gpu || echo "$platform")"'", d
 names = "device_kind", "compute_capability", "core_count"
 print(json.dumps({"jax": jax.__version__} | {name: str(getattr(d, name, "")) for name in names}))' || exit 1
-part kernels 200 python -m pytest -q -x -m gpu tests/kernels
+part kernels 170 python -m pytest -q -x -m gpu tests/kernels
 right=$?
-part story 60 python -m rekindle generate "Once upon a time" --max-tokens 32
+part sessions 90 python -m pytest -q -m gpu tests/session/test_on_gpu.py
+part story 40 python -m rekindle generate "Once upon a time" --max-tokens 32
 if [ $right = 0 ]; then
-  part attention 90 python -m rekindle_kernels.bench.gpu
-  part engine_06b 90 python -m rekindle bench --model 0.6b --workloads W1,W2,W3 --repeat 1 --json
-  part engine_8b 120 python -m rekindle bench --model 8b --workloads W1,W3 --repeat 1 --json
+  part attention 70 python -m rekindle_kernels.bench.gpu
+  part engine_06b 80 python -m rekindle bench --model 0.6b --workloads W1,W2,W3 --repeat 1 --json
+  part engine_8b 110 python -m rekindle bench --model 8b --workloads W1,W3 --repeat 1 --json
 fi
 
 python - "$out" <<'PYTHON'

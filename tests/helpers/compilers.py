@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 Row = Callable[..., None]  # the fixture `row`: adds a line to the table that is printed at the end
@@ -102,6 +103,23 @@ class Compiled:
                     found.append(f"{matched[4]} {matched[2]}[{matched[3]}]")
         return found
 
+    def groups(self, kind: str) -> list[list[list[int]]]:
+        """Of each collective of a kind, such as "all-reduce", the groups of devices that exchange something."""
+        found = []
+        for line in self.text.splitlines():
+            if re.search(rf" {kind}(-start)?\(", line) is None:
+                continue
+            listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
+            counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+            if listed is not None:
+                found.append([_numbers(group) for group in listed[1].strip("{}").split("},{")])
+            else:
+                assert counted is not None, line
+                shape, dims, order = (_numbers(text or "") for text in counted.groups())
+                devices = np.arange(np.prod(dims)).reshape(dims)
+                found.append(devices.transpose(order or range(len(dims))).reshape(shape).tolist())
+        return found
+
     def between(self, name: str) -> int | None:
         """How many kernels run from one kernel of this name to the next: those of a layer."""
         names = [thunk.name for thunk in self.thunks if thunk.kind not in ("kCommandBuffer", "kConditional", "kWhile")]
@@ -116,6 +134,10 @@ class Compiled:
         return bool(self.thunks) or "custom-call(" in entry
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
 def folder(platform: str) -> Path | None:
     """Where the compiler for "gpu" or "tpu" lies; None where it was not fetched."""
     root = Path(os.environ.get("REKINDLE_COMPILERS", "/nowhere")) / platform
@@ -123,16 +145,21 @@ def folder(platform: str) -> Path | None:
 
 
 @functools.cache
-def devices(platform: str) -> list[jax.Device]:
-    """The devices of a topology that is not there: one H100, or four chips of a v5e."""
+def _plugin(root: Path) -> None:
+    sys.path.append(str(root))
+    importlib.import_module(f"jax_plugins.{next(root.glob('jax_plugins/xla_cuda*')).name}").initialize()
+
+
+@functools.cache
+def devices(platform: str, count: int = 1) -> list[jax.Device]:
+    """The devices of a topology that is not there: `count` H100s, or four chips of a v5e."""
     root = folder(platform)
     assert root is not None, FETCH
     jax.devices("cpu")  # JAX looks for plugins now, and once only: this one is not to be found
     if platform == "gpu":
-        sys.path.append(str(root))
-        importlib.import_module(f"jax_plugins.{next(root.glob('jax_plugins/xla_cuda*')).name}").initialize()
+        _plugin(root)
         target = (HERE / "h100.txtpb").read_text()
-        return topologies.get_topology_desc("", "cuda", target_config=target, topology="1x1x1").devices
+        return topologies.get_topology_desc("", "cuda", target_config=target, topology=f"1x1x{count}").devices
     os.environ["TPU_LIBRARY_PATH"] = str(root / "libtpu" / "libtpu.so")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
@@ -181,7 +208,7 @@ def _resources(dump: Path, ptxas: Path, shared: Mapping[str, int]) -> dict[str, 
     for file in dump.glob("*.ptx"):
         text = file.read_text()
         for name in re.findall(r"\.entry (\w+)\(", text):
-            if not name.startswith(("paged_", "write_kv")):
+            if not name.startswith(("paged_", "write_kv", "grouped_")):
                 continue
             said = subprocess.run(
                 [ptxas, "-v", "-arch=sm_90a", file, "-o", os.devnull], capture_output=True, text=True, check=True

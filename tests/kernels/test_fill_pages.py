@@ -72,4 +72,15 @@ def test_where_xla_refused_the_kernel_of_zeros_it_fills_pages_itself(monkeypatch
 def test_other_platforms_use_xla() -> None:
     from rekindle_kernels.ops.memory import FILL_PAGES, FillCall
 
-    assert FILL_PAGES.choose(FillCall("gpu")).name == FILL_PAGES.choose(FillCall("tpu")).name == "xla"
+    assert FILL_PAGES.choose(FillCall("gpu")).name == "joined"
+    assert FILL_PAGES.choose(FillCall("tpu")).name == "xla"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_placed_at_once_are_those_placed_one_by_one(dtype: str) -> None:
+    layers, pages = pages_of(dtype)
+    ids = jnp.asarray([7, 0, PAGES - 1, 0], jnp.int32)
+    pages[3] = pages[1]  # padding: both go to page 0
+    found = (fill_pages(layers, ids, pages, implementation=name) for name in ("joined", "xla"))
+    for got, want in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8))

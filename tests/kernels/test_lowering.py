@@ -78,7 +78,7 @@ def exported(run: Callable[..., Any], platform: str, arguments: tuple[object, ..
 def test_gpu_kernels_lower_for_cuda(
     q: str, kv: str, head_dim: int, page_size: int, group: int, features: dict[str, object]
 ) -> None:
-    module = lower(partial(pallas_gpu.attention, splits=8), "cuda", shapes(q, kv, head_dim, page_size, group), features)
+    module = lower(partial(pallas_gpu.attention, extra=32), "cuda", shapes(q, kv, head_dim, page_size, group), features)
     assert module.count("__gpu$xla.gpu.triton") == 3, "decode, its merge, prefill"
 
 

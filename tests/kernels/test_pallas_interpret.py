@@ -14,11 +14,11 @@ from rekindle_kernels import paged_attention, tuning
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
 from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
-# Small blocks, so that short sequences take several turns of every loop and several splits.
+# Small blocks, so that short sequences take several turns of every loop and rows several items of work.
 SMALL_GPU = {
     "decode_config": tuning.GpuDecode(block_k=16, num_warps=4, num_stages=1, least_blocks=1),
     "prefill_config": tuning.GpuPrefill(block_m=16, block_k=16, num_warps=4, num_stages=1),
-    "splits": 4,
+    "extra": 5,
 }
 SMALL_TPU = {"config": tuning.Tpu(tokens=8, keys=32)}
 VARIANTS = {

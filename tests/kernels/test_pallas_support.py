@@ -102,11 +102,12 @@ def test_measured_entries_win_over_the_rule(monkeypatch: pytest.MonkeyPatch) -> 
     assert tuning.gpu_decode("bfloat16", 128, 32) == tuning.gpu_decode_rule("bfloat16", 128)
 
 
-def test_splits_follow_the_work() -> None:
+def test_items_of_decode_work_fill_the_gpu_whatever_the_rows() -> None:
     config = tuning.gpu_decode_rule("bfloat16", 128)
-    assert tuning.gpu_splits(config, programs=1024, longest=32768) == 1, "enough programs as it is"
-    assert tuning.gpu_splits(config, programs=8, longest=32768) == 32
-    assert tuning.gpu_splits(config, programs=8, longest=512) == 2, "a split has at least four blocks"
+    for rows in (4, 64, 1024):
+        assert tuning.gpu_extra_items(config, rows, 8, longest=32768) == 33, "132 multiprocessors, twice, 8 kv heads"
+    assert tuning.gpu_extra_items(config, 1, 8, longest=512) == 1, "an item has at least four blocks"
+    assert tuning.gpu_extra_items(config, 64, 8, longest=256) == 0
 
 
 def test_tuner_says_when_there_is_nothing_to_tune(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,11 +119,29 @@ def test_tuner_passes_over_what_does_not_compile_and_prints_the_fastest(capsys: 
     inputs, options = tune.problem(16, 16, "float32", rows=1, chunks=1, chunk=8, context=16)
     small = tuning.GpuPrefill(block_m=16, block_k=16, num_warps=4, num_stages=1)
     run = partial(pallas_gpu.attention, interpret=True)
-    broken = replace(small, block_k=0)
-    found = tune.best(run, "prefill_config", [broken, small], [(inputs, options)])
+    measure = partial(tune.timed, run, "prefill_config", [(inputs, options)])
+    found = tune.best(measure, small, {"block_k": (0,)})
     assert found is not None
     assert found[0] == small
     assert "block_k=0" in capsys.readouterr().err
+
+
+def test_tuner_changes_one_field_after_the_other_until_nothing_helps() -> None:
+    seen: list[tuning.GpuDecode] = []
+
+    def measure(config: tuning.GpuDecode) -> list[float] | None:
+        seen.append(config)
+        if config.num_warps == 8:
+            return None
+        return [1 + abs(config.block_k - 64), 1 + abs(config.num_stages - 6) + abs(config.waves - 4)]
+
+    start = tuning.gpu_decode_rule("float32", 64)
+    found = tune.best(measure, start, tune.DECODE)
+    assert found is not None
+    assert (found[0].block_k, found[0].num_stages, found[0].waves) == (64, 6, 4)
+    assert found[1] == [1, 1]
+    assert len(seen) == len(set(seen)) < 40, "all of them would be 240"
+    assert tune.best(measure, start, tune.DECODE, budget=-1) == (start, measure(start))
 
 
 def test_gpu_benchmark_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def test_one_shard_changes_nothing() -> None:
     assert ALONE.admission(ints, floats)[0] is ints
     assert ALONE.part(0, ints) is ints
     moves = [PageMove(0, bytes([number])) for number in range(1, 7)]
-    found = list(DataShards(1, 4, 10).batches([PageMove(n, bytes([n])) for n in range(1, 7)], 4))
+    found = list(DataShards(1, 4, 10).batches([PageMove(n, bytes([n])) for n in range(1, 7)], (4,)))
     assert [batch.places for batch in found] == [(0, 1, 2, 3), (0, 1)]
     assert [batch.ids.tolist() for batch in found] == [[1, 2, 3, 4], [5, 6, 0, 0]]
     assert sum(len(batch.moves) for batch in found) == len(moves)
@@ -52,13 +52,24 @@ def test_one_shard_changes_nothing() -> None:
 
 def test_pages_move_in_batches_of_all_shards() -> None:
     pages = [1, 2, 3, 25, 13, 21]
-    first, second = SHARDS.batches([PageMove(page, bytes([page])) for page in pages], 2)
+    first, second = SHARDS.batches([PageMove(page, bytes([page])) for page in pages], (2,))
     assert first.ids.tolist() == [1, 2, 3, 0, 5, 1]
     assert [(move.page, place) for move, place in zip(first.moves, first.places, strict=True)] == [
         (1, 0), (2, 1), (13, 2), (25, 4), (21, 5),
     ]  # fmt: skip
     assert second.ids.tolist() == [3, 0, 0, 0, 0, 0] and second.places == (0,)
-    assert not list(SHARDS.batches([], 2))
+    assert not list(SHARDS.batches([], (2,)))
+
+
+def test_batches_are_as_large_as_there_are_pages_to_fill_them() -> None:
+    moves = [PageMove(page, bytes([page])) for page in (*range(1, 10), 11, 12)]
+    found = list(SHARDS.batches(moves, (4, 2)))
+    each = [len(batch.ids) // SHARDS.count for batch in found]
+    assert sorted(each, reverse=True) == each and set(each) == {4, 2}
+    assert sorted(move.page for batch in found for move in batch.moves) == [move.page for move in moves]
+    for batch, size in zip(found, each, strict=True):
+        for move, place in zip(batch.moves, batch.places, strict=True):
+            assert batch.ids[place] == move.page % SHARDS.pages and place // size == move.page // SHARDS.pages
 
 
 def test_a_slot_is_admitted_in_its_own_shard_and_others_write_scratch() -> None:

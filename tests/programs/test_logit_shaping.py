@@ -22,7 +22,8 @@ EMPTY = np.zeros(0, np.int32)
 def garbage() -> RequestState:
     """A state in which every slot was used by somebody before."""
     rng = np.random.default_rng(0)
-    leaves = [rng.integers(1, 9, leaf.shape).astype(leaf.dtype) for leaf in abstract_state(SLOTS, VOCAB)]
+    shapes = jax.tree.leaves(abstract_state(SLOTS, VOCAB))
+    leaves = [rng.integers(1, 9, leaf.shape).astype(leaf.dtype) for leaf in shapes]
     return RequestState(*map(jnp.asarray, leaves))
 
 
@@ -87,7 +88,7 @@ def test_admission_resets_one_slot_and_no_other() -> None:
     before = garbage()
     row = row_of(1, Sampling(logit_bias={4: 1.0}), [1, 1, 2], [], {3})
     after = admit(before, *pack_admission(row, CONTEXT))
-    for old, new in zip(before, after, strict=True):
+    for old, new in zip(*map(jax.tree.leaves, (before, after)), strict=True):
         assert np.array_equal(np.asarray(old)[[0, 2, 3]], np.asarray(new)[[0, 2, 3]])
     assert np.asarray(after.history)[1].tolist() == [0, 1, 1] + [0] * (VOCAB - 3)
 

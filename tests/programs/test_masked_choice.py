@@ -64,7 +64,8 @@ class Step:
         self.layout = Layout(count, 0, 0, 8, count)
         constants = Constants(count, (HALVED.name,))
         rng = np.random.default_rng(1)
-        leaves = [rng.integers(1, 9, leaf.shape).astype(leaf.dtype) for leaf in abstract_state(count, VOCAB)]
+        shapes = jax.tree.leaves(abstract_state(count, VOCAB))
+        leaves = [rng.integers(1, 9, leaf.shape).astype(leaf.dtype) for leaf in shapes]
         state, put = RequestState(*map(jnp.asarray, leaves)), jax.jit(admit)
         self.samplings, self.histories, rows = [], [], []
         for slot, (options, _) in enumerate(CASES):
@@ -127,5 +128,5 @@ def test_native_kernels_choose_the_same(step: Step, plain: tuple[RequestState, n
     assert rows[:, 0].tolist() == plain[1][:, 0].tolist()
     np.testing.assert_array_equal(rows[:, 1:], plain[1][:, 1:], "log-probabilities are of the model's own distribution")
     told = rows[:, 0] >= 0
-    for ours, theirs in zip(state, plain[0], strict=True):
+    for ours, theirs in zip(*map(jax.tree.leaves, (state, plain[0])), strict=True):
         assert np.array_equal(np.asarray(ours)[:-1][told], np.asarray(theirs)[:-1][told])

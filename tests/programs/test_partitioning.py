@@ -11,7 +11,7 @@ from helpers.driving import tiny_config, tiny_model
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.placement import Placement, placed
-from rekindle._src.programs.keys import ADMIT, GATHER, MEMORY, SCATTER
+from rekindle._src.programs.helpers import ADMIT, GATHER, MEMORY, SCATTER
 from rekindle._src.programs.partitioning import PAGES, WHOLE, Partitioning, Recipe
 from rekindle._src.programs.program_key import config_fields
 from rekindle._src.programs.programs import Programs

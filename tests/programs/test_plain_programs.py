@@ -14,7 +14,8 @@ from helpers.small import opening, plain, prompt
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.keys import ADMIT, Key
+from rekindle._src.programs.helpers import ADMIT
+from rekindle._src.programs.keys import Key
 from rekindle._src.programs.layered import Layered
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.warming import Warming

@@ -21,7 +21,7 @@ from helpers.driving import TINY, tiny_config
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.keys import ADMIT, MEMORY
+from rekindle._src.programs.helpers import ADMIT, MEMORY
 from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs

@@ -48,9 +48,15 @@ def decode_runs(shape: Sizes) -> Runs:
         name: partial(ours, AttentionInputs(q, kv, table(shape, rows, widen), *rest))
         for name, widen in (("decode", 1), ("decode, table twice as wide", 2))
     }
-    for splits in (1, 2, 4, 8):
-        run = jax.jit(partial(kernels.attention, options=options, splits=splits))
-        runs[f"decode, {splits} splits"] = partial(run, AttentionInputs(q, kv, table(shape, rows), *rest))
+    for extra in (0, 33, 66, 132):
+        run = jax.jit(partial(kernels.attention, options=options, extra=extra))
+        runs[f"decode, {rows} + {extra} items"] = partial(run, AttentionInputs(q, kv, table(shape, rows), *rest))
+    # Most rows short: GB/s are those of the whole pages, so compare these two with each other alone.
+    uneven = jnp.full((rows,), 64, jnp.int32).at[0].set(context)
+    for extra in (0, 33):
+        run = jax.jit(partial(kernels.attention, options=options, extra=extra))
+        inputs = AttentionInputs(q, kv, table(shape, rows), uneven, *rest[1:])
+        runs[f"decode, one long row, {rows} + {extra} items"] = partial(run, inputs)
     scaled = q * scale
     k, v = (kv.pages[:, half].swapaxes(0, 1) for half in (0, 1))
     pages_of = table(shape, rows)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,21 +26,18 @@ from rekindle_kernels.pallas.gpu import attention as gpu
 from rekindle_kernels.pallas.tpu import attention as tpu
 
 GROUP, KV_HEADS = 4, 8
-
-
-def gpu_decode_candidates() -> Iterable[tuning.GpuDecode]:
-    for block_k, warps, stages, waves in itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 5), (1, 2, 4)):
-        yield tuning.GpuDecode(block_k, warps, stages, waves)
-
-
-def gpu_prefill_candidates() -> Iterable[tuning.GpuPrefill]:
-    for block_m, block_k, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)):
-        yield tuning.GpuPrefill(block_m, block_k, warps, stages)
-
-
-def tpu_candidates() -> Iterable[tuning.Tpu]:
-    for tokens, keys in itertools.product((16, 32, 64, 128), (128, 256, 512, 1024)):
-        yield tuning.Tpu(tokens, keys)
+Choices = Mapping[str, Sequence[int]]
+# What is tried for each field. Fewer than five stages give decode one buffer of keys and values, so far as it compiles.
+DECODE: Choices = {
+    "num_stages": (2, 3, 5, 6, 7),
+    "block_k": (16, 32, 64, 128),
+    "num_warps": (2, 4, 8),
+    "waves": (1, 2, 4, 5),
+}
+PREFILL: Choices = {
+    "block_m": (16, 32, 64, 128), "block_k": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)
+}  # fmt: skip
+TPU: Choices = {"tokens": (16, 32, 64, 128), "keys": (128, 256, 512, 1024)}
 
 
 def random_pages(num_pages: int, page_size: int, head_dim: int, dtype: str) -> LayerKV:
@@ -85,28 +84,55 @@ def seconds(
     return statistics.median(times)
 
 
-def best(
+def timed(
     attention: Callable[..., jax.Array],
     option: str,
-    candidates: Iterable[Any],
     problems: Sequence[tuple[AttentionInputs, AttentionOptions]],
-) -> tuple[Any, list[float]] | None:
-    """The candidate with the least product of times over the problems; those that don't compile are passed over."""
-    found: list[tuple[float, Any, list[float]]] = []
-    for candidate in candidates:
-        try:
-            times = [
-                seconds(jax.jit(partial(attention, options=options, **{option: candidate})), inputs)
-                for inputs, options in problems
-            ]
-        except Exception as error:
-            print(f"  {candidate}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
-            continue
-        found.append((float(np.prod(times)), candidate, times))
-    if not found:
+    candidate: Any,
+) -> list[float] | None:
+    """The candidate's time for each problem; None if it does not compile."""
+    try:
+        return [
+            seconds(jax.jit(partial(attention, options=options, **{option: candidate})), inputs)
+            for inputs, options in problems
+        ]
+    except Exception as error:
+        print(f"  {candidate}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
         return None
-    _, candidate, times = min(found, key=lambda entry: entry[0])
-    return candidate, times
+
+
+def best(
+    measure: Callable[[Any], list[float] | None],
+    start: Any,
+    choices: Choices,
+    *,
+    budget: float = math.inf,
+) -> tuple[Any, list[float]] | None:
+    """The configuration with the least product of times that is found from `start`, changing one field at a time.
+
+    It ends when no such change helps, or before the first one that begins after `budget` seconds.
+    """
+    end = time.monotonic() + budget
+    tried = {start: measure(start)}
+    found = start
+    while True:
+        before = found
+        for name, value in [(name, value) for name, values in choices.items() for value in values]:
+            candidate = replace(found, **{name: value})
+            if candidate in tried:
+                continue
+            if time.monotonic() > end:
+                break
+            tried[candidate] = measure(candidate)
+            if _cost(tried[candidate]) < _cost(tried[found]):
+                found = candidate
+        if found == before:
+            times = tried[found]
+            return None if times is None else (found, times)
+
+
+def _cost(times: list[float] | None) -> float:
+    return math.inf if times is None else math.prod(times)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--rows", nargs="+", type=int, default=[4, 64], help="decode batch sizes that count equally")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prefill chunk")
+    parser.add_argument("--seconds", type=float, default=120, help="for each line that is printed")
     options = parser.parse_args(argv)
     platform = current_platform()
     if platform not in ("gpu", "tpu"):
@@ -129,14 +156,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         decodes = [make(rows=rows, chunks=0, chunk=0) for rows in options.rows]
         prefills = [make(rows=0, chunks=2, chunk=options.chunk)]
         key = tuning.Key(device, dtype, head_dim, page_size)
-        searches = [
-            ("GPU_DECODE", "decode_config", gpu_decode_candidates(), decodes),
-            ("GPU_PREFILL", "prefill_config", gpu_prefill_candidates(), prefills),
-        ]
+        q_dtype = decodes[0][0].q.dtype
         if platform == "tpu":
-            searches = [("TPU", "config", tpu_candidates(), decodes + prefills)]
-        for name, option, candidates, problems in searches:
-            found = best(attention, option, candidates, problems)
+            rule: Any = tuning.tpu_rule(dtype, head_dim, page_size, KV_HEADS * GROUP, KV_HEADS)
+            searches: list[tuple[str, str, Any, Choices, Any]] = [("TPU", "config", rule, TPU, decodes + prefills)]
+        else:
+            rule = tuning.gpu_prefill_rule(q_dtype, head_dim, options.chunk * GROUP)
+            searches = [
+                ("GPU_DECODE", "decode_config", tuning.gpu_decode_rule(dtype, head_dim), DECODE, decodes),
+                ("GPU_PREFILL", "prefill_config", rule, PREFILL, prefills),
+            ]
+        for name, option, start, choices, problems in searches:
+            measure = partial(timed, attention, option, problems)
+            found = best(measure, start, choices, budget=options.seconds)
             if found is not None:
                 config, times = found
                 milliseconds = ", ".join(f"{1e3 * value:.3f}" for value in times)

@@ -6,6 +6,7 @@ The others are found by name alone (`implementation=…`). A module is imported 
 from __future__ import annotations
 
 from rekindle_kernels.ops.attention import ATTENTION
+from rekindle_kernels.ops.grouped import GROUPED_LINEAR
 from rekindle_kernels.ops.linear import LINEAR
 from rekindle_kernels.ops.memory import FILL_PAGES, ZEROS
 from rekindle_kernels.ops.norm import RMS_NORM
@@ -16,8 +17,10 @@ from rekindle_kernels.ops.write_kv import WRITE_KV
 NATIVE = "rekindle_kernels.native.implementations"
 XLA_ATTENTION, XLA_MEMORY = "rekindle_kernels.xla.attention", "rekindle_kernels.xla.memory"
 XLA_LINEAR, XLA_NORM, XLA_ROPE = "rekindle_kernels.xla.linear", "rekindle_kernels.xla.norm", "rekindle_kernels.xla.rope"
+XLA_GROUPED = "rekindle_kernels.xla.grouped"
 XLA_SAMPLING, XLA_TOP_K = "rekindle_kernels.xla.sampling", "rekindle_kernels.xla.top_k"
 GPU_ATTENTION, GPU_WRITE = "rekindle_kernels.pallas.gpu.attention", "rekindle_kernels.pallas.gpu.write_kv"
+GPU_GROUPED = "rekindle_kernels.pallas.gpu.grouped"
 TPU_ATTENTION = "rekindle_kernels.pallas.tpu.attention"
 REFERENCE = "rekindle_kernels.reference"
 CPU, GPU, TPU, ANYWHERE = ("cpu",), ("gpu",), ("tpu",), ("cpu", "gpu", "tpu")
@@ -39,6 +42,10 @@ WRITE_KV.register("pallas_gpu_interpret", GPU_WRITE, "INTERPRETED")
 LINEAR.register("native", NATIVE, "LINEAR", platforms=CPU)
 LINEAR.register("xla", XLA_LINEAR, "LINEAR", platforms=ANYWHERE)
 
+GROUPED_LINEAR.register("pallas_gpu", GPU_GROUPED, "GROUPED", platforms=GPU)
+GROUPED_LINEAR.register("xla", XLA_GROUPED, "GROUPED", platforms=ANYWHERE)
+GROUPED_LINEAR.register("pallas_gpu_interpret", GPU_GROUPED, "INTERPRETED")
+
 RMS_NORM.register("native", NATIVE, "RMS_NORM", platforms=CPU)
 RMS_NORM.register("xla", XLA_NORM, "RMS_NORM", platforms=ANYWHERE)
 
@@ -58,6 +65,7 @@ ZEROS.register("native", NATIVE, "ZEROS", platforms=CPU)
 ZEROS.register("xla", XLA_MEMORY, "ZEROS", platforms=ANYWHERE)
 
 FILL_PAGES.register("native", NATIVE, "FILL_PAGES", platforms=CPU)
+FILL_PAGES.register("joined", XLA_MEMORY, "FILL_JOINED", platforms=GPU)
 FILL_PAGES.register("xla", XLA_MEMORY, "FILL_PAGES", platforms=ANYWHERE)
 
-OPERATIONS = (ATTENTION, WRITE_KV, LINEAR, RMS_NORM, ROPE, GREEDY, DRAW, TOP_K, ZEROS, FILL_PAGES)
+OPERATIONS = (ATTENTION, WRITE_KV, LINEAR, GROUPED_LINEAR, RMS_NORM, ROPE, GREEDY, DRAW, TOP_K, ZEROS, FILL_PAGES)

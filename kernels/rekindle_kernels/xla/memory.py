@@ -31,7 +31,20 @@ def fill(
     return filled
 
 
+def fill_joined(
+    leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
+) -> list[jax.Array]:
+    """Each layer's arrays with all pages put into their places at once: an operation for each of them, however many."""
+    joined = [jnp.concatenate(parts) for parts in zip(*pages, strict=True)]
+    placed = []
+    for index, leaf in enumerate(leaves):
+        layer, array = divmod(index, len(joined))
+        placed.append(leaf.at[ids].set(joined[array][:, layer], mode="promise_in_bounds"))
+    return placed
+
+
 WRITE_KV = Implementation("xla", pages.write_kv, anything)
 WRITE_ROWS = Implementation("rows", pages.write_kv_rows, anything)
 ZEROS = Implementation("xla", zeros, anything)
 FILL_PAGES = Implementation("xla", fill, anything)
+FILL_JOINED = Implementation("joined", fill_joined, anything)

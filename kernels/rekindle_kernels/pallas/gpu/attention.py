@@ -42,10 +42,10 @@ def attention(
     *,
     decode_config: tuning.GpuDecode | None = None,
     prefill_config: tuning.GpuPrefill | None = None,
-    splits: int | None = None,
+    extra: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`ops.attention.paged_attention`; block sizes and splits come from `tuning` unless they are given."""
+    """`ops.attention.paged_attention`; block sizes and `extra` items of work come from `tuning` unless given."""
     q, kv, rows = inputs.q, inputs.kv, options.decode_rows
     tokens, heads, head_dim = q.shape
     pages = as_values(kv.pages, kv)
@@ -60,10 +60,11 @@ def attention(
     if rows:
         config = decode_config or tuning.gpu_decode(kv.dtype, head_dim, kv.page_size)
         longest = min(inputs.page_table.shape[1] * kv.page_size, options.sliding_window or 2**31)
-        splits = splits or tuning.gpu_splits(config, rows * kv.kv_heads, longest)
+        if extra is None:
+            extra = tuning.gpu_extra_items(config, rows, kv.kv_heads, longest)
         with jax.named_scope("decode"):
             out = decode(
-                inputs, paged, decode_rows=rows, scoring=scoring, config=config, splits=splits, interpret=interpret
+                inputs, paged, decode_rows=rows, scoring=scoring, config=config, extra=extra, interpret=interpret
             )
     if tokens > rows:
         pairs = (tokens - rows) * (heads // kv.kv_heads)

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 LOG2E = math.log2(math.e)
 # A finite start for running maxima: with -inf a row that saw only masked keys would compute exp2(-inf - -inf) = nan.
@@ -42,12 +43,18 @@ class Scoring:
         return raw if self.soft_cap is None else jnp.tanh(raw * (self.scale / self.soft_cap))
 
     def dot(self, left: jax.Array, right: jax.Array, *, contract_right: int) -> jax.Array:
-        """float32 [M, N]. Three TF32 products stand for one of float32: exact ones miss the tensor cores and spill."""
-        precision: lax.Precision | lax.DotAlgorithmPreset | None = None
-        if left.dtype == jnp.float32:
-            precision = lax.Precision.HIGHEST if self.emulated else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-        dims = (((1,), (contract_right,)), ((), ()))
-        return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
+        return product(left, right, contract_right=contract_right, emulated=self.emulated)
+
+
+def product(
+    left: jax.Array, right: jax.Array, *, contract_right: int, emulated: bool, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """[M, N] in `dtype`. Three TF32 products stand for one of float32: exact ones miss the tensor cores and spill."""
+    precision: lax.Precision | lax.DotAlgorithmPreset | None = None
+    if left.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST if emulated else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    dims = (((1,), (contract_right,)), ((), ()))
+    return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=dtype)
 
 
 class Softmax(NamedTuple):

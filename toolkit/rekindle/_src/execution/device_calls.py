@@ -17,8 +17,11 @@ import numpy as np
 from rekindle._src.core.guides import Mask
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.keys import GATHER, MOVED_PAGES, SCATTER, Key
+from rekindle._src.programs.helpers import GATHER, SCATTER, TABLES, Helper
+from rekindle._src.programs.keys import Key
+from rekindle._src.programs.page_tables import PUT
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.sent_tables import SentTables
 from rekindle._src.programs.step import StepOutput
 
 LOOK_SHARE = 0.03  # of a step's time, by which its end is noticed later where processes are looked at meanwhile
@@ -86,6 +89,8 @@ class DeviceCalls:
         self._everywhere: set[Key] = set()  # programs that are ready in every process
         self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
         self._scores: Any = None  # of the guided step whose tokens have not been chosen
+        slots = programs.config.max_requests
+        self.tables = SentTables(slots, programs.width) if programs.resident else None
         self.kv, self.state = self._new()
 
     def program(self, key: Key) -> Any:
@@ -103,11 +108,13 @@ class DeviceCalls:
         if self._recorder is not None:
             self._recorder.step(key, upload.ints, upload.floats)
         try:
+            self._put_tables()
             self.kv, self.state, output = program(self.leaves, self.kv, self.state, upload.ints, upload.floats)
             if self._copies:
                 output.rows.copy_to_host_async()
                 if output.pooled is not None:
                     output.pooled.copy_to_host_async()
+            self._tables_dispatched()
         except BaseException as error:
             self._failed(error)
             raise
@@ -118,9 +125,14 @@ class DeviceCalls:
         """The first half of a guided step."""
         if self._recorder is not None:
             self._recorder.step(key, upload.ints, upload.floats)
-        last_token = self.state.last_token
         try:
-            self.kv, *rest = program(self.leaves, self.kv, last_token, upload.ints, upload.floats)
+            self._put_tables()
+            state = self.state
+            tables = () if state.tables is None else (state.tables,)
+            self.kv, *rest = program(self.leaves, self.kv, state.last_token, upload.ints, upload.floats, *tables)
+            if tables:
+                self.state = state._replace(tables=rest.pop())
+            self._tables_dispatched()
         except BaseException as error:
             self._failed(error)
             raise
@@ -155,28 +167,35 @@ class DeviceCalls:
             raise
 
     def gather(self, ids: np.ndarray) -> paged.Payload:
-        """Begin to read MOVED_PAGES pages out."""
-        program = self.program(GATHER)
+        """Begin to read pages out, as many as there are `ids` for each shard, and to copy them to the host."""
+        program = self.program(self._mover(GATHER, ids))
         if self._recorder is not None:
             self._recorder.gather(ids)
         try:
             payload: paged.Payload = program(self.kv, ids)
+            if self._copies:
+                for leaf in payload:
+                    leaf.copy_to_host_async()
         except BaseException as error:
             self._failed(error)
             raise
         return payload
 
     def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload]) -> None:
-        """Fill pages: MOVED_PAGES of them at most, the rest of `ids` is 0."""
-        program = self.program(SCATTER)
+        """Fill pages, at most as many as there are `ids` for each shard; the rest of these is 0."""
+        key = self._mover(SCATTER, ids)
+        program = self.program(key)
         if self._recorder is not None:
             self._recorder.scatter(ids, pages)
-        padded = (*pages, *[pages[0]] * (MOVED_PAGES - len(pages)))  # padding goes to page 0
+        padded = (*pages, *[pages[0]] * (key.pages - len(pages)))  # padding goes to page 0
         try:
             self.kv = program(self.kv, ids, padded)
         except BaseException as error:
             self._failed(error)
             raise
+
+    def _mover(self, key: Helper, ids: np.ndarray) -> Helper:
+        return Helper(key.kind, len(ids) // self.programs.shards.count)
 
     def rows(self, output: StepOutput) -> np.ndarray:
         """The rows of a step: the place that waits for the device. Steps are read in the order of their calls."""
@@ -234,7 +253,20 @@ class DeviceCalls:
             self._delete()
             self.leaves = ()
 
+    def _put_tables(self) -> None:
+        """Write the tables in which the next step changes more than it can bring."""
+        if self.tables is None:
+            return
+        for ints in self.tables.packed_whole(PUT):
+            self.state = self.state._replace(tables=self.program(TABLES)(self.state.tables, ints))
+
+    def _tables_dispatched(self) -> None:
+        if self.tables is not None:
+            self.tables.dispatched()
+
     def _new(self) -> tuple[paged.KV, Any]:
+        if self.tables is not None:
+            self.tables.forget()
         if self._recorder is not None:
             self._recorder.renew()
         memory: tuple[paged.KV, Any] = self.programs.memory()
@@ -245,5 +277,7 @@ class DeviceCalls:
             leaf.delete()
 
     def _failed(self, error: BaseException) -> None:
+        if self.tables is not None:
+            self.tables.forget()
         if self._recorder is not None:
             self._recorder.failed(error)

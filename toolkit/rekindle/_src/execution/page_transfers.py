@@ -1,4 +1,4 @@
-"""Copies of KV pages between the device and the tiers below it, a fixed number of pages in each transfer."""
+"""Copies of KV pages between the device and the tiers below it, many pages in each transfer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rekindle._src.core.records import LostPage, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.data_shards import Batch
-from rekindle._src.programs.keys import MOVED_PAGES
 from rekindle.errors import StoreError
 
 MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
@@ -40,6 +39,7 @@ class PageTransfers:
     def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
         self._calls, self._host_tier = calls, host_tier
         self._parts, self._shards = calls.programs.parts, calls.programs.shards
+        self._sizes = calls.programs.moved_pages
         self._layout = self._parts.payload_layout(calls.programs.kv)
         self._restores = 0
 
@@ -47,7 +47,7 @@ class PageTransfers:
         """Begin to copy pages out of the device, before a later step may overwrite them."""
         if not moves:
             return []
-        return [(batch, self._calls.gather(batch.ids)) for batch in self._shards.batches(moves, MOVED_PAGES)]
+        return [(batch, self._calls.gather(batch.ids)) for batch in self._shards.batches(moves, self._sizes)]
 
     def store(self, leaving: Leaving) -> None:
         """Hand what was read out to the host tier; waits for the copies."""
@@ -75,22 +75,25 @@ class PageTransfers:
         if measured:
             self._calls.wait(self._calls.kv)
         start = time.perf_counter()
-        for batch in self._shards.batches(tuple(found), MOVED_PAGES):
+        for batch in self._shards.batches(tuple(found), self._sizes):
             pages = {place: found[move] for move, place in zip(batch.moves, batch.places, strict=True)}
-            self._calls.scatter(batch.ids, [self._parts.to_device(page) for page in self._by_shard(pages)])
+            self._calls.scatter(
+                batch.ids, [self._parts.to_device(page) for page in self._by_shard(pages, len(batch.ids))]
+            )
         if measured and found:
             self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"
             self._host_tier.copied(len(found), time.perf_counter() - start)
         return tuple(lost)
 
-    def _by_shard(self, pages: Mapping[int, paged.Payload]) -> list[paged.Payload]:
-        """The pages by place as `scatter` takes them: one for each place of a shard, with those of all shards in it."""
+    def _by_shard(self, pages: Mapping[int, paged.Payload], places: int) -> list[paged.Payload]:
+        """The pages by place, of so many `places`, as `scatter` takes them: the first ones of all shards, and so on."""
         if self._shards.count == 1:
             return list(pages.values())
         padding = next(iter(pages.values()))  # goes to page 0
-        used = 1 + max(place % MOVED_PAGES for place in pages)
-        shards = range(0, self._shards.count * MOVED_PAGES, MOVED_PAGES)
+        each = places // self._shards.count
+        used = 1 + max(place % each for place in pages)
+        shards = range(0, places, each)
         rows = [[pages.get(first + place, padding) for first in shards] for place in range(used)]
         return [tuple(map(np.concatenate, zip(*row, strict=True))) for row in rows]
 

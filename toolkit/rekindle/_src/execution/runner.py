@@ -30,7 +30,8 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
 from rekindle._src.programs.data_upload import AnyUpload, DataUpload
-from rekindle._src.programs.keys import ADMIT, Key
+from rekindle._src.programs.helpers import ADMIT
+from rekindle._src.programs.keys import Key
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
@@ -375,7 +376,7 @@ class Runner:
             return self._uploads[bucket].popleft()
         except IndexError:
             layout, shards = self.programs.layout(bucket), self._shards
-            return Upload(layout) if shards.count == 1 else DataUpload(layout, shards)
+            return Upload(layout, sent=self._calls.tables) if shards.count == 1 else DataUpload(layout, shards)
 
     def _take_masks(self, bucket: Bucket) -> Mask:
         try:

@@ -22,7 +22,7 @@ class Precision:
     quantize: str | None = None  # as `quantize_plan.checked_quantize` returns it
     quantize_embeddings: bool = True  # the embedding and the head too
     stream: str = "float32"  # the residual stream
-    loop_experts: bool = False  # one expert at a time rather than `ragged_dot`
+    loop_experts: bool = False  # one expert at a time rather than `grouped_linear`
     implementation: str | None = None  # of norms, products, ropes and sampling; None: the first that fits each call
     deterministic: bool = False  # a token's numbers are the same to the last bit, whatever is computed beside it
     shards: Shards | None = None  # the layers are those of one device, which shares the model with others

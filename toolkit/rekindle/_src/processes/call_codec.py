@@ -14,7 +14,8 @@ from rekindle._src.processes.results import sampling
 from rekindle._src.processes.step_codec import StepCodec
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import FORWARD, Bucket
-from rekindle._src.programs.keys import MOVED_PAGES, Key
+from rekindle._src.programs.helpers import FEW
+from rekindle._src.programs.keys import Key
 from rekindle._src.programs.partitioning import PAYLOAD_HEADS
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import NOWHERE, admission_sizes
@@ -105,8 +106,8 @@ class CallCodec:
         reader = Reader(content)
         ids = self._ids(reader)
         (count,) = reader.unpack(_NAME)
-        if not 0 < count <= MOVED_PAGES:
-            raise ProcessLost(f"{count} pages came, {MOVED_PAGES} are the most")
+        if not 0 < count <= FEW:
+            raise ProcessLost(f"{count} pages came, {FEW} are the most")
         pages: list[Any] = []
         for _ in range(count):
             leaves = []
@@ -121,9 +122,9 @@ class CallCodec:
         return ids, pages
 
     def _ids(self, reader: Reader) -> np.ndarray:
-        ids = reader.ints(MOVED_PAGES, self._programs.kv[0].num_pages)
-        if len(ids) != MOVED_PAGES:
-            raise ProcessLost(f"{len(ids)} pages are named, {MOVED_PAGES} belong to a transfer")
+        ids = reader.ints(FEW, self._programs.kv[0].num_pages)
+        if len(ids) != FEW:
+            raise ProcessLost(f"{len(ids)} pages are named, {FEW} belong to a transfer")
         return ids
 
     def _key(self, content: bytes) -> tuple[Bucket, bytes]:

@@ -15,7 +15,7 @@ from rekindle._src.processes.channel import Channel
 from rekindle._src.processes.facts import as_json, from_json
 from rekindle._src.processes.kinds import Kind
 from rekindle._src.processes.results import DONE, checksum
-from rekindle._src.programs.keys import ADMIT
+from rekindle._src.programs.helpers import ADMIT
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError, ProcessLost
 

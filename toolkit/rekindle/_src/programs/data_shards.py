@@ -62,12 +62,14 @@ class DataShards:
             *(next(rest[self.of(row)]) for row in plan.prefill),
         )
 
-    def batches(self, moves: Sequence[PageMove], most: int) -> Iterator[Batch]:
-        """The moves in batches of at most `most` pages of each shard."""
+    def batches(self, moves: Sequence[PageMove], sizes: Sequence[int]) -> Iterator[Batch]:
+        """The moves in batches: of each shard as many pages as the largest size that they fill, or the smallest one."""
         waiting: list[list[PageMove]] = [[] for _ in range(self.count)]
         for move in moves:
             waiting[move.page // self.pages].append(move)
-        for at in range(0, max(map(len, waiting)), most):
+        at, end = 0, max(map(len, waiting))
+        while at < end:
+            most = next((size for size in sizes if size <= end - at), sizes[-1])
             found: list[PageMove] = []
             places: list[int] = []
             ids = np.zeros(self.count * most, np.int32)
@@ -77,6 +79,7 @@ class DataShards:
                     places.append(place)
                     ids[place] = move.page % self.pages
             yield Batch(tuple(found), tuple(places), ids)
+            at += most
 
     def admission(self, ints: np.ndarray, floats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What `request_state.admit` takes in all shards, for the one that has the slot; others write scratch."""

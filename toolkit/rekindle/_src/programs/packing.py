@@ -22,12 +22,14 @@ from rekindle._src.core.records import IntArray, Row, StepPlan
 from rekindle._src.programs.buckets import Bucket, prefill_rows
 from rekindle._src.programs.flags import Flag, flags_of
 from rekindle._src.programs.logit_shaping import Shaping
+from rekindle._src.programs.sent_tables import SentTables
 from rekindle_kernels import Choice
 
 # Options are Python floats. Beyond float32 a temperature would be infinite, which numpy warns of and which divides
 # -inf to NaN, and a repetition penalty would be 0, which is divided by.
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 _VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
+TOKENS_PER_CHANGE = 4  # of a prompt that comes in: its first step brings all its pages, of 16 tokens mostly
 NEUTRAL = np.array([0, 1, 0, 1, 0, 0], np.float32)  # the float options of a slot that no request has
 # Plain integers, since each operation on an enum.IntFlag takes a microsecond.
 _PROMPT, _SAMPLES, _KEPT = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.KEPT)
@@ -44,10 +46,14 @@ class Layout:
     tokens: int
     width: int  # pages per sequence
     slots: int  # of requests; the scratch slot follows them
+    changes: int = 0  # of page tables that stay on the device, as many as a step brings; 0: it brings whole tables
 
     @classmethod
-    def of(cls, bucket: Bucket, *, max_requests: int, width: int) -> Layout:
-        return cls(bucket.rows, prefill_rows(bucket.tokens, max_requests), bucket.tokens, width, max_requests)
+    def of(cls, bucket: Bucket, *, max_requests: int, width: int, resident: bool = False) -> Layout:
+        """With `resident`, page tables stay on the device; see `page_tables`."""
+        sequences = bucket.rows + prefill_rows(bucket.tokens, max_requests)
+        changes = 2 * sequences + bucket.tokens // TOKENS_PER_CHANGE if resident else 0
+        return cls(bucket.rows, sequences - bucket.rows, bucket.tokens, width, max_requests, changes)
 
     @property
     def sequences(self) -> int:
@@ -55,13 +61,16 @@ class Layout:
 
     @property
     def sections(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes in the integer buffer: wanted, varying, constant, page table, prefill offsets, tokens, targets."""
+        """Shapes in the integer buffer: wanted, varying, constant, page table, prefill offsets, tokens, targets.
+
+        Of page tables that stay on the device there are the changes only: their slots, places and pages.
+        """
         N = self.sequences
         return (
             (1,),
             (N, _VARYING),
             (N, _CONSTANT),
-            (N, self.width),
+            (3, self.changes) if self.changes else (N, self.width),
             (self.prefills + 1,),
             (self.tokens,),
             (self.tokens,),
@@ -82,7 +91,7 @@ class Sections(NamedTuple):
     wanted: Any  # [1]
     varying: Any  # [N, 4]: slot, length, token, flags
     constant: Any  # [N, 4]: prompt length, top_k, both halves of the seed
-    table: Any  # [N, W]
+    table: Any  # [N, W], or [3, C] changes
     offsets: Any  # [S + 1]
     tokens: Any  # [T]
     targets: Any  # [T]
@@ -137,8 +146,11 @@ class Upload:
         *,
         first_slot: int = 0,
         first_page: int = 0,
+        sent: SentTables | None = None,
     ) -> None:
-        self.layout, self._first_slot, self._first_page = layout, first_slot, first_page
+        """With `sent`, page tables stay on the device."""
+        assert (sent is None) == (not layout.changes), "the layout says whether page tables stay on the device"
+        self.layout, self._first_slot, self._first_page, self._sent = layout, first_slot, first_page, sent
         self.ints, self.floats = buffers or (np.zeros(layout.ints, np.int32), np.zeros(layout.floats, np.float32))
         views = sections(layout, self.ints)
         self._wanted, self._varying, self._constant, self._table, self._offsets, self._tokens, self._targets = views
@@ -160,14 +172,18 @@ class Upload:
         if constants.scratch != layout.slots:  # the slots of other shards are numbered, too
             slots -= self._first_slot
             slots[len(decode) : layout.rows] = slots[layout.rows + len(prefill) :] = layout.slots
-        for index, row in enumerate(plan.decode):
-            self._write_pages(index, row.pages)
+        if self._sent is None:
+            for index, row in enumerate(plan.decode):
+                self._write_pages(index, row.pages)
+            for index, row in enumerate(plan.prefill, start=layout.rows):
+                self._write_pages(index, row.pages)
+        else:
+            self._sent.write(plan.rows, self._table)
         at = 0
         self._offsets[0] = 0
         if layout.tokens:
             self._targets.fill(-1)
         for index, row in enumerate(plan.prefill):
-            self._write_pages(layout.rows + index, row.pages)
             assert row.token_ids is not None, "a prefill row has its tokens"
             end = at + row.length
             self._tokens[at:end] = row.token_ids
@@ -254,11 +270,18 @@ class StepInputs(NamedTuple):
         return jnp.maximum(self.prompt_lengths, self.positions + 1)
 
 
-def unpack(layout: Layout, page_size: int, ints: Array, floats: Array, last_token: Array) -> StepInputs:
-    """Unpack the buffers. A decode row without a token takes its slot's `last_token`, which an earlier step sampled."""
+def unpack(
+    layout: Layout, page_size: int, ints: Array, floats: Array, last_token: Array, tables: Array | None = None
+) -> StepInputs:
+    """Unpack the buffers. A decode row without a token takes its slot's `last_token`, which an earlier step sampled.
+
+    `tables` are those that stay on the device, with the step's changes.
+    """
     R, S, T = layout.rows, layout.prefills, layout.tokens
     wanted, varying, constant, table, cu, tokens, targets = sections(layout, ints)
     slots, lengths, given, flags = (varying[:, column] for column in range(_VARYING))
+    if tables is not None:
+        table = tables[slots]
     prompt_lengths, top_k = constant[:, 0], constant[:, 1]
     temperature, top_p, min_p, repetition, presence, frequency = (
         floats.reshape(layout.sequences, _FLOATS)[:, column] for column in range(_FLOATS)

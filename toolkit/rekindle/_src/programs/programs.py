@@ -25,11 +25,12 @@ from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import request_state
+from rekindle._src.programs import page_tables, request_state
 from rekindle._src.programs.buckets import SMALLEST_ROWS, Bucket, guided_lattice, lattice, pooling_lattice
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
-from rekindle._src.programs.keys import ADMIT, GATHER, MEMORY, SCATTER, Key
+from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, moved_pages
+from rekindle._src.programs.keys import Key
 from rekindle._src.programs.layered import Layered
 from rekindle._src.programs.layered_step import LayeredProgram
 from rekindle._src.programs.packing import Layout
@@ -104,7 +105,10 @@ class Programs:
         local = graph if placement is None else placement.local  # what one device computes
         local_kv = paged.abstract(local.config, config.device_pages, config.page_size, config.kv_dtype)
         self.kv = self.parts.pages(local_kv)
-        self.state = request_state.abstract_state(config.max_requests, model.vocab_size)
+        self.resident = page_tables.stay(self.parts)  # page tables stay on the device
+        width = self.width if self.resident else None
+        self.state = request_state.abstract_state(config.max_requests, model.vocab_size, width)
+        self.moved_pages = moved_pages(self.parts, self.kv)  # pages of a transfer, the largest number first
         self.traces = 0
         self.compilations = 0
         self._plain = False  # new programs are made without the kernels that are still being compiled
@@ -122,6 +126,7 @@ class Programs:
             processors=self.processors,
             parts=self.parts,
             width=self.width,
+            resident=self.resident,
         )
         self._layered = Layered(self._recipes, counted=self._counted, compiled=self._count_compiled, store=store)
         self._building: dict[Key, threading.Lock] = {}
@@ -143,9 +148,11 @@ class Programs:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The programs that `precompile` makes; `gather` and `scatter` only where there is a tier below the device."""
-        moves = (GATHER, SCATTER) if self.config.host_memory or self.config.disk_memory else ()
-        return (*self._lattice, MEMORY, ADMIT, *moves, *(self.guided_keys if self.config.structured else ()))
+        """The programs that `precompile` makes; those that move pages only where there is a tier below the device."""
+        sizes = self.moved_pages[::-1] if self.config.host_memory or self.config.disk_memory else ()
+        moves = [Helper(kind, pages) for kind in ("gather", "scatter") for pages in sizes]
+        tables = (TABLES,) if self.resident else ()
+        return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.guided_keys if self.config.structured else ()))
 
     @property
     def known(self) -> dict[Key, None]:

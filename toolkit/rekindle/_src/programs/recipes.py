@@ -13,9 +13,10 @@ from rekindle._src.core.guides import mask_words
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import request_state
+from rekindle._src.programs import page_tables, request_state
 from rekindle._src.programs.buckets import FORWARD, Bucket
-from rekindle._src.programs.keys import ADMIT, GATHER, MEMORY, MOVED_PAGES, Key
+from rekindle._src.programs.helpers import ADMIT, GATHER, MEMORY, TABLES
+from rekindle._src.programs.keys import Key
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
@@ -37,9 +38,11 @@ class Recipes:
     processors: Sequence[LogitsProcessor]
     parts: Partitioning
     width: int  # pages of the longest sequence
+    resident: bool  # page tables stay on the device
 
     def layout(self, bucket: Bucket) -> Layout:
-        return Layout.of(bucket, max_requests=self.config.max_requests, width=self.width)
+        most = self.config.max_requests
+        return Layout.of(bucket, max_requests=most, width=self.width, resident=self.resident)
 
     @property
     def page_size(self) -> int:
@@ -63,11 +66,14 @@ class Recipes:
             ints, floats = request_state.admission_sizes(self.width * self.page_size)
             slot = (self.state, _ints(ints), _floats(floats))
             return Recipe(request_state.admit, slot, (0,), (ROWS, ROWS, ROWS), ROWS)
-        ids = _ints(MOVED_PAGES)
-        if key == GATHER:
+        if key == TABLES:
+            rows = _ints(page_tables.PUT * (1 + self.width))
+            return Recipe(page_tables.put, (self.state.tables, rows), (0,), (ROWS, ROWS), ROWS)
+        ids = _ints(key.pages)
+        if key.kind == GATHER.kind:
             return self.parts.leaving(Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD))
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
-        return Recipe(paged.scatter, (self.kv, ids, (page,) * MOVED_PAGES), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
+        return Recipe(paged.scatter, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
 
     def _step(self, key: Bucket) -> Recipe:
         layout = self.layout(key)
@@ -91,7 +97,10 @@ class Recipes:
             kernels = self.config.kernels
             forward = make_forward(self.graph, layout, self.page_size, implementation=kernels, pools=key.pools)
             arguments = (self.leaves, self.kv, self.state.last_token, *upload)
-            return Recipe(forward, arguments, (1,), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), (PAGES, ROWS, ROWS, POOLED))
+            operands, results = (WEIGHTS, PAGES, ROWS, ROWS, ROWS), (PAGES, ROWS, ROWS, POOLED)
+            if not self.resident:
+                return Recipe(forward, arguments, (1,), operands, results)
+            return Recipe(forward, (*arguments, self.state.tables), (1, 5), (*operands, ROWS), (*results, ROWS))
         vocab_size, precision = self.model.vocab_size, self.graph.precision
         sizes = ((vocab_size, "float32"), (self.model.hidden_size, precision.stream))
         scores = Scores._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)

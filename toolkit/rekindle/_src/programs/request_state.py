@@ -34,15 +34,17 @@ class RequestState(NamedTuple):
     bias_ids: Array  # int32 [L, MAX_LOGIT_BIAS]
     bias_values: Array  # float32 [L, MAX_LOGIT_BIAS]
     end_ids: Array  # int32 [L, MAX_END_IDS]
+    tables: Array | None = None  # int32 [L, W]: page tables, where they stay on the device; see `page_tables`
 
 
-def abstract_state(slots: int, vocab: int) -> RequestState:
-    """Shapes of the state of `slots` requests and the scratch slot."""
+def abstract_state(slots: int, vocab: int, width: int | None = None) -> RequestState:
+    """Shapes of the state of `slots` requests and the scratch slot; with `width`, page tables are part of it."""
     L = slots + 1
     shapes = (L,), (L, vocab), (L, MAX_LOGIT_BIAS), (L, MAX_LOGIT_BIAS), (L, MAX_END_IDS)
     dtypes = jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32
     leaves: Any = map(jax.ShapeDtypeStruct, shapes, dtypes)
-    return RequestState(*leaves)
+    tables: Any = None if width is None else jax.ShapeDtypeStruct((L, width), jnp.int32)
+    return RequestState(*leaves)._replace(tables=tables)
 
 
 def record(state: RequestState, slots: Array, tokens: Array) -> RequestState:

@@ -27,6 +27,7 @@ from rekindle._src.programs.flags import PROCESSORS, SHAPES, Flag, branch
 from rekindle._src.programs.logit_shaping import shape
 from rekindle._src.programs.logprobs import prompt_logprobs, row_logprobs
 from rekindle._src.programs.packing import Layout, StepInputs, unpack
+from rekindle._src.programs.page_tables import changed, with_changes
 from rekindle._src.programs.pooling import pooled_states
 from rekindle._src.programs.processors import LogitsContext, LogitsProcessor, process
 from rekindle._src.programs.request_state import RequestState, record
@@ -53,7 +54,7 @@ class StepOutput(NamedTuple):
 
 
 Step = Callable[[Leaves, paged.KV, RequestState, Array, Array], tuple[paged.KV, RequestState, StepOutput]]
-Forward = Callable[[Leaves, paged.KV, Array, Array, Array], tuple[paged.KV, Scores, Array, Array | None]]
+Forward = Callable[..., tuple[Any, ...]]
 Choice = Callable[[RequestState, Scores, Array, Array, Array], tuple[RequestState, Array]]
 
 
@@ -71,7 +72,8 @@ def make_step(
     def step(
         leaves: Leaves, kv: paged.KV, state: RequestState, ints: Array, floats: Array
     ) -> tuple[paged.KV, RequestState, StepOutput]:
-        inputs = unpack(layout, page_size, ints, floats, state.last_token)
+        state = with_changes(layout, ints, state)
+        inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
         model, new_kv, hidden = _compute(graph, leaves, kv, layout, inputs, implementation)
         new_state, output = finish(graph, layout, model, hidden, inputs, state, processors=processors, pools=pools)
         return new_kv, new_state, output
@@ -82,14 +84,19 @@ def make_step(
 def make_forward(
     graph: Graph, layout: Layout, page_size: int, *, implementation: str | None = None, pools: bool = False
 ) -> Forward:
-    """The first half of a guided step: everything but the choice of tokens. The caller donates pages."""
+    """The first half of a guided step: everything but the choice of tokens. The caller donates pages.
+
+    Page tables that stay on the device are an operand and the last result; the caller donates them, too.
+    """
 
     def forward(
-        leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array
-    ) -> tuple[paged.KV, Scores, Array, Array | None]:
-        inputs = unpack(layout, page_size, ints, floats, last_token)
+        leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array, tables: Array | None = None
+    ) -> tuple[Any, ...]:
+        tables = changed(layout, ints, tables)
+        inputs = unpack(layout, page_size, ints, floats, last_token, tables)
         model, new_kv, hidden = _compute(graph, leaves, kv, layout, inputs, implementation)
-        return new_kv, *finish_forward(layout, model, hidden, inputs, pools=pools)
+        found = finish_forward(layout, model, hidden, inputs, pools=pools)
+        return new_kv, *found, *(() if tables is None else (tables,))
 
     return forward
 
@@ -102,7 +109,7 @@ def make_choice(
     def choice(
         state: RequestState, scores: Scores, ints: Array, floats: Array, masks: Array
     ) -> tuple[RequestState, Array]:
-        inputs = unpack(layout, page_size, ints, floats, state.last_token)
+        inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
         with jax.named_scope("sample"):
             tokens, values = _sample(
                 scores.logits, inputs, state, processors, among(masks), implementation=implementation

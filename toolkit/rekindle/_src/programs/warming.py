@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.keys import SCATTER, Key
+from rekindle._src.programs.helpers import SCATTER
+from rekindle._src.programs.keys import Key
 from rekindle._src.programs.programs import ProgramRecord, Programs
 from rekindle.errors import CompileError
 from rekindle_kernels import BackgroundBuild, build_kernels

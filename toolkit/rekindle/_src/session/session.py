@@ -27,6 +27,7 @@ from rekindle._src.session.conversations import Conversations
 from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.pausing import Paused
+from rekindle._src.session.profiling import Profiling
 from rekindle._src.session.prompts import PromptLike
 from rekindle._src.session.row_mapping import RowMapping
 from rekindle._src.session.serving import Serving
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
 
 
-class Session(RowMapping, Embedding, Conversations, Serving):
+class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or

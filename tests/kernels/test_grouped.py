@@ -1,0 +1,74 @@
+"""Rows of several experts: XLA's product and the GPU kernel, as plain JAX operations, against one expert at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rekindle_kernels import GroupedCall, grouped_linear
+from rekindle_kernels.ops.grouped import GROUPED_LINEAR
+from rekindle_kernels.pallas.gpu import grouped as gpu
+
+CASES = [  # rows of each expert, inputs, outputs
+    ([3, 0, 1, 5], 64, 128),
+    ([0, 40, 0, 1, 0], 48, 200),
+    ([17], 130, 72),
+    ([0, 0, 2], 32, 64),
+]
+TYPES = [("float32", "float32", 1e-5), ("bfloat16", "bfloat16", 1e-5), ("bfloat16", "int8", 1e-5), ("int8", "int8", 0)]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_gpu_interpret"])
+@pytest.mark.parametrize(("x_dtype", "dtype", "tolerance"), TYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_row_meets_the_matrix_of_its_expert(
+    case: tuple[list[int], int, int], x_dtype: str, dtype: str, tolerance: float, implementation: str
+) -> None:
+    sizes, inputs, outputs = case
+    rng, rows = np.random.default_rng(0), sum(sizes)
+    beyond = 2  # rows of other devices' experts
+    x, weight = (
+        jnp.asarray(rng.integers(-9, 10, shape) * (1 if name == "int8" else 0.25), name)
+        for shape, name in (((rows + beyond, inputs), x_dtype), ((len(sizes), outputs, inputs), dtype))
+    )
+    summed = jnp.int32 if x_dtype == "int8" else jnp.float32
+    got = np.asarray(
+        jax.jit(lambda *args: grouped_linear(*args, dtype=summed, implementation=implementation))(
+            x, weight, jnp.array(sizes, jnp.int32)
+        )
+    )
+    assert got.dtype == summed and got.shape == (rows + beyond, outputs)
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    wide = np.asarray(weight.astype(jnp.float32))
+    want = np.einsum("mi,moi->mo", np.asarray(x.astype(jnp.float32))[:rows], wide[owner])
+    np.testing.assert_allclose(got[:rows], want, rtol=tolerance, atol=tolerance * 100)
+
+
+def test_there_is_a_tile_for_every_row_and_none_twice() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        sizes = rng.integers(0, 60, int(rng.integers(1, 12))) * rng.integers(0, 2)
+        rows = int(sizes.sum()) + int(rng.integers(0, 3))
+        if not rows:
+            continue
+        table = np.asarray(gpu.tile_table(jnp.asarray(sizes, jnp.int32), rows, 16))
+        seen = np.zeros(rows, int)
+        for owner, first, end in table.T:
+            if first < end:
+                mine = np.arange(first, min(first + 16, end))
+                assert (np.repeat(np.arange(len(sizes)), sizes)[mine] == owner).all()
+                seen[mine] += 1
+        assert (seen[: sizes.sum()] == 1).all() and not seen[sizes.sum() :].any()
+
+
+def test_what_the_kernel_does_not_take_is_left_to_xla() -> None:
+    def call(x: str, weight: str, experts: int = 8) -> GroupedCall:
+        shapes = ((64, 4096), x), ((experts, 14336, 4096), weight)
+        return GroupedCall("gpu", *(jax.ShapeDtypeStruct(shape, jnp.dtype(name)) for shape, name in shapes))
+
+    assert GROUPED_LINEAR.choose(call("bfloat16", "bfloat16")).name == "pallas_gpu"
+    assert GROUPED_LINEAR.choose(call("bfloat16", "int8")).name == "pallas_gpu"
+    assert GROUPED_LINEAR.choose(call("bfloat16", "float32")).name == "xla"
+    assert "31 bits" in str(gpu.supports(call("bfloat16", "bfloat16", experts=64)))

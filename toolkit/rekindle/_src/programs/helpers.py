@@ -1,0 +1,47 @@
+"""The programs of a session that are not steps: they make its memory, fill slots and tables, and move pages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.partitioning import Partitioning
+from rekindle_kernels import current_platform
+
+FEW = 4  # pages of one gather or scatter; where XLA fills pages on CPU, it compiles an operation for each and layer
+MANY = 64, 32, 16, 8
+TRANSFER = 32 << 20  # bytes; beyond, starting a transfer takes little beside the copying
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Helper:
+    """A program that is not a step.
+
+    "memory" makes pages and state, "admit" writes a request's history into its slot, "tables" writes whole page tables,
+    "gather" and "scatter" move pages.
+    """
+
+    kind: str
+    pages: int = 0  # that it moves
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.pages}" if self.pages > FEW else self.kind
+
+
+MEMORY, ADMIT, TABLES = Helper("memory"), Helper("admit"), Helper("tables")
+GATHER, SCATTER = Helper("gather", FEW), Helper("scatter", FEW)
+
+
+def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:
+    """How many pages a transfer may have, the largest number first.
+
+    On CPU that is a copy within memory. A GPU or TPU starts a transfer of 64 pages as quickly as one of a single page.
+    Followers of a session repeat transfers of FEW pages.
+    """
+    if current_platform() == "cpu" or parts.several:
+        return (FEW,)
+    page = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(kv))
+    return (*[pages for pages in MANY if pages * page <= TRANSFER][:1], FEW)
