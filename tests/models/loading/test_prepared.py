@@ -316,7 +316,7 @@ def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path,
 
 @pytest.mark.skipif(
     sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)),
-    reason="Python 3.12.0 and 3.12.1 start no threads any more while others still run at their end (CPython's gh-113964)",
+    reason="these start no threads any more while others still run at the interpreter's end (CPython's gh-113964)",
 )
 def test_a_script_that_ends_at_once_keeps_them_first(folder: Path, cache: Path) -> None:
     program = """if True:
