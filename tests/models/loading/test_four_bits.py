@@ -42,7 +42,7 @@ KINDS = {
     "Q8_0": "int8-32", "Q5_0": "int8-32", "Q5_1": "int8-32-min", "Q5_K": "int8-32-min-f32", "Q6_K": "int8-16-f32",
     "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-f32",
 }  # fmt: skip
-native = unavailable_reason("cpu") is None  # else there is no kernel for groups of eight bits
+native = unavailable_reason("cpu") is None  # groups of eight bits have native kernels only
 needs_numba = pytest.mark.skipif(not native, reason="groups of eight bits are kept where native kernels are")
 
 
