@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rekindle._src.core import foreign_names
@@ -121,6 +121,8 @@ def test_any_value_of_a_sampling_option_is_taken_or_refused(name: str, value: An
         assert len(str(error)) < 400
 
 
+@example("mesh", 10**5_000)  # Python refuses to print it
+@example("mesh", {"data": 10**5_000})
 @given(st.sampled_from(sorted(fields(EngineConfig))), GARBAGE)
 def test_any_value_of_an_option_of_open_is_taken_or_refused(name: str, value: Any) -> None:
     error = refusal(lambda: EngineConfig.of({name: value}), ConfigError)

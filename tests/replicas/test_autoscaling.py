@@ -76,7 +76,7 @@ def test_a_range_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None
     for wrong in ("4-1", "0", "1-2-3", "many"):
         with pytest.raises(SystemExit):
             parser().parse_args(["serve", "--replicas", wrong])
-        assert "no number above 0 and no range" in capsys.readouterr().err
+        assert "neither a number above 0 nor a range" in capsys.readouterr().err
 
 
 @pytest.fixture

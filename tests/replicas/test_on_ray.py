@@ -176,7 +176,7 @@ def test_other_weights_while_streams_go_on(fleet: Fleet, cache: str) -> None:
 
 
 def test_which_ray_is_joined(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Ray that this process has started for itself is there, and is nobody else's."""
+    """The Ray that this process has started for itself is there, and belongs to it alone."""
     from rekindle._src.replicas import ray_runtime
 
     joined: list[str] = []

@@ -39,7 +39,7 @@ def model() -> tuple:
 
 @pytest.fixture(scope="module")
 def steps(model: tuple, tmp_path_factory: pytest.TempPathFactory) -> native.Steps:
-    if (code := native.library(tmp_path_factory.mktemp("native"))) is None:
+    if (code := native.loaded(tmp_path_factory.mktemp("native"))) is None:
         pytest.skip("needs a processor with AMX and a C++ compiler")
     graph, leaves = model
     return native.Steps(code, graph, [leaf.shape for leaf in leaves])

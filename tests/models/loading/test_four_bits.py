@@ -47,7 +47,7 @@ BITS = {
     "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 8.5, "Q5_1": 9, "Q5_K": 8.625, "Q6_K": 8.5625,
     "IQ4_NL": 8.5, "IQ4_XS": 8.3125, "MXFP4": 9,
 }  # fmt: skip
-native = unavailable_reason("cpu") is None  # else there is no kernel for groups of eight bits
+native = unavailable_reason("cpu") is None  # groups of eight bits have native kernels only
 needs_numba = pytest.mark.skipif(not native, reason="groups of eight bits are kept where native kernels are")
 
 

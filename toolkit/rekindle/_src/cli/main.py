@@ -270,7 +270,7 @@ def _replicas(text: str) -> int | tuple[int, int]:
         least, most = (int(part) for part in (text.split("-") if "-" in text else (text, text)))
         size = Range.of((least, most))
     except ValueError:  # ConfigError is one
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and no range. Use 2, or 1-4") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor a range. Use 2, or 1-4") from None
     return size.least if size.least == size.most else (size.least, size.most)
 
 

@@ -120,5 +120,6 @@ def _count(mesh: Any, value: Any) -> int:
     except Exception:
         raise ConfigError("mesh", mesh, "is no number of devices", _FIX) from None
     if not 1 <= count <= MAX_DEVICES:
-        raise ConfigError("mesh", mesh, f"asks for {count:,} devices on an axis; one is the least", _FIX)
+        asked = f"{count:,}" if abs(count) < 1 << 64 else "absurdly many"  # Python prints no number of 5,000 digits
+        raise ConfigError("mesh", mesh, f"asks for {asked} devices on an axis; one is the least", _FIX)
     return count

@@ -34,7 +34,7 @@ def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def library(folder: Path) -> ctypes.CDLL | None:
+def loaded(folder: Path) -> ctypes.CDLL | None:
     """The compiled code, kept in `folder`, or None where this machine cannot run or compile it."""
     compiler = shutil.which("g++")
     if platform.machine() != "x86_64" or platform.system() != "Linux" or compiler is None:
@@ -45,9 +45,9 @@ def library(folder: Path) -> ctypes.CDLL | None:
     built = folder / "training.so"
     if not built.exists() or built.stat().st_mtime < max(source.stat().st_mtime for source in SOURCES):
         subprocess.run([compiler, *FLAGS, "-pthread", *map(str, SOURCES), "-o", str(built)], check=True)
-    loaded = ctypes.CDLL(str(built))
-    loaded.loss_and_gradients.restype = ctypes.c_double
-    return loaded if loaded.usable() else None
+    code = ctypes.CDLL(str(built))
+    code.loss_and_gradients.restype = ctypes.c_double
+    return code if code.usable() else None
 
 
 class Steps:

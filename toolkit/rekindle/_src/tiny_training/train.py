@@ -158,7 +158,7 @@ def train(
     if (found := checkpoints.latest()) is not None:
         first, state = found
     fits = native.Steps.fit(graph, [(stage.rows, stage.length) for stage in recipe.stages])
-    code = native.library(work) if fits else None
+    code = native.loaded(work) if fits else None
     step = compiled_step(graph, shapes) if code is None else native_step(native.Steps(code, graph, shapes))
     last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
     began, tokens = time.monotonic(), 0

@@ -49,12 +49,12 @@ Found = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # integers of 8 
 
 
 def _one_group(levels: Callable[[Any], NDArray[Any]], *, minimums: bool = False) -> Callable[[Any], Found]:
-    """Of blocks that are a group each, with a scale of 16 bits."""
+    """The integers and scales of blocks that are a group each, with a scale of 16 bits."""
     return lambda blocks: (levels(blocks), blocks["scale"], blocks["least"] if minimums else None)
 
 
 def _with_k_scales(levels: Callable[[Any], NDArray[Any]]) -> Callable[[Any], Found]:
-    """Of blocks of eight groups, with scales and minimums of six bits."""
+    """The integers and scales of blocks of eight groups, with scales and minimums of six bits."""
 
     def found(blocks: Any) -> Found:
         scales, minimums = dequantize.six_bit_scales(blocks["scales"])
