@@ -63,7 +63,7 @@ class Both(NamedTuple):
         mine, theirs = self.driver.runner._calls, self.replay._calls
         for one, other in zip(jax.tree.leaves(mine.kv), jax.tree.leaves(theirs.kv), strict=True):
             np.testing.assert_array_equal(np.asarray(one)[1:], np.asarray(other)[1:])  # page 0 is padding's
-        for one, other in zip(mine.state, theirs.state, strict=True):
+        for one, other in zip(jax.tree.leaves(mine.state), jax.tree.leaves(theirs.state), strict=True):
             np.testing.assert_array_equal(np.asarray(one)[:-1], np.asarray(other)[:-1])
 
 

@@ -112,6 +112,7 @@ SESSION: dict[str, Recipe] = {
     "unpin": lambda session, path: session.unpin(EVIL * 3),
     "swap_weights": lambda session, path: never_started(session.swap_weights("x")),
     "paused": lambda session, path: session.paused(),
+    "profile": lambda session, path: session.profile(path / "profile"),
     "step": lambda session, path: stepped(session, lambda: awaited(session.step())),
     "step_sync": lambda session, path: stepped(session, session.step_sync),
 }

@@ -34,7 +34,7 @@ def grouped_linear(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """x [M, I] → [M, O] in `dtype`: sizes[0] rows times weight[0] [O, I], then sizes[1] times weight[1], …
+    """x [M, I] → [M, O] in `dtype`: `sizes[0]` rows times `weight[0]`, then `sizes[1]` times `weight[1]`, …
 
     What becomes of rows beyond the sum of `sizes` is undefined. Weights of int8 are widened to x's type, exactly; with
     rows of int8 as well, sums are integers and `dtype` is int32.
