@@ -262,3 +262,47 @@ def test_what_the_first_text_needs_is_made_at_once(mode: str, monkeypatch: pytes
     again = programs_of(store=store)
     warm(again, [PREFILL, DECODE])
     assert again.compilations == 0
+
+
+def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the program that decodes is there, tokens come from that one."""
+    made, release = threading.Event(), threading.Event()
+    make = layered.Layered.make
+
+    def slowly(self: layered.Layered, key: Bucket) -> Any:
+        if key == DECODE:
+            made.set()
+            assert release.wait(60)
+        return make(self, key)
+
+    class Building:
+        def wait(self, stopped: Any) -> bool:
+            while not stopped():
+                release.wait(0.01)
+            return False
+
+    monkeypatch.setattr(layered.Layered, "make", slowly)
+    monkeypatch.setattr(warming, "build_kernels", lambda names: Building())
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
+    going = Warming(programs, "lazy")
+    runner = Runner(MODEL, programs.config, programs=programs)
+    driver = Driver(runner)
+    try:
+        assert made.wait(60) and programs.ready(PREFILL) and programs.soon(DECODE)
+        live = driver.add([5, 9, 7], Sampling(max_tokens=4))
+        for _ in range(2):
+            driver.step([(live, None)])
+        assert runner.statistics().programs == {"r2t32": 2}
+        release.set()
+        programs.get(DECODE)
+        driver.step([(live, None)])
+        assert runner.statistics().programs == {"r2t32": 2, "r2t0": 1}
+    finally:
+        release.set()
+        going.stop(60)
+        runner.close()
+    assert not programs.soon(DECODE)
+    fitting = programs_of()
+    runner = Runner(MODEL, fitting.config, programs=fitting)
+    assert live.outputs == Driver(runner).solo([5, 9, 7], Sampling(max_tokens=3)).outputs
+    runner.close()

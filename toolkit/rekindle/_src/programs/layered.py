@@ -190,11 +190,11 @@ class Layered:
         return traced
 
     def _first(self, key: Bucket) -> Iterator[Part]:
-        """The parts without which a program can't begin."""
+        """The parts without which a program can't begin; layers first, since they take longest to compile."""
         yield self._opening(key)
-        yield self._closing(key, greedy=not key.processed and not key.part)
         for layer in dict.fromkeys(self._cut.kinds):
             yield self._layer(key, layer)
+        yield self._closing(key, greedy=not key.processed and not key.part)
 
     def _opening(self, key: Bucket) -> Part:
         recipes, layout = self._recipes, self._recipes.layout(key)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 
@@ -31,6 +31,7 @@ from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, moved_pages
 from rekindle._src.programs.keys import Key
+from rekindle._src.programs.late_store import LateStore, Store
 from rekindle._src.programs.layered import Layered
 from rekindle._src.programs.layered_step import LayeredProgram
 from rekindle._src.programs.packing import Layout
@@ -50,15 +51,6 @@ from rekindle_kernels import (
 
 log = logging.getLogger("rekindle.engine")
 Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
-
-
-class Store(Protocol):
-    """Executables on disk, which outlive the process."""
-
-    def load(self, name: str) -> Compiled:
-        """Load an executable. Raises `StoreError` with the reason if there is none."""
-
-    def save(self, name: str, compiled: Compiled, compile_seconds: float) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -113,6 +105,7 @@ class Programs:
         self.compilations = 0
         self._plain = False  # new programs are made without the kernels that are still being compiled
         self._provisional: dict[Key, Compiled] = {}  # such programs; they stay until the end, see `close`
+        self._soon: set[Key] = set()  # programs that are made next
         self._store = store
         self._lock = threading.Lock()
         self._recipes = Recipes(
@@ -189,6 +182,19 @@ class Programs:
         """The record of a program that is ready."""
         return self._records[key]
 
+    def soon(self, key: Key) -> bool:
+        """Whether a program is made next, so that another one that can do the same is better than to wait for it."""
+        return key in self._soon
+
+    @contextlib.contextmanager
+    def made_next(self, key: Key) -> Iterator[None]:
+        """Inside, `key` is ready or made next."""
+        self._soon.add(key)
+        try:
+            yield
+        finally:
+            self._soon.discard(key)
+
     def get(self, key: Key) -> Compiled:
         """The executable, compiled now if need be. Raises `CompileError`, and KeyError for a program not in `keys`."""
         found = self._ready.get(key)
@@ -204,6 +210,7 @@ class Programs:
     def begin_plain(self) -> None:
         """Make step programs without native kernels from now on, since those are still being compiled."""
         self._plain = True
+        self._save_late(True)
 
     def end_plain(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Native kernels are there: replace the programs that do without, which go on serving until theirs is ready.
@@ -212,6 +219,7 @@ class Programs:
         next step may run in another program than the last one.
         """
         self._plain = False
+        self._save_late(False)
         for key in self.known:  # `_alone` waits for one that is just being made without
             if stopped():
                 return
@@ -275,12 +283,22 @@ class Programs:
         if isinstance(program, LayeredProgram):
             program.complete()
 
+    def flush(self) -> None:
+        """Returns when all programs that were compiled are in the store, as far as it takes them."""
+        if isinstance(self._store, LateStore):
+            self._store.flush()
+
+    def _save_late(self, late: bool) -> None:
+        if isinstance(self._store, LateStore):
+            self._store.late = late
+
     def close(self) -> None:
         """Release the executables now.
 
         The garbage collector would do so at any time and in any thread, also while another session loads its
         executables, which crashed XLA at times.
         """
+        self.flush()
         self._ready.clear()
         self._provisional.clear()
         self._replaced.clear()

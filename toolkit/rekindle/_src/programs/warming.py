@@ -8,7 +8,7 @@ import dataclasses
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -137,6 +137,7 @@ def _finish_at_exit(warming: Warming) -> None:
 def _finish() -> None:
     for warming in tuple(_at_work):
         warming.stop(None)
+        warming.flush()
 
 
 class Warming:
@@ -164,6 +165,7 @@ class Warming:
         self._stopped = threading.Event()
         self._opened = threading.Event()
         self._precompile = precompile
+        self.flush = programs.flush
         self._error: BaseException | None = None
         # What is deterministic has no form without kernels: its programs have them compiled when they are traced. Nor
         # has what several processes compute, since all of them have to choose the same tokens.
@@ -178,7 +180,7 @@ class Warming:
             if precompile == "lazy":
                 if kernels is not None:
                     with contextlib.suppress(CompileError):  # whoever needs the program tries again, and gets the error
-                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
+                        self._make_first(programs, prefill_and_decode, contexts)
                 started = self._load(programs, prefill_and_decode, contexts)
                 if kernels is not None or not (started or self._opened.is_set()):
                     self._replace(programs, kernels, contexts)
@@ -189,7 +191,7 @@ class Warming:
             try:
                 if precompile == "background":
                     if kernels is not None:
-                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
+                        self._make_first(programs, prefill_and_decode, contexts)
                         self._complete(programs, prefill_and_decode, contexts)
                     if kernels is not None or not self._load(programs, prefill_and_decode, contexts):
                         self._replace(programs, kernels, contexts)
@@ -235,6 +237,15 @@ class Warming:
                 if not (found or all_of_them):
                     return False
         return found
+
+    def _make_first(self, programs: Programs, keys: Sequence[Key], contexts: Callable[[], Any]) -> None:
+        """Make the last of `keys`, the program that decodes, after the others, which have all cores until then.
+
+        The first text comes with the program of its prompt, and so do further tokens until that which decodes is there.
+        """
+        with programs.made_next(keys[-1]):
+            for some in (keys[:-1], keys[-1:]):
+                warm(programs, some, stopped=self._stopped, contexts=contexts)
 
     def _complete(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
         """Make what programs without kernels leave out, since greedy steps do without it."""
