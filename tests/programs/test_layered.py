@@ -264,6 +264,17 @@ def test_what_the_first_text_needs_is_made_at_once(mode: str, monkeypatch: pytes
     assert again.compilations == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("xla_never_heard_of_it", True), ("xla_backend_optimization_level", "much")]
+)
+def test_options_that_xla_does_not_take_are_left_out(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of XLA differ in what they know: the parts compile with what is left."""
+    monkeypatch.setattr(layered, "QUICK", {**layered.QUICK, name: value})
+    monkeypatch.setattr(layered, "_unknown", set())
+    assert isinstance(programs_of().get(DECODE), LayeredStep)
+    assert name in layered._unknown
+
+
 def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the program that decodes is there, tokens come from that one."""
     made, release = threading.Event(), threading.Event()

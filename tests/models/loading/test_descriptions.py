@@ -49,6 +49,9 @@ def again(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **options:
 def test_what_is_kept_says_the_same(name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES[name])
     first = describe(folder, cache_dir=cache)
+    if any(first.graph.config.moe):
+        assert kept(cache) == [], "experts are packed"
+        return
     assert again(folder, cache, monkeypatch) == without_roles(first)
 
 

@@ -65,7 +65,10 @@ def find(kept: Path, seen: Stored) -> tuple[prepared.Known, Reads] | None:
 
 
 def keep(kept: Path, seen: Stored, known: prepared.Known, reads: Reads) -> None:
-    """Keep a description, as far as JSON can say it: nothing is quantised. A failure costs the next start some time."""
+    """Keep the description of a model in which nothing is quantised or packed, as the experts of a layer are.
+
+    A failure costs the next start some time and nothing else.
+    """
     plain = all(not (leaf.scale or leaf.stored or leaf.packing or leaf.minimum) for leaf in reads.leaves)
     if not plain or private_files.distrust_reason(kept.parent) is not None:
         return
