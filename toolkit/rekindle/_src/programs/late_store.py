@@ -18,6 +18,9 @@ class Store(Protocol):
     def load(self, name: str) -> Any:
         """Load an executable. Raises `StoreError` with the reason if there is none."""
 
+    def holds(self, name: str) -> bool:
+        """Whether there seems to be one."""
+
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool: ...
 
 
@@ -40,6 +43,10 @@ class LateStore:
     def load(self, name: str) -> Any:
         """Load an executable. Raises `StoreError` with the reason if there is none."""
         return self._store.load(name)
+
+    def holds(self, name: str) -> bool:
+        """Whether there seems to be one on disk."""
+        return self._store.holds(name)
 
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
         """Write it now, or soon; False if it was tried and failed."""

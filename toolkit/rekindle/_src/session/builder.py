@@ -115,6 +115,7 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
         missing = [key for key in needed_after_restart(programs) if not programs.ready(key)][:1]
         warm(programs, missing, contexts=request.contexts, workers=1)
         if not missing:
+            programs.end_parts()
             programs.flush()
         return bool(missing)
 
