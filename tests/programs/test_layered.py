@@ -352,6 +352,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     going.stop(60)
     # One whose predecessor ended too soon finds its parts.
     store.kept = {name: program for name, program in store.kept.items() if " parts " in name}
+    monkeypatch.setattr(Programs, "end_plain", lambda self, stopped: None)
     programs, going = begun(store)
     assert all(isinstance(programs.get(key), LayeredStep) for key in first) and programs.compilations == 0
     going.stop(60)

@@ -267,12 +267,13 @@ class Warming:
     ) -> None:
         """Wait for the kernels, then put whole programs that use them in place of those that do without, or of parts.
 
-        Without `kernels` all are there. Parts then serve for a moment in peace. Where there are none, the last process
-        may have ended before its programs used the kernels: those that it has stored serve until then.
+        Without `kernels` all are there. Parts that were compiled just now serve for a moment in peace, those of an
+        earlier process have had that. Where there are no parts, the last process may have ended before its programs
+        used the kernels: those that it has stored serve until then.
         """
         with contexts():
             if kernels is None and provisional:
-                self._stopped.wait(PEACE)
+                self._stopped.wait(PEACE if programs.compilations else 0.0)
             elif kernels is None:
                 programs.begin_plain()
                 for key in first_needed(programs, restoring=False)[:2]:
