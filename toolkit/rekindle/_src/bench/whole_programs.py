@@ -1,4 +1,4 @@
-"""Sessions whose programs are whole from the beginning: those of a first text may be made of parts, which run slower."""
+"""Sessions whose programs are whole from the beginning: those of a first text may be of parts, which run slower."""
 
 from __future__ import annotations
 
