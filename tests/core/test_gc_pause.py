@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from rekindle._src.core import gc_pause
 from rekindle._src.core.gc_pause import gc_paused
 
 
@@ -66,5 +67,17 @@ def test_what_somebody_froze_stays_frozen() -> None:
         with gc_paused(stays=True):
             pass
         assert id(kept) not in map(id, gc.get_objects()), "it is in a generation again"
+    finally:
+        gc.unfreeze()
+
+
+def test_in_a_process_of_its_own_what_stays_is_frozen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line froze its imports; those of JAX come later, in another thread."""
+    monkeypatch.setattr(gc_pause, "own_process", True)
+    gc.freeze()
+    try:
+        with gc_paused(stays=True):
+            made: list[list[int]] = [[]]
+        assert id(made) not in map(id, gc.get_objects())
     finally:
         gc.unfreeze()

@@ -16,6 +16,9 @@ class DictStore:
             raise StoreError("not stored yet")
         return self.kept[name]
 
+    def holds(self, name: str) -> bool:
+        return name in self.kept
+
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
         self.kept[name] = compiled
         return compile_seconds > 0

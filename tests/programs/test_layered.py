@@ -26,7 +26,7 @@ from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.step_parts import Cut
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
-from rekindle._src.programs.warming import Warming, warm
+from rekindle._src.programs.warming import Warming, first_needed, warm
 from rekindle.errors import CompileError
 
 MODEL = tiny_model()
@@ -262,3 +262,117 @@ def test_what_the_first_text_needs_is_made_at_once(mode: str, monkeypatch: pytes
     again = programs_of(store=store)
     warm(again, [PREFILL, DECODE])
     assert again.compilations == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("xla_never_heard_of_it", True), ("xla_backend_optimization_level", "much")]
+)
+def test_options_that_xla_does_not_take_are_left_out(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of XLA differ in what they know: the parts compile with what is left."""
+    monkeypatch.setattr(layered, "QUICK", {**layered.QUICK, name: value})
+    monkeypatch.setattr(layered, "_unknown", set())
+    assert isinstance(programs_of().get(DECODE), LayeredStep)
+    assert name in layered._unknown
+
+
+def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the program that decodes is there, tokens come from that one."""
+    made, release = threading.Event(), threading.Event()
+    make = layered.Layered.make
+
+    def slowly(self: layered.Layered, key: Bucket) -> Any:
+        if key == DECODE:
+            made.set()
+            assert release.wait(60)
+        return make(self, key)
+
+    class Building:
+        def wait(self, stopped: Any) -> bool:
+            while not stopped():
+                release.wait(0.01)
+            return False
+
+    monkeypatch.setattr(layered.Layered, "make", slowly)
+    monkeypatch.setattr(warming, "build_kernels", lambda names: Building())
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
+    going = Warming(programs, "lazy")
+    runner = Runner(MODEL, programs.config, programs=programs)
+    driver = Driver(runner)
+    try:
+        assert made.wait(60) and programs.ready(PREFILL) and programs.soon(DECODE)
+        live = driver.add([5, 9, 7], Sampling(max_tokens=4))
+        for _ in range(2):
+            driver.step([(live, None)])
+        assert runner.statistics().programs == {"r2t32": 2}
+        release.set()
+        programs.get(DECODE)
+        driver.step([(live, None)])
+        assert runner.statistics().programs == {"r2t32": 2, "r2t0": 1}
+    finally:
+        release.set()
+        going.stop(60)
+        runner.close()
+    assert not programs.soon(DECODE)
+    fitting = programs_of()
+    runner = Runner(MODEL, fitting.config, programs=fitting)
+    assert live.outputs == Driver(runner).solo([5, 9, 7], Sampling(max_tokens=3)).outputs
+    runner.close()
+
+
+@pytest.mark.parametrize("mode", ["lazy", "background"])
+def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole programs replace them after a moment, and are found by the next process."""
+    monkeypatch.setattr(warming, "build_kernels", lambda names: None)
+    monkeypatch.setattr(warming, "PEACE", 0.5)
+    monkeypatch.setattr(layered, "MANY_LAYERS", 2)
+    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+
+    def begun(store: DictStore) -> tuple[Programs, Warming]:
+        programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
+        return programs, Warming(programs, mode)
+
+    store = DictStore()
+    programs, going = begun(store)
+    first = first_needed(programs, restoring=False)[:2]
+    assert programs.lattice == programs._lattice
+    assert all(isinstance(programs.get(key), LayeredStep) for key in first)
+    before = written(MODEL, programs)
+    pause = threading.Event()
+    for _ in range(600):
+        if not any(isinstance(programs.get(key), LayeredStep) for key in first):
+            break
+        pause.wait(0.1)
+    assert not programs._provisional
+    assert written(MODEL, programs) == before
+    going.stop(60)
+    assert {key.name for key in first} <= {*store.kept} and f"{first[0].name} parts layer 0" in store.kept
+    # Another process has whole programs at once.
+    programs, going = begun(store)
+    assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and programs.traces == 0
+    going.stop(60)
+    # One whose predecessor ended too soon finds its parts.
+    store.kept = {name: program for name, program in store.kept.items() if " parts " in name}
+    monkeypatch.setattr(Programs, "end_plain", lambda self, stopped: None)
+    programs, going = begun(store)
+    assert all(isinstance(programs.get(key), LayeredStep) for key in first) and programs.compilations == 0
+    going.stop(60)
+
+
+def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
+    first = first_needed(programs, restoring=False)[:2]
+    assert not programs.starts_anew(first)
+    monkeypatch.setattr(layered, "MANY_LAYERS", 2)
+    assert programs.starts_anew(first)
+    monkeypatch.setattr(Programs, "kernels", lambda self: [])
+    assert not programs.starts_anew(first)
+
+
+def test_stored_parts_without_kernels_are_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layered, "MANY_LAYERS", 2)
+    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+    store = DictStore()
+    programs_of(store=store).get(PREFILL)
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
+    assert not programs.starts_anew(first_needed(programs, restoring=False)[:2])

@@ -32,7 +32,7 @@ def test_on_one_device_nothing_is_wrapped() -> None:
     def function() -> None: ...
 
     for key in (*ALONE.lattice, MEMORY, ADMIT, GATHER, SCATTER):
-        recipe = ALONE._recipe(key)
+        recipe = ALONE._recipes.recipe(key)
         assert parts.wrap(recipe, function) is function
         assert parts.arguments(recipe) is recipe.arguments
     assert parts.pages(ALONE.kv) is ALONE.kv
@@ -47,7 +47,7 @@ def test_the_option_is_in_no_key_of_one_device() -> None:
 
 def test_every_kind_of_program_says_how_all_of_its_operands_lie() -> None:
     for key in (*ALONE.lattice, MEMORY, ADMIT, GATHER, SCATTER):
-        recipe = ALONE._recipe(key)
+        recipe = ALONE._recipes.recipe(key)
         assert len(recipe.operands) == len(recipe.arguments), key
         made = jax.eval_shape(recipe.function, *recipe.arguments)
         if isinstance(recipe.results, tuple):

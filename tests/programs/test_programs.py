@@ -25,6 +25,7 @@ from rekindle._src.programs.helpers import ADMIT, MEMORY
 from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle.errors import CompileError, ConfigError
 from rekindle_kernels.native import build, zeros
@@ -252,10 +253,10 @@ def test_jax_deprecating_the_gpu_kernels_stops_no_program(monkeypatch: pytest.Mo
             warnings.warn(text, DeprecationWarning, stacklevel=1)
             return jnp.zeros(1)
 
-        return lambda key: Recipe(traced, (), (), (), WHOLE)
+        return lambda self, key: Recipe(traced, (), (), (), WHOLE)
 
-    monkeypatch.setattr(programs, "_recipe", saying("The Pallas Triton backend is deprecated and will be removed"))
+    monkeypatch.setattr(Recipes, "recipe", saying("The Pallas Triton backend is deprecated and will be removed"))
     programs.build(MEMORY)
-    monkeypatch.setattr(programs, "_recipe", saying("something else is deprecated"))
+    monkeypatch.setattr(Recipes, "recipe", saying("something else is deprecated"))
     with pytest.raises(DeprecationWarning, match="something else"):
         programs.build(MEMORY)

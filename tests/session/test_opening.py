@@ -110,18 +110,20 @@ def test_a_mesh_is_captured_too() -> None:
     assert seen == [mesh]
 
 
-def test_a_start_that_finds_everything_needs_neither_flax_nor_orbax(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["small", "real"])
+def test_a_start_that_finds_everything_needs_neither_flax_nor_orbax(size: str, tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
     program = """if True:
         import sys, rekindle
         from rekindle._src.models.loading import prepared
-        prepared.MIN_BYTES = 0  # as if it were a real model
+        if sys.argv[3] == "real":
+            prepared.MIN_BYTES = 0  # as if it were a real model
         with rekindle.open_sync(sys.argv[1], cache_dir=sys.argv[2], quiet=True, max_model_len=64) as session:
             print(session.generate_sync([3, 4, 5], max_tokens=4, ignore_eos=True).token_ids)
         print(*sorted({"flax", "orbax"} & set(sys.modules)))
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "cache"), size]
     first, second = (
         subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
         for _ in range(2)

@@ -18,18 +18,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from rekindle_kernels.native import chain_plan
 from rekindle_kernels.native.build import PREFIX, builds, ensure
 from rekindle_kernels.native.chain_plan import CHAIN, OPERAND, RESULT, Buffer, Step
 from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import identify
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn
 
 
 def chains() -> bool:
@@ -82,7 +84,7 @@ class Operation:
         known = {
             variable: value
             for variable, value in zip(equation.invars, values, strict=True)
-            if not isinstance(variable, Literal)
+            if not _is_literal(variable)
         }
         alone = self.jaxpr.replace(
             constvars=[],
@@ -146,13 +148,19 @@ def _read(values: dict[Value, Any], value: Value) -> Any:
     return values[value] if value.constant is None else value.constant
 
 
+def _is_literal(atom: Any) -> bool:
+    from jax.extend.core import Literal  # it imports Pallas, which only tracing can afford
+
+    return isinstance(atom, Literal)
+
+
 def _flattened(jaxpr: Jaxpr, inputs: Sequence[Value]) -> tuple[list[Operation], list[Value]]:
     """Operations and outputs, with what `differentiable` wraps taken out of its wrapping."""
     names: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
     operations: list[Operation] = []
 
     def value(atom: Any) -> Value:
-        return _described(atom.aval, atom.val) if isinstance(atom, Literal) else names[atom]
+        return _described(atom.aval, atom.val) if _is_literal(atom) else names[atom]
 
     for equation in jaxpr.eqns:
         operands = [value(atom) for atom in equation.invars]

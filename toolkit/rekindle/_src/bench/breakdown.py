@@ -25,6 +25,7 @@ import jax
 
 from rekindle._src.bench import workloads
 from rekindle._src.bench.operations import executions, own_times, parts_of
+from rekindle._src.bench.whole_programs import whole_programs
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch.device import capture_contexts
 from rekindle._src.session.builder import build
@@ -137,6 +138,7 @@ async def measure(
         async with opening as session:
             runner = session._engine.runner
             assert isinstance(runner, RecordingRunner), "made by _build"
+            await whole_programs(session)
             prompts, one = workloads.Prompts(vocab_size), round_ or ROUNDS[name]
 
             async def ran() -> list[Step]:

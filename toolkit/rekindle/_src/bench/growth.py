@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rekindle._src.bench.shapes import random_shape
+from rekindle._src.bench.whole_programs import whole_programs
 from rekindle._src.bench.workloads import Prompts
 from rekindle._src.session import opening
 
@@ -59,11 +60,13 @@ async def measure(
         options = {key: value for key, value in options.items() if key not in ("max_model_len", "max_requests")}
         many, long = {"max_requests": max(ROWS), "max_model_len": 512}, {"max_requests": 2, "max_model_len": 8192}
         async with opening.open(model, **{**own, **options, **many}) as session:
+            await whole_programs(session)
             prompts = Prompts(vocab_size)
             for rows in reach(ROWS):
                 say(f"rows {rows}")
                 points.append(Point("rows", rows, await step_ms(session, [prompts(128) for _ in range(rows)])))
         async with opening.open(model, **{**own, **options, **long}) as session:
+            await whole_programs(session)
             longest = session.config.max_model_len or 0
             for context in reach(CONTEXTS):
                 if context + NEW < longest:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 FROZEN_AT_START = (
     1_000 if sys.version_info[:2] == (3, 12) else 0
 )  # at most; Python 3.12 itself freezes some 400 objects
+own_process = False  # the command line's: nothing was frozen but by it, and imports stay to the end
 _lock = threading.Lock()
 _inside = 0  # threads
 _was_on = False
@@ -35,7 +36,9 @@ def gc_paused(*, stays: bool = False) -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside and _was_on:
-                if stays and gc.get_freeze_count() <= FROZEN_AT_START:  # objects that the user froze stay frozen
+                if stays and own_process:
+                    gc.freeze()
+                elif stays and gc.get_freeze_count() <= FROZEN_AT_START:  # objects that the user froze stay frozen
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()

@@ -279,7 +279,7 @@ class Runner:
         most = self.config.max_requests
         lattice = self.programs.lattice_for(guided=plan.guided, pools=needs_pooled(plan))
         best = bucket_for(lattice, most, **size, processed=processed)
-        if self.prefer_ready and not self._ready(best):
+        if (self.prefer_ready or self.programs.soon(best)) and not self._ready(best):
             ready = [bucket for bucket in lattice if self._ready(bucket)]
             try:
                 return bucket_for(ready, most, **size, processed=processed)

@@ -113,6 +113,11 @@ def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     return tuple(dataclasses.replace(bucket, pools=True) for bucket in buckets if bucket.tokens)
 
 
+def halves(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """The programs of guided steps, each once."""
+    return tuple(dict.fromkeys(half for bucket in buckets for half in bucket.halves))
+
+
 def bucket_for(
     buckets: Iterable[Bucket], max_requests: int, *, rows: int, tokens: int, prefills: int, processed: bool = False
 ) -> Bucket:

@@ -7,6 +7,7 @@ after the layers differs between a step, its guided half and the variant that po
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -18,7 +19,7 @@ import jax
 
 from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.models.registry import WHOLE
-from rekindle._src.programs.buckets import FORWARD, Bucket
+from rekindle._src.programs.buckets import FORWARD, SMALLEST_ROWS, Bucket
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.layered_step import Compiled, LayeredForward, LayeredProgram, LayeredStep
 from rekindle._src.programs.recipes import Recipes
@@ -36,6 +37,8 @@ from rekindle_kernels import plain_kernels
 # With them XLA:CPU compiles in six tenths of the time, and steps take as long (jax 0.10, 135M: 32 ms for a token). At
 # level 0 it would be a third, and steps take 1.3 to 2.3 times as long.
 QUICK: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
+MANY_LAYERS = 12  # of each kind
+PLAIN = "plain"  # parts without native kernels
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -55,10 +58,26 @@ class Layered:
     def __init__(self, recipes: Recipes, *, counted: Counted, compiled: Callable[[], None], store: Any = None) -> None:
         """`counted` wraps what is traced, `compiled` is told of each compilation; `store` is a `programs.Store`."""
         self._recipes, self._counted, self._compiled, self._store = recipes, counted, compiled, store
+        self.kernels = False  # native ones are there, and parts call them
         self._lock = threading.Lock()
         self._parts: dict[str, Future[Compiled]] = {}  # ready, or being made
         self._opened: dict[tuple[int, int], Opened] = {}  # the shapes that openings hand on, by size
         self._unsaved: list[tuple[str, Compiled, float]] = []
+
+    @property
+    def form(self) -> str:
+        """What tells the names of such programs from those of whole ones, and from those of the other form."""
+        return "parts" if self.kernels else PLAIN
+
+    def starts_anew(self, keys: Iterable[Key]) -> bool:
+        """Whether parts of these programs are there much sooner than the programs: none is stored, in either form."""
+        kinds = self._cut.kinds
+        return len(kinds) >= MANY_LAYERS * len({*kinds}) and all(
+            self.takes(key) and not (self._holds(key.name) or self._holds(_plain_opening(key))) for key in keys
+        )
+
+    def _holds(self, name: str) -> bool:
+        return self._store is not None and self._store.holds(name)
 
     def takes(self, key: Key) -> TypeGuard[Bucket]:
         """Whether a program is made of parts: a step or its first half, on one device."""
@@ -103,13 +122,13 @@ class Layered:
 
     def _assembled(self, key: Bucket, found: Mapping[str, Compiled]) -> LayeredProgram:
         kind = LayeredForward if key.part == FORWARD else LayeredStep
-        layers = [found[_layer_name(key, layer)] for layer in self._cut.kinds]
-        greedy = found.get(_closing_name(key, greedy=True))
-        return kind(self._cut, found[_opening_name(key)], layers, greedy, functools.partial(self._closed, key))
+        layers = [found[self._layer_name(key, layer)] for layer in self._cut.kinds]
+        greedy = found.get(self._closing_name(key, greedy=True))
+        return kind(self._cut, found[self._opening_name(key)], layers, greedy, functools.partial(self._closed, key))
 
     def _closed(self, key: Bucket) -> Compiled:
         """The closing that serves all steps, loaded or compiled if need be."""
-        name = _closing_name(key, greedy=False)
+        name = self._closing_name(key, greedy=False)
         future = self._parts.get(name)
         if future is not None and future.done():
             return future.result()
@@ -182,7 +201,7 @@ class Layered:
         return self._store.load(name)
 
     def _traced(self, part: Part) -> Any:
-        with plain_kernels():
+        with contextlib.nullcontext() if self.kernels else plain_kernels():
             jitted = jax.jit(self._counted(part.function), donate_argnums=part.donated)
             traced = jitted.trace(*part.arguments())
         if part.opens is not None:
@@ -190,11 +209,11 @@ class Layered:
         return traced
 
     def _first(self, key: Bucket) -> Iterator[Part]:
-        """The parts without which a program can't begin."""
+        """The parts without which a program can't begin; layers first, since they take longest to compile."""
         yield self._opening(key)
-        yield self._closing(key, greedy=not key.processed and not key.part)
         for layer in dict.fromkeys(self._cut.kinds):
             yield self._layer(key, layer)
+        yield self._closing(key, greedy=not key.processed and not key.part)
 
     def _opening(self, key: Bucket) -> Part:
         recipes, layout = self._recipes, self._recipes.layout(key)
@@ -203,7 +222,7 @@ class Layered:
         def arguments() -> tuple[Any, ...]:
             return self._outer, recipes.state.last_token, *recipes.upload(layout)
 
-        return Part(_opening_name(key), function, arguments, opens=(key.rows, key.tokens))
+        return Part(self._opening_name(key), function, arguments, opens=(key.rows, key.tokens))
 
     def _layer(self, key: Bucket, layer: int) -> Part:
         recipes, cut = self._recipes, self._cut
@@ -214,11 +233,11 @@ class Layered:
             own = tuple(cut.leaves[index] for index in cut.layers[layer])
             return own, recipes.kv[layer], opened.x, opened.tables, opened.inputs.paging
 
-        return Part(_layer_name(key, layer), function, arguments, (1,))
+        return Part(self._layer_name(key, layer), function, arguments, (1,))
 
     def _closing(self, key: Bucket, *, greedy: bool) -> Part:
         recipes, cut, layout = self._recipes, self._cut, self._recipes.layout(key)
-        name = _closing_name(key, greedy=greedy)
+        name = self._closing_name(key, greedy=greedy)
         if key.part == FORWARD:
 
             def forwarded() -> tuple[Any, ...]:
@@ -235,6 +254,19 @@ class Layered:
 
         return Part(name, function, arguments, (1,))
 
+    def _size(self, key: Bucket) -> str:
+        """What parts that all programs of one size share are called."""
+        return f"r{key.rows}t{key.tokens} {self.form}"
+
+    def _opening_name(self, key: Bucket) -> str:
+        return f"{self._size(key)} opening"
+
+    def _closing_name(self, key: Bucket, *, greedy: bool) -> str:
+        return f"{key.name} {self.form} {'greedy ' if greedy else ''}closing"
+
+    def _layer_name(self, key: Bucket, layer: int) -> str:
+        return f"{self._size(key)} layer {layer}"
+
     @property
     def _outer(self) -> tuple[Any, ...]:
         return tuple(self._cut.leaves[index] for index in self._cut.outer)
@@ -247,24 +279,12 @@ class Layered:
         return self._opened[size]
 
 
-def _size(key: Bucket) -> str:
-    """What parts that all programs of one size share are called."""
-    return f"r{key.rows}t{key.tokens} plain"
+def _plain_opening(key: Bucket) -> str:
+    """That of the program which does its work without kernels, where none has a single row."""
+    return f"r{max(key.rows, SMALLEST_ROWS)}t{key.tokens} {PLAIN} opening"
 
 
-def _opening_name(key: Bucket) -> str:
-    return f"{_size(key)} opening"
-
-
-def _closing_name(key: Bucket, *, greedy: bool) -> str:
-    return f"{key.name} plain {'greedy ' if greedy else ''}closing"
-
-
-def _layer_name(key: Bucket, layer: int) -> str:
-    return f"{_size(key)} layer {layer}"
-
-
-_unknown: set[str] = set()  # options of QUICK that this version of XLA does not have
+_unknown: set[str] = set()  # options of QUICK that this version of XLA does not take
 
 
 def _compiled_quickly(lowered: Any) -> Compiled:
@@ -273,7 +293,8 @@ def _compiled_quickly(lowered: Any) -> Compiled:
         try:
             return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            refused = {name for name in options if f"No such compile option: '{name}'" in str(error)}
+            # "No such compile option: 'name'", or "While setting option name, …": versions of XLA differ in both.
+            refused = {name for name in options if "option" in str(error) and name in str(error)}
             if not refused:
                 raise
             _unknown.update(refused)

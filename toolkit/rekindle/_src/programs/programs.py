@@ -12,12 +12,11 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
-from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.kvcache.pool import pages_for
@@ -26,16 +25,18 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import page_tables, request_state
-from rekindle._src.programs.buckets import SMALLEST_ROWS, Bucket, guided_lattice, lattice, pooling_lattice
+from rekindle._src.programs.buckets import SMALLEST_ROWS, Bucket, guided_lattice, halves, lattice, pooling_lattice
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, moved_pages
 from rekindle._src.programs.keys import Key
+from rekindle._src.programs.late_store import LateStore, Store
 from rekindle._src.programs.layered import Layered
 from rekindle._src.programs.layered_step import LayeredProgram
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.partitioning import Partitioning, Recipe
+from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
+from rekindle._src.programs.program_record import ProgramRecord
 from rekindle._src.programs.recipes import Recipes
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
@@ -50,25 +51,6 @@ from rekindle_kernels import (
 
 log = logging.getLogger("rekindle.engine")
 Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
-
-
-class Store(Protocol):
-    """Executables on disk, which outlive the process."""
-
-    def load(self, name: str) -> Compiled:
-        """Load an executable. Raises `StoreError` with the reason if there is none."""
-
-    def save(self, name: str, compiled: Compiled, compile_seconds: float) -> bool: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ProgramRecord(html.Record):
-    """Where a ready program came from, and how long that took."""
-
-    name: str
-    origin: Literal["loaded", "compiled"]
-    seconds: float  # to load it, or to trace, lower and compile it
-    why: str = ""  # the reason why it was compiled and not loaded
 
 
 class Programs:
@@ -94,7 +76,7 @@ class Programs:
         single = traits(graph.precision.implementation).single_rows
         self._lattice = lattice(config, processed=bool(self.processors), single=single)
         self._padded = lattice(config, processed=bool(self.processors))
-        self.guided_keys = _halves(guided_lattice(self._lattice))  # made ahead if config.structured, or as needed
+        self.guided_keys = halves(guided_lattice(self._lattice))  # made ahead if config.structured, or as needed
         # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
         self.pooling = pooling_lattice(self._lattice)
         self.guided_pooling = pooling_lattice(guided_lattice(self._lattice))
@@ -113,6 +95,7 @@ class Programs:
         self.compilations = 0
         self._plain = False  # new programs are made without the kernels that are still being compiled
         self._provisional: dict[Key, Compiled] = {}  # such programs; they stay until the end, see `close`
+        self._soon: set[Key] = set()  # programs that are made next
         self._store = store
         self._lock = threading.Lock()
         self._recipes = Recipes(
@@ -139,7 +122,8 @@ class Programs:
     @property
     def lattice(self) -> tuple[Bucket, ...]:
         """The step programs. While native kernels are being compiled none has a single row, which XLA is slow at."""
-        return self._padded if self._provisional or self._plain else self._lattice
+        padded = (self._provisional or self._plain) and not self._layered.kernels
+        return self._padded if padded else self._lattice
 
     @property
     def keeps(self) -> bool:
@@ -156,8 +140,8 @@ class Programs:
 
     @property
     def known(self) -> dict[Key, None]:
-        padded = _halves(guided_lattice(self._padded))  # steps find them while native kernels are being compiled
-        return dict.fromkeys((*self.keys, *self.guided_keys, *padded, *self.pooling, *_halves(self.guided_pooling)))
+        padded = halves(guided_lattice(self._padded))  # steps find them while native kernels are being compiled
+        return dict.fromkeys((*self.keys, *self.guided_keys, *padded, *self.pooling, *halves(self.guided_pooling)))
 
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
         """The buckets among which a step finds its own."""
@@ -189,6 +173,19 @@ class Programs:
         """The record of a program that is ready."""
         return self._records[key]
 
+    def soon(self, key: Key) -> bool:
+        """Whether a program is made next, so that another one that can do the same is better than to wait for it."""
+        return key in self._soon
+
+    @contextlib.contextmanager
+    def made_next(self, key: Key) -> Iterator[None]:
+        """Inside, `key` is ready or made next."""
+        self._soon.add(key)
+        try:
+            yield
+        finally:
+            self._soon.discard(key)
+
     def get(self, key: Key) -> Compiled:
         """The executable, compiled now if need be. Raises `CompileError`, and KeyError for a program not in `keys`."""
         found = self._ready.get(key)
@@ -204,6 +201,21 @@ class Programs:
     def begin_plain(self) -> None:
         """Make step programs without native kernels from now on, since those are still being compiled."""
         self._plain = True
+        self._save_late(True)
+
+    def begin_parts(self) -> None:
+        """Make step programs of parts from now on, with native kernels: whole ones take long, and replace them."""
+        self._layered.kernels = True
+        self.begin_plain()
+
+    def starts_anew(self, keys: Sequence[Key]) -> bool:
+        """Whether a first text would wait for whole programs, with kernels that are there, where parts do sooner."""
+        return bool(self.kernels()) and self._layered.starts_anew(keys)
+
+    def end_parts(self) -> None:
+        """Have whole programs in place of parts, unless kernels are still being compiled."""
+        if self._layered.kernels:
+            self.end_plain()
 
     def end_plain(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Native kernels are there: replace the programs that do without, which go on serving until theirs is ready.
@@ -212,6 +224,7 @@ class Programs:
         next step may run in another program than the last one.
         """
         self._plain = False
+        self._save_late(False)
         for key in self.known:  # `_alone` waits for one that is just being made without
             if stopped():
                 return
@@ -252,8 +265,7 @@ class Programs:
 
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
-        recipe = self._recipe(key)
-
+        recipe = self._recipes.recipe(key)
         counted = self._counted(recipe.function)
         # Others call no kernels that could be joined, and asking for the one that joins may compile it.
         implementation = self.graph.precision.implementation
@@ -275,12 +287,22 @@ class Programs:
         if isinstance(program, LayeredProgram):
             program.complete()
 
+    def flush(self) -> None:
+        """Returns when all programs that were compiled are in the store, as far as it takes them."""
+        if isinstance(self._store, LateStore):
+            self._store.flush()
+
+    def _save_late(self, late: bool) -> None:
+        if isinstance(self._store, LateStore):
+            self._store.late = late
+
     def close(self) -> None:
         """Release the executables now.
 
         The garbage collector would do so at any time and in any thread, also while another session loads its
         executables, which crashed XLA at times.
         """
+        self.flush()
         self._ready.clear()
         self._provisional.clear()
         self._replaced.clear()
@@ -293,7 +315,7 @@ class Programs:
             return self._building.setdefault(key, threading.Lock())
 
     def _without_kernels(self, key: Key) -> bool:
-        return self._plain and isinstance(key, Bucket)
+        return self._plain and isinstance(key, Bucket) and (not self._layered.kernels or self._layered.takes(key))
 
     @contextlib.contextmanager
     def _errors(self, key: Key) -> Iterator[None]:
@@ -304,10 +326,14 @@ class Programs:
                 f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
             ) from error
 
+    def _plain_name(self, key: Key) -> str:
+        """What such a program is stored as, if it is not made of parts."""
+        return f"{key.name} {self._layered.form}"
+
     def _load(self, key: Key) -> bool:
         """Load a program from the store, which is asked once for each."""
         plain = self._without_kernels(key)
-        name = _plain_name(key) if plain else key.name
+        name = self._plain_name(key) if plain else key.name
         if self._store is None or name in self._why:
             return False
         start = time.perf_counter()
@@ -325,7 +351,7 @@ class Programs:
         with self._lock:
             self._compiling[key] = None
         plain = self._without_kernels(key)
-        name = _plain_name(key) if plain else key.name
+        name = self._plain_name(key) if plain else key.name
         try:
             if plain and self._layered.takes(key):
                 with self._errors(key):
@@ -372,15 +398,3 @@ class Programs:
             names = " and ".join(key.name for key in self._compiling)
         kernel = kernel_being_compiled()
         return f"compiling {names}" + (f" (kernel {kernel})" if kernel else "") if names else ""
-
-    def _recipe(self, key: Key) -> Recipe:
-        return self._recipes.recipe(key)
-
-
-def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:
-    return tuple(dict.fromkeys(half for bucket in buckets for half in bucket.halves))
-
-
-def _plain_name(key: Key) -> str:
-    """What a program without native kernels is stored as."""
-    return f"{key.name} plain"

@@ -159,6 +159,11 @@ class ExecutableStore:
         self.prune()
         return True
 
+    def holds(self, key: str) -> bool:
+        """Whether there is an executable, which may turn out to be unusable."""
+        path = self._path(key)
+        return self.distrusted is None and (path.is_dir() or read_through.fetch(path))
+
     def entries(self) -> list[StoredProgram]:
         """What is stored, most recently used first; broken entries are left out."""
         found = []
@@ -217,6 +222,9 @@ class ProgramStore:
 
     def load(self, name: str) -> Any:
         return self.store.load(self._key(name), self.devices)
+
+    def holds(self, name: str) -> bool:
+        return self.store.holds(self._key(name))
 
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
         return self.store.save(

@@ -8,19 +8,21 @@ import dataclasses
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.helpers import SCATTER
 from rekindle._src.programs.keys import Key
-from rekindle._src.programs.programs import ProgramRecord, Programs
+from rekindle._src.programs.program_record import ProgramRecord
+from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError
 from rekindle_kernels import BackgroundBuild, build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
 _registered = False
+PEACE = 2.0  # seconds after the programs of a first text, before whole ones are compiled: it may be all that is asked
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
 
@@ -137,6 +139,7 @@ def _finish_at_exit(warming: Warming) -> None:
 def _finish() -> None:
     for warming in tuple(_at_work):
         warming.stop(None)
+        warming.flush()
 
 
 class Warming:
@@ -164,35 +167,41 @@ class Warming:
         self._stopped = threading.Event()
         self._opened = threading.Event()
         self._precompile = precompile
+        self.flush = programs.flush
         self._error: BaseException | None = None
         # What is deterministic has no form without kernels: its programs have them compiled when they are traced. Nor
         # has what several processes compute, since all of them have to choose the same tokens.
         one_form = programs.config.deterministic or programs.parts.several
         kernels = None if one_form else build_kernels(programs.kernels())
-        if kernels is not None and precompile != "all":
+        provisional = precompile != "all" and not one_form
+        if kernels is None and provisional:
+            provisional = programs.starts_anew(first_needed(programs, restoring=False)[:2])
+            if provisional:
+                programs.begin_parts()
+        elif provisional:
             programs.begin_plain()
         first = first_needed(programs, restoring=restoring)
         prefill_and_decode = first[: 3 if restoring else 2]
 
         def work() -> None:
             if precompile == "lazy":
-                if kernels is not None:
+                if provisional:
                     with contextlib.suppress(CompileError):  # whoever needs the program tries again, and gets the error
-                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
+                        self._make_first(programs, prefill_and_decode, contexts)
                 started = self._load(programs, prefill_and_decode, contexts)
-                if kernels is not None or not (started or self._opened.is_set()):
-                    self._replace(programs, kernels, contexts)
+                if provisional or not (started or self._opened.is_set()):
+                    self._replace(programs, kernels, contexts, provisional=provisional)
                 self._load(programs, first, contexts)
                 return
             # In the background one worker, because the other core serves; but not until the first programs are there.
             workers = WORKERS if precompile == "all" else 1
             try:
                 if precompile == "background":
-                    if kernels is not None:
-                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
+                    if provisional:
+                        self._make_first(programs, prefill_and_decode, contexts)
                         self._complete(programs, prefill_and_decode, contexts)
-                    if kernels is not None or not self._load(programs, prefill_and_decode, contexts):
-                        self._replace(programs, kernels, contexts)
+                    if provisional or not self._load(programs, prefill_and_decode, contexts):
+                        self._replace(programs, kernels, contexts, provisional=provisional)
                 elif kernels is not None:
                     kernels.wait(self._is_stopped)
                 now = first_needed(programs, restoring=restoring)
@@ -236,6 +245,15 @@ class Warming:
                     return False
         return found
 
+    def _make_first(self, programs: Programs, keys: Sequence[Key], contexts: Callable[[], Any]) -> None:
+        """Make the last of `keys`, the program that decodes, after the others, which have all cores until then.
+
+        The first text comes with the program of its prompt, and so do further tokens until that which decodes is there.
+        """
+        with programs.made_next(keys[-1]):
+            for some in (keys[:-1], keys[-1:]):
+                warm(programs, some, stopped=self._stopped, contexts=contexts)
+
     def _complete(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
         """Make what programs without kernels leave out, since greedy steps do without it."""
         with contexts():
@@ -244,14 +262,19 @@ class Warming:
                     return
                 programs.complete(key)
 
-    def _replace(self, programs: Programs, kernels: BackgroundBuild | None, contexts: Callable[[], Any]) -> None:
-        """Wait for the kernels, then put programs that use them in place of those that do without.
+    def _replace(
+        self, programs: Programs, kernels: BackgroundBuild | None, contexts: Callable[[], Any], *, provisional: bool
+    ) -> None:
+        """Wait for the kernels, then put whole programs that use them in place of those that do without, or of parts.
 
-        Without `kernels` all are there, but the last process may have ended before its programs used them: those that
-        it has stored serve until then.
+        Without `kernels` all are there. Parts that were compiled just now serve for a moment in peace, those of an
+        earlier process have had that. Where there are no parts, the last process may have ended before its programs
+        used the kernels: those that it has stored serve until then.
         """
         with contexts():
-            if kernels is None:
+            if kernels is None and provisional:
+                self._stopped.wait(PEACE if programs.compilations else 0.0)
+            elif kernels is None:
                 programs.begin_plain()
                 for key in first_needed(programs, restoring=False)[:2]:
                     programs.load(key)

@@ -114,6 +114,9 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
     def prepare_restart() -> bool:
         missing = [key for key in needed_after_restart(programs) if not programs.ready(key)][:1]
         warm(programs, missing, contexts=request.contexts, workers=1)
+        if not missing:
+            programs.end_parts()
+            programs.flush()
         return bool(missing)
 
     return Engine(

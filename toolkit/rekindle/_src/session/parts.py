@@ -26,6 +26,7 @@ from rekindle._src.models.placement import Placement, placed
 from rekindle._src.processes.facts import Facts, facts
 from rekindle._src.programs import program_key
 from rekindle._src.programs.determinism import deterministic
+from rekindle._src.programs.late_store import LateStore
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
@@ -74,7 +75,7 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
         config = _agreed(config, described, agree)
     if config.deterministic:
         graph = deterministic(graph, config)
-    programs = stored_programs(model, graph, shapes, config, request.processors, placement=placement)
+    programs = stored_programs(model, graph, shapes, config, request.processors, placement=placement, late=True)
     precompile = precompiles(config.precompile)
     request.shown.compiling = programs.describe_compiling
     # Programs need shapes alone, so they are loaded or compiled while the weights are read.
@@ -171,8 +172,12 @@ def stored_programs(
     processors: Sequence[LogitsProcessor] = (),
     *,
     placement: Placement | None = None,
+    late: bool = False,
 ) -> Programs:
-    """The programs of a resolved config, including those of earlier sessions. Only the shapes of leaves are read."""
+    """The programs of a resolved config, including those of earlier sessions. Only the shapes of leaves are read.
+
+    With `late`, those that are compiled for a first text are stored when it is there, and `flush` waits for that.
+    """
     config = of_one_shard(config, 1 if placement is None else placement.data)
     fields = {
         "environment": program_key.environment(),
@@ -185,7 +190,8 @@ def stored_programs(
         fields["mesh"] = placement.key()
     folder = cache_folder(config.cache_dir) / "programs"
     devices = None if placement is None else tuple(placement.devices)
-    store = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields), devices)
+    kept = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields), devices)
+    store = LateStore(kept) if late else kept
     return Programs(model, graph, leaves, config, processors=processors, store=store, placement=placement)
 
 

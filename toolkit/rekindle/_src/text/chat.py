@@ -6,27 +6,19 @@ plain data only. Whatever one raises becomes a `CheckpointError` or an `InvalidR
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
 import numpy as np
-from jinja2 import nodes
 
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.text.gguf import reading as gguf
-from rekindle._src.text.template_limits import BoundedEnvironment, TemplateLimit, joined, metered
 from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
-_WIDTH = re.compile(r"%[^A-Za-z]*[0-9]{2}")  # a field width: the C library pads to it
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "\x00continue\x00"
 MAX_TEMPLATE = 1 << 20  # characters of a template; the longest in use have some 20,000
@@ -136,18 +128,24 @@ class ChatTemplate:
 
     def _run(self, name: str, text: str, scope: dict[str, Any]) -> str:
         """The template's output. `CheckpointError` if it can't be compiled, `InvalidRequest` for all else."""
+        # Jinja takes a fiftieth of a second to import, and only chats need it.
+        from jinja2 import TemplateSyntaxError
+
+        from rekindle._src.text.chat_environment import compiled
+        from rekindle._src.text.template_limits import TemplateLimit, joined, metered
+
         try:
             with metered():
-                compiled = self._compiled(text)
+                template = compiled(text, MAX_TEMPLATE)
         except Exception as error:
-            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             raise CheckpointError(
                 f"{self.source}: chat template {name!r} can't be compiled{line}: {_words(error)}. "
                 "Pass another one as template=..."
             ) from error
         try:
             with metered():
-                return joined(compiled.generate(scope))
+                return joined(template.generate(scope))
         except TemplateLimit as error:
             raise InvalidRequest(
                 "messages",
@@ -177,52 +175,6 @@ class ChatTemplate:
             "Name one of them",
         )
 
-    @staticmethod
-    @functools.lru_cache(maxsize=64)
-    def _compiled(text: str) -> jinja2.Template:
-        if len(text) > MAX_TEMPLATE:
-            raise TemplateLimit(f"it has {len(text):,} characters, and at most {MAX_TEMPLATE:,} are allowed")
-        return _environment().from_string(text)
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tags `{% generation %} … {% endgeneration %}` around the assistant's words, rendered as their content."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call block, as in transformers, so that variables set inside have the same scope.
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Any) -> str:
-        return str(caller())
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, without names that begin with an underscore: they could lead to the interpreter."""
-
-    def __init__(*args: Any, **values: Any) -> None:  # a template may store a value called `self`
-        own, *rest = args
-        stored = dict(*rest, **values)
-        for name in stored:
-            _Namespace._check(name)
-        jinja2.utils.Namespace.__init__(own, stored)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _Namespace._check(name)  # attributes of the object itself are the template's values
-        jinja2.utils.Namespace.__setitem__(self, name, value)
-
-    @staticmethod
-    def _check(name: object) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a template may not store {name!r} on a namespace")
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
 
 def _words(error: BaseException) -> str:
     """The message of an exception, cut to `_SHOWN` characters."""
@@ -235,31 +187,6 @@ def _read_template(path: Path) -> str:
         return read_plain(path, 4 * MAX_TEMPLATE).decode()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read as a chat template ({error}). Download it again") from error
-
-
-def _strftime_now(form: str) -> str:
-    if len(form) > 200 or _WIDTH.search(form):
-        raise jinja2.TemplateError(f"strftime_now({form[:40]!r}) is not a format of a date")
-    return datetime.datetime.now().strftime(form)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    if isinstance(indent, int) and indent > 16:
-        raise jinja2.TemplateError(f"tojson(indent={indent}) indents by more than 16")
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return joined(encoder.iterencode(value))
-
-
-@functools.cache
-def _environment() -> BoundedEnvironment:
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson  # Jinja's own one escapes HTML
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace)
-    return environment
 
 
 def _messages(messages: Messages) -> list[dict[str, Any]]:

@@ -16,8 +16,9 @@ import numpy as np
 from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle._src.models.base import Graph, LoadedModel, abstract_model
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading import descriptions, prepared, reading
 from rekindle._src.models.loading import fingerprint as fingerprints
-from rekindle._src.models.loading import prepared, reading
+from rekindle._src.models.loading.descriptions import Reads
 from rekindle._src.models.loading.differences import listed
 from rekindle._src.models.loading.four_bits import stored_kinds
 from rekindle._src.models.loading.load_progress import Meter, Report
@@ -66,13 +67,6 @@ def inspect(model: str | Path) -> Checkpoint:
     return Checkpoint(seen, config_from_hf(seen.raw))
 
 
-class Reads(NamedTuple):
-    """What to read from a checkpoint, checked against its headers."""
-
-    leaves: list[reading.LeafPlan]
-    entries: dict[str, TensorEntry]  # by the tensor's name
-
-
 class Described(NamedTuple):
     """The model that a checkpoint becomes in one precision: everything that programs need, without the weights."""
 
@@ -109,13 +103,16 @@ def describe(
     quantize = checked_quantize(quantize)
     seen = look(model)
     keeps_in_groups = quantize is None and dtype == "auto" and seen.may_be_quantized
-    kept = known = reads = None
+    kept = known = reads = described = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         asked = resolve_dtype(dtype, None)
         as_stored = ("as stored", *["divided"] * divided) if keeps_in_groups else ()
         kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings, *as_stored)
         with _damage_warns():
             known = prepared.known(kept)
+    elif cache_dir is not None and quantize is None and not seen.may_be_quantized and not divided:
+        described = descriptions.place(cache_dir, seen, dtype)
+        known, reads = descriptions.find(described, seen) or (None, None)
     if known is None:
         config = config_from_hf(seen.raw)
         _check_counts(seen, config)
@@ -127,6 +124,8 @@ def describe(
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)
         known = prepared.Known(graph, shapes, name)
+        if described is not None:
+            descriptions.keep(described, seen, known, reads)
     found = Checkpoint(seen, known.graph.config)
     return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept, reads)
 

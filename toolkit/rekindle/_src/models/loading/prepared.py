@@ -77,12 +77,15 @@ Checked = Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 _log = logging.getLogger(__name__)
 
 
-def slot(cache_dir: str | Path, fingerprint: str, *asked: object) -> Path:
-    """Where the weights of a checkpoint are kept for the given options, on this platform, by these sources."""
+def slot(cache_dir: str | Path, fingerprint: str, *asked: object, folder: str = "weights") -> Path:
+    """Where the weights of a checkpoint are kept for the given options, on this platform, by these sources.
+
+    In another `folder` it is something else that depends on the same.
+    """
     platform = jax.default_backend(), unavailable_reason("cpu") is None, importlib.metadata.version("flax")
     parts = (_VERSION, fingerprint, asked, platform, _sources())
     key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-    return Path(cache_dir).expanduser() / "weights" / key
+    return Path(cache_dir).expanduser() / folder / key
 
 
 @functools.cache

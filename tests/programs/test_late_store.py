@@ -1,0 +1,118 @@
+"""What a first text compiles is written when it is there, and always before anything relies on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.dict_store import DictStore
+from helpers.driving import tiny_config, tiny_model
+from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.late_store import LateStore
+from rekindle._src.programs.programs import Programs
+
+MODEL = tiny_model()
+
+
+class Recorded(DictStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers: list[str] = []
+
+    def save(self, name: str, compiled: object, compile_seconds: float) -> bool:
+        self.writers.append(threading.current_thread().name)
+        self.kept[name] = compiled
+        return True
+
+
+def test_it_writes_at_once_unless_it_is_late() -> None:
+    kept = Recorded()
+    store = LateStore(kept)
+    assert store.save("a", 1, 0.0) and kept.kept == {"a": 1}
+    store.late = True
+    assert store.save("b", 2, 0.0) and "b" not in kept.kept
+    store.flush()
+    assert kept.kept == {"a": 1, "b": 2}
+
+
+def test_what_nothing_flushes_is_written_after_a_moment() -> None:
+    kept = Recorded()
+    store = LateStore(kept, delay=0.05)
+    store.late = True
+    for round_ in range(2):  # each time with a thread of its own
+        store.save(f"a{round_}", 1, 0.0)
+        store.save(f"b{round_}", 2, 0.0)
+        deadline = time.monotonic() + 60
+        while len(kept.kept) < 2 * (round_ + 1) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [*kept.kept][-2:] == [f"a{round_}", f"b{round_}"]
+    assert {*kept.writers} == {"rekindle store"}
+
+
+def test_flush_returns_when_what_a_thread_writes_is_written() -> None:
+    began, go = threading.Event(), threading.Event()
+
+    class Slow(Recorded):
+        def save(self, name: str, compiled: object, compile_seconds: float) -> bool:
+            began.set()
+            go.wait(60)
+            return super().save(name, compiled, compile_seconds)
+
+    kept = Slow()
+    store = LateStore(kept, delay=0.0)
+    store.late = True
+    store.save("a", 1, 0.0)
+    assert began.wait(60)
+    flushing = threading.Thread(target=store.flush)
+    flushing.start()
+    flushing.join(0.1)
+    assert flushing.is_alive() and not kept.kept
+    go.set()
+    flushing.join(60)
+    assert not flushing.is_alive() and kept.kept == {"a": 1}
+
+
+@pytest.mark.parametrize("end", ["close", "flush", "kernels"])
+def test_programs_write_late_while_kernels_are_compiled(end: str) -> None:
+    kept = DictStore()
+    store = LateStore(kept, delay=600)
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
+    programs.begin_plain()
+    programs.get(Bucket(2, 0))
+    assert not kept.kept
+    match end:
+        case "close":
+            programs.close()
+        case "flush":
+            programs.flush()
+        case "kernels":
+            programs.end_plain(lambda: True)
+            assert not store.late
+            programs.flush()
+    assert len(kept.kept) == 3
+    assert programs.compilations == 3
+
+
+def test_a_process_that_ends_at_once_has_written(tmp_path: Path) -> None:
+    """Without closing its session: the end of the interpreter writes what waits."""
+    program = """if True:
+        import sys, rekindle
+        from rekindle._src.programs import warming
+        from rekindle._src.programs.programs import Programs
+
+        class Building:
+            def wait(self, stopped):
+                return False
+
+        warming.build_kernels = lambda names: Building()
+        session = rekindle.open_sync("tiny", cache_dir=sys.argv[1], quiet=True, max_model_len=64, precompile="lazy")
+        session.generate_sync([3, 4, 5], max_tokens=1, ignore_eos=True)
+    """
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=300)
+    names = [path.read_text() for path in (tmp_path / "programs").glob("*/rekindle/meta.json")]
+    assert any('"r2t32 plain layer 0"' in name for name in names) and any('"memory"' in name for name in names)

@@ -1,0 +1,18 @@
+"""What a session tells of a program that is ready."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from rekindle._src.core import html
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ProgramRecord(html.Record):
+    """Where a ready program came from, and how long that took."""
+
+    name: str
+    origin: Literal["loaded", "compiled"]
+    seconds: float  # to load it, or to trace, lower and compile it
+    why: str = ""  # the reason why it was compiled and not loaded
