@@ -7,7 +7,6 @@ packs step N + 1. On CPU a program may read a buffer in place, so a buffer is re
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,18 +16,18 @@ import jax
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
-from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, waits
+from rekindle._src.execution.guiding import consumed, fill_masks, waits
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
+from rekindle._src.execution.mask_pool import MaskPool
 from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
-from rekindle._src.execution.results import needs_pooled, needs_prompt, row_results, with_refused, without
+from rekindle._src.execution.results import needs_pooled, needs_prompt, pack_rows, row_results, with_refused, without
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import Bucket, bucket_for
+from rekindle._src.programs.buckets import BOTH, GATED, Bucket, bucket_for
 from rekindle._src.programs.data_upload import AnyUpload, DataUpload
 from rekindle._src.programs.helpers import ADMIT
 from rekindle._src.programs.keys import Key
@@ -39,6 +38,7 @@ from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.step import StepOutput
 from rekindle._src.programs.warming import warm
 from rekindle.errors import ConfigError, SessionClosed
+from rekindle_kernels import MaskGate
 
 log = logging.getLogger("rekindle.session")
 MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
@@ -80,7 +80,7 @@ class Runner:
         self._host_seconds = self._device_seconds = self._last_ready = 0.0
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
-        self._masks: dict[Bucket, collections.deque[Mask]] = collections.defaultdict(collections.deque)
+        self._masks = MaskPool(programs)
         self._closed = False
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -98,22 +98,26 @@ class Runner:
         ran, admissions, refused = self._prepare(plan)
         if ran.rows:
             bucket = self._bucket(ran)
-            parts: tuple[Bucket, ...] = bucket.halves if bucket.part else ()
-            halves = [self._program(part) for part in parts]
-            program = halves[0] if halves else self._program(bucket)
+            parts = [(part, self._program(part)) for part in bucket.programs]
             upload = self._take_upload(bucket)
-            ran = self._pack(upload, ran, refused)
+            ran = pack_rows(upload, ran, self._constants, refused)
         if not ran.rows:
             seconds = time.perf_counter() - start
             return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost)
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
-        output, choice = None, None
-        if halves:
-            forwarded = self._calls.forward(parts[0], program, upload)
-            choice = Choice(parts[1], halves[1], forwarded, self._take_masks(bucket))
+        output: StepOutput | None = None
+        choice: Choice | MaskGate | None = None
+        gate, stuck = None, dict[str, Exception]()
+        if bucket.part == BOTH:
+            forwarded = self._calls.forward(*parts[0], upload)
+            choice = Choice(*parts[1], forwarded, self._masks.masks(bucket))
         else:
-            output = self._calls.step(bucket, program, upload)
+            if bucket.part == GATED:
+                choice = gate = self._masks.gate(bucket)
+                if not self._tokens_are_out(ran):
+                    stuck, choice = self._open(gate, ran, upload), None
+            output = self._step(bucket, parts[0][1], upload, gate)
         now = time.perf_counter()
         idle = self._idle(now)
         begun = now if idle else dispatched
@@ -130,19 +134,56 @@ class Runner:
             lost=lost,
             idle_seconds=idle,
             choice=choice,
+            stuck=stuck,
+            masks=gate,
         )
         self._seen_running = now
-        if choice is not None and not waits(ran):
+        if isinstance(choice, Choice) and not waits(ran):
             self._choose(self._latest)
         return self._latest
 
+    def _step(self, bucket: Bucket, program: Any, upload: AnyUpload, gate: MaskGate | None) -> StepOutput:
+        try:
+            return self._calls.step(bucket, program, upload, gate)
+        except BaseException:
+            if gate is not None:
+                gate.open()
+            raise
+
+    def _tokens_are_out(self, plan: StepPlan) -> bool:
+        """Whether masks of the plan need tokens of a step that is still running; those of one that has ended are read.
+
+        XLA runs a program where it is dispatched if asynchronous dispatch is turned off. Steps have ended then.
+        """
+        latest = self._latest
+        if not waits(plan) or latest is None or latest.output is None:
+            return False
+        rows: Any = latest.output.rows
+        if not rows.is_ready():
+            return True
+        try:
+            self._read(latest)
+        except Exception as error:  # it is the latest step's
+            latest.error = error
+        return False
+
+    def _open(self, gate: MaskGate, plan: StepPlan, upload: AnyUpload) -> dict[str, Exception]:
+        """Fill the masks that a step waits for. Returns the errors of requests whose guides can't go on."""
+        try:
+            return fill_masks(plan, upload.layout, gate.masks, self._shards)
+        finally:
+            gate.open()
+
     def _choose(self, in_flight: InFlight) -> None:
-        """Fill the masks of a step with guided rows, while the device computes its first half, and start the second."""
+        """Fill the masks of a step with guided rows, while the device runs its model, so that it goes on."""
         choice, bucket, upload = in_flight.choice, in_flight.bucket, in_flight.upload
         in_flight.choice = None
         if choice is None or bucket is None or upload is None:
             return
         try:
+            if isinstance(choice, MaskGate):
+                in_flight.stuck = self._open(choice, in_flight.ran, upload)
+                return
             in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks, self._shards)
             scores, prompt, pooled = choice.forwarded
             rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.masks)
@@ -162,17 +203,11 @@ class Runner:
         self._choose(in_flight)  # it still waits if the step before it failed
         if in_flight.error is not None:
             raise in_flight.error
-        plan, bucket, output = in_flight.ran, in_flight.bucket, in_flight.output
-        rows: tuple[RowResult, ...] = ()
-        if bucket is not None and output is not None and in_flight.upload is not None:
-            packed = self._calls.rows(output)
-            prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
+        bucket, rows = in_flight.bucket, self._read(in_flight)
+        if bucket is not None and in_flight.upload is not None:
             self._uploads[bucket].append(in_flight.upload)
             if in_flight.masks is not None:
-                self._masks[bucket].append(in_flight.masks)
-            pooled = None if output.pooled is None else np.asarray(output.pooled)
-            results = row_results(plan, packed, prompt, bucket.rows, pooled, self._shards)
-            rows = consumed(plan, results, in_flight.stuck)
+                self._masks.give_back(bucket, in_flight.masks)
         ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
@@ -192,6 +227,19 @@ class Runner:
             in_flight.idle_seconds,
             in_flight.lost,
         )
+
+    def _read(self, in_flight: InFlight) -> tuple[RowResult, ...]:
+        """The results of a step's rows, of which its guides are told once."""
+        plan, bucket, output = in_flight.ran, in_flight.bucket, in_flight.output
+        if in_flight.results is None and bucket is not None and output is not None:
+            found = self._calls.rows(output)
+            if isinstance(in_flight.masks, MaskGate) and in_flight.masks.missed:
+                raise RuntimeError("a step with guided rows did not get its masks in time")
+            prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
+            pooled = None if output.pooled is None else np.asarray(output.pooled)
+            results = row_results(plan, found, prompt, bucket.rows, pooled, self._shards)
+            in_flight.results = consumed(plan, results, in_flight.stuck)
+        return in_flight.results or ()
 
     def warm(self) -> None:
         """Load or compile every program that a step may need."""
@@ -229,6 +277,7 @@ class Runner:
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
+        self._let_go()
         self._latest = None
         self._calls.renew()
         self._owners = [None] * len(self._owners)
@@ -238,6 +287,7 @@ class Runner:
 
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
+        self._let_go()
         memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):
@@ -247,6 +297,11 @@ class Runner:
             log.warning("the KV pages were lost with a failed step (%r); running requests are computed again", error)
         self.reset()
         return True
+
+    def _let_go(self) -> None:
+        """No step waits for masks from here on."""
+        if self._latest is not None and isinstance(self._latest.choice, MaskGate):
+            self._latest.choice.open()
 
     def statistics(self) -> RunnerStatistics:
         return RunnerStatistics(
@@ -268,6 +323,7 @@ class Runner:
         if self._closed:
             return
         self._closed = True
+        self._let_go()
         self._latest = None
         self._calls.free()
         self._uploads.clear()
@@ -288,7 +344,7 @@ class Runner:
         return best
 
     def _ready(self, bucket: Bucket) -> bool:
-        return all(map(self.programs.ready, bucket.halves if bucket.part else (bucket,)))
+        return all(map(self.programs.ready, bucket.programs))
 
     def program(self, plan: StepPlan) -> str:
         """The name of the program that a plan runs in."""
@@ -336,24 +392,6 @@ class Runner:
                 refused[request.id] = error
         return without(plan, refused), admissions, refused
 
-    def _pack(self, upload: AnyUpload, plan: StepPlan, refused: dict[str, Exception]) -> StepPlan:
-        """Pack the rows; those that raise are added to `refused`. Returns the plan that was packed."""
-        try:
-            upload.pack(plan, self._constants)
-        except Exception:
-            before = len(refused)
-            for decode, prefill in [((row,), ()) for row in plan.decode] + [((), (row,)) for row in plan.prefill]:
-                try:
-                    upload.pack(dataclasses.replace(plan, decode=decode, prefill=prefill), self._constants)
-                except Exception as error:
-                    refused[(*decode, *prefill)[0].request.id] = error
-            if len(refused) == before:
-                raise
-            plan = without(plan, refused)
-            if plan.rows:
-                upload.pack(plan, self._constants)
-        return plan
-
     def _admit(self, admissions: list[_Admission], refused: Mapping[str, Exception]) -> None:
         """Hand slots over to the requests that are new in them and were not refused."""
         for row, packed in admissions:
@@ -377,12 +415,6 @@ class Runner:
         except IndexError:
             layout, shards = self.programs.layout(bucket), self._shards
             return Upload(layout, sent=self._calls.tables) if shards.count == 1 else DataUpload(layout, shards)
-
-    def _take_masks(self, bucket: Bucket) -> Mask:
-        try:
-            return self._masks[bucket].popleft()
-        except IndexError:
-            return new_masks(self.programs.layout(bucket), mask_words(self.programs.model.vocab_size), self._shards)
 
     def _count(self, in_flight: InFlight, seconds: float) -> None:
         plan, bucket = in_flight.ran, in_flight.bucket

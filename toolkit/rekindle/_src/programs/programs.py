@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -26,7 +27,16 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import page_tables, request_state
-from rekindle._src.programs.buckets import SMALLEST_ROWS, Bucket, guided_lattice, lattice, pooling_lattice
+from rekindle._src.programs.buckets import (
+    BOTH,
+    GATED,
+    SMALLEST_ROWS,
+    Bucket,
+    guided_lattice,
+    lattice,
+    pooling_lattice,
+    programs_of,
+)
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, moved_pages
@@ -42,6 +52,7 @@ from rekindle_kernels import (
     deprecated,
     fuse,
     give_up_zeros,
+    has_mask_gates,
     kernel_being_compiled,
     kernels_for,
     plain_kernels,
@@ -94,10 +105,8 @@ class Programs:
         single = traits(graph.precision.implementation).single_rows
         self._lattice = lattice(config, processed=bool(self.processors), single=single)
         self._padded = lattice(config, processed=bool(self.processors))
-        self.guided_keys = _halves(guided_lattice(self._lattice))  # made ahead if config.structured, or as needed
         # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
         self.pooling = pooling_lattice(self._lattice)
-        self.guided_pooling = pooling_lattice(guided_lattice(self._lattice))
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.parts = Partitioning(placement)
@@ -149,20 +158,39 @@ class Programs:
     @property
     def keys(self) -> tuple[Key, ...]:
         """The programs that `precompile` makes; those that move pages only where there is a tier below the device."""
+        return (*self._unguided_keys, *(self.guided_keys if self.config.structured else ()))
+
+    @property
+    def _unguided_keys(self) -> tuple[Key, ...]:
         sizes = self.moved_pages[::-1] if self.config.host_memory or self.config.disk_memory else ()
         moves = [Helper(kind, pages) for kind in ("gather", "scatter") for pages in sizes]
         tables = (TABLES,) if self.resident else ()
-        return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.guided_keys if self.config.structured else ()))
+        return (*self._lattice, MEMORY, ADMIT, *tables, *moves)
+
+    @property
+    def guided_keys(self) -> tuple[Key, ...]:
+        """The programs of steps with guided rows: made ahead if config.structured, or as needed."""
+        return programs_of(guided_lattice(self._lattice, GATED if self.gated else BOTH))
+
+    @functools.cached_property
+    def gated(self) -> bool:
+        """Whether a step with guided rows is one program, which waits for its masks."""
+        return self.parts.placement is None and has_mask_gates(self.graph.precision.implementation)
 
     @property
     def known(self) -> dict[Key, None]:
-        padded = _halves(guided_lattice(self._padded))  # steps find them while native kernels are being compiled
-        return dict.fromkeys((*self.keys, *self.guided_keys, *padded, *self.pooling, *_halves(self.guided_pooling)))
+        lattices = (self._lattice, self._padded)  # steps find the latter while native kernels are being compiled
+        guided = [size for part in (GATED, BOTH) for found in lattices for size in guided_lattice(found, part)]
+        return dict.fromkeys(
+            (*self._unguided_keys, *self.pooling, *programs_of(guided), *programs_of(pooling_lattice(guided)))
+        )
 
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
         """The buckets among which a step finds its own."""
         if guided:
-            return self.guided_pooling if pools else guided_lattice(self.lattice)
+            waits = self.lattice is self._lattice and self.gated
+            found = guided_lattice(self.lattice, GATED if waits else BOTH)
+            return pooling_lattice(found) if pools else found
         return self.pooling if pools else self.lattice
 
     def kernels(self) -> list[str]:
@@ -375,10 +403,6 @@ class Programs:
 
     def _recipe(self, key: Key) -> Recipe:
         return self._recipes.recipe(key)
-
-
-def _halves(buckets: Iterable[Bucket]) -> tuple[Key, ...]:
-    return tuple(dict.fromkeys(half for bucket in buckets for half in bucket.halves))
 
 
 def _plain_name(key: Key) -> str:
