@@ -19,15 +19,15 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
-from rekindle._src.execution.guiding import consumed, fill_masks, waits
+from rekindle._src.execution.guided_steps import GuidedSteps, Started
+from rekindle._src.execution.guiding import consumed, waits
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
-from rekindle._src.execution.mask_pool import MaskPool
 from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
 from rekindle._src.execution.results import needs_pooled, needs_prompt, pack_rows, row_results, with_refused, without
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import BOTH, GATED, Bucket, bucket_for
+from rekindle._src.programs.buckets import Bucket, bucket_for
 from rekindle._src.programs.data_upload import AnyUpload, DataUpload
 from rekindle._src.programs.helpers import ADMIT
 from rekindle._src.programs.keys import Key
@@ -35,7 +35,6 @@ from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
-from rekindle._src.programs.step import StepOutput
 from rekindle._src.programs.warming import warm
 from rekindle.errors import ConfigError, SessionClosed
 from rekindle_kernels import MaskGate
@@ -80,7 +79,7 @@ class Runner:
         self._host_seconds = self._device_seconds = self._last_ready = 0.0
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
-        self._masks = MaskPool(programs)
+        self._guided = GuidedSteps(programs, self._calls)
         self._closed = False
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -98,7 +97,7 @@ class Runner:
         ran, admissions, refused = self._prepare(plan)
         if ran.rows:
             bucket = self._bucket(ran)
-            parts = [(part, self._program(part)) for part in bucket.programs]
+            programs = [*map(self._program, bucket.programs)]
             upload = self._take_upload(bucket)
             ran = pack_rows(upload, ran, self._constants, refused)
         if not ran.rows:
@@ -106,25 +105,17 @@ class Runner:
             return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost)
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
-        output: StepOutput | None = None
-        choice: Choice | MaskGate | None = None
-        gate, stuck = None, dict[str, Exception]()
-        if bucket.part == BOTH:
-            forwarded = self._calls.forward(*parts[0], upload)
-            choice = Choice(*parts[1], forwarded, self._masks.masks(bucket))
+        if bucket.part:
+            started = self._guided.start(bucket, programs, upload, ran, self._latest, self._read)
         else:
-            if bucket.part == GATED:
-                choice = gate = self._masks.gate(bucket)
-                if not self._tokens_are_out(ran):
-                    stuck, choice = self._open(gate, ran, upload), None
-            output = self._step(bucket, parts[0][1], upload, gate)
+            started = Started(self._calls.step(bucket, programs[0], upload))
         now = time.perf_counter()
         idle = self._idle(now)
         begun = now if idle else dispatched
         self._latest = InFlight(
             plan,
             bucket,
-            output,
+            started.output,
             upload,
             leaving,
             begun,
@@ -133,63 +124,14 @@ class Runner:
             refused,
             lost=lost,
             idle_seconds=idle,
-            choice=choice,
-            stuck=stuck,
-            masks=gate,
+            choice=started.choice,
+            stuck=started.stuck,
+            masks=started.masks,
         )
         self._seen_running = now
-        if isinstance(choice, Choice) and not waits(ran):
-            self._choose(self._latest)
+        if isinstance(started.choice, Choice) and not waits(ran):
+            self._guided.choose(self._latest)
         return self._latest
-
-    def _step(self, bucket: Bucket, program: Any, upload: AnyUpload, gate: MaskGate | None) -> StepOutput:
-        try:
-            return self._calls.step(bucket, program, upload, gate)
-        except BaseException:
-            if gate is not None:
-                gate.open()
-            raise
-
-    def _tokens_are_out(self, plan: StepPlan) -> bool:
-        """Whether masks of the plan need tokens of a step that is still running; those of one that has ended are read.
-
-        XLA runs a program where it is dispatched if asynchronous dispatch is turned off. Steps have ended then.
-        """
-        latest = self._latest
-        if not waits(plan) or latest is None or latest.output is None:
-            return False
-        rows: Any = latest.output.rows
-        if not rows.is_ready():
-            return True
-        try:
-            self._read(latest)
-        except Exception as error:  # it is the latest step's
-            latest.error = error
-        return False
-
-    def _open(self, gate: MaskGate, plan: StepPlan, upload: AnyUpload) -> dict[str, Exception]:
-        """Fill the masks that a step waits for. Returns the errors of requests whose guides can't go on."""
-        try:
-            return fill_masks(plan, upload.layout, gate.masks, self._shards)
-        finally:
-            gate.open()
-
-    def _choose(self, in_flight: InFlight) -> None:
-        """Fill the masks of a step with guided rows, while the device runs its model, so that it goes on."""
-        choice, bucket, upload = in_flight.choice, in_flight.bucket, in_flight.upload
-        in_flight.choice = None
-        if choice is None or bucket is None or upload is None:
-            return
-        try:
-            if isinstance(choice, MaskGate):
-                in_flight.stuck = self._open(choice, in_flight.ran, upload)
-                return
-            in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks, self._shards)
-            scores, prompt, pooled = choice.forwarded
-            rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.masks)
-            in_flight.output, in_flight.masks = StepOutput(rows, prompt, pooled), choice.masks
-        except Exception as error:
-            in_flight.error = error
 
     def fetch(self, in_flight: InFlight) -> StepResult:
         """Wait for the step and read its result; then the step after it, if it waits for these tokens, can choose."""
@@ -197,17 +139,16 @@ class Runner:
             return self._fetch(in_flight)
         finally:
             if self._latest is not None:
-                self._choose(self._latest)
+                self._guided.choose(self._latest)
 
     def _fetch(self, in_flight: InFlight) -> StepResult:
-        self._choose(in_flight)  # it still waits if the step before it failed
+        self._guided.choose(in_flight)  # it still waits if the step before it failed
         if in_flight.error is not None:
             raise in_flight.error
         bucket, rows = in_flight.bucket, self._read(in_flight)
         if bucket is not None and in_flight.upload is not None:
             self._uploads[bucket].append(in_flight.upload)
-            if in_flight.masks is not None:
-                self._masks.give_back(bucket, in_flight.masks)
+            self._guided.ended(in_flight)
         ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
@@ -277,7 +218,7 @@ class Runner:
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
-        self._let_go()
+        self._guided.let_go(self._latest)
         self._latest = None
         self._calls.renew()
         self._owners = [None] * len(self._owners)
@@ -287,7 +228,7 @@ class Runner:
 
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
-        self._let_go()
+        self._guided.let_go(self._latest)
         memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):
@@ -297,11 +238,6 @@ class Runner:
             log.warning("the KV pages were lost with a failed step (%r); running requests are computed again", error)
         self.reset()
         return True
-
-    def _let_go(self) -> None:
-        """No step waits for masks from here on."""
-        if self._latest is not None and isinstance(self._latest.choice, MaskGate):
-            self._latest.choice.open()
 
     def statistics(self) -> RunnerStatistics:
         return RunnerStatistics(
@@ -323,7 +259,7 @@ class Runner:
         if self._closed:
             return
         self._closed = True
-        self._let_go()
+        self._guided.let_go(self._latest)
         self._latest = None
         self._calls.free()
         self._uploads.clear()

@@ -125,6 +125,12 @@ def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     return tuple(dataclasses.replace(bucket, pools=True) for bucket in buckets if bucket.tokens)
 
 
+def guided_programs(lattices: Iterable[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
+    """Every program that steps with guided rows may run, from the sizes of other steps."""
+    sizes = [size for part in (GATED, BOTH) for plain in lattices for size in guided_lattice(plain, part)]
+    return programs_of((*sizes, *pooling_lattice(sizes)))
+
+
 def bucket_for(
     buckets: Iterable[Bucket], max_requests: int, *, rows: int, tokens: int, prefills: int, processed: bool = False
 ) -> Bucket:

@@ -25,18 +25,9 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.placement import Placement
+from rekindle._src.programs import buckets, page_tables, request_state
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import page_tables, request_state
-from rekindle._src.programs.buckets import (
-    BOTH,
-    GATED,
-    SMALLEST_ROWS,
-    Bucket,
-    guided_lattice,
-    lattice,
-    pooling_lattice,
-    programs_of,
-)
+from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, moved_pages
@@ -103,10 +94,10 @@ class Programs:
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        self._lattice = lattice(config, processed=bool(self.processors), single=single)
-        self._padded = lattice(config, processed=bool(self.processors))
+        self._lattice = buckets.lattice(config, processed=bool(self.processors), single=single)
+        self._padded = buckets.lattice(config, processed=bool(self.processors))
         # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
-        self.pooling = pooling_lattice(self._lattice)
+        self.pooling = buckets.pooling_lattice(self._lattice)
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.parts = Partitioning(placement)
@@ -170,7 +161,7 @@ class Programs:
     @property
     def guided_keys(self) -> tuple[Key, ...]:
         """The programs of steps with guided rows: made ahead if config.structured, or as needed."""
-        return programs_of(guided_lattice(self._lattice, GATED if self.gated else BOTH))
+        return buckets.programs_of(buckets.guided_lattice(self._lattice, buckets.GATED if self.gated else buckets.BOTH))
 
     @functools.cached_property
     def gated(self) -> bool:
@@ -179,18 +170,16 @@ class Programs:
 
     @property
     def known(self) -> dict[Key, None]:
-        lattices = (self._lattice, self._padded)  # steps find the latter while native kernels are being compiled
-        guided = [size for part in (GATED, BOTH) for found in lattices for size in guided_lattice(found, part)]
-        return dict.fromkeys(
-            (*self._unguided_keys, *self.pooling, *programs_of(guided), *programs_of(pooling_lattice(guided)))
-        )
+        # Steps find the padded ones while native kernels are being compiled.
+        guided = buckets.guided_programs((self._lattice, self._padded))
+        return dict.fromkeys((*self._unguided_keys, *self.pooling, *guided))
 
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
         """The buckets among which a step finds its own."""
         if guided:
             waits = self.lattice is self._lattice and self.gated
-            found = guided_lattice(self.lattice, GATED if waits else BOTH)
-            return pooling_lattice(found) if pools else found
+            found = buckets.guided_lattice(self.lattice, buckets.GATED if waits else buckets.BOTH)
+            return buckets.pooling_lattice(found) if pools else found
         return self.pooling if pools else self.lattice
 
     def kernels(self) -> list[str]:
@@ -251,7 +240,7 @@ class Programs:
             if not provisional:
                 continue
             try:
-                if key.rows == SMALLEST_ROWS and single in self._lattice:
+                if key.rows == buckets.SMALLEST_ROWS and single in self._lattice:
                     self.get(single)  # one row runs there once the lattice has it
                 with self._alone(key):
                     if not self._load(key):
