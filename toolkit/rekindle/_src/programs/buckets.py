@@ -125,6 +125,12 @@ def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     return tuple(dataclasses.replace(bucket, pools=True) for bucket in buckets if bucket.tokens)
 
 
+def gated(half: Bucket, plain: tuple[Bucket, ...]) -> Bucket:
+    """The program that waits for its masks, in place of one of two; the smallest may have fewer rows than that one."""
+    size = dataclasses.replace(half, pools=False, part=GATED)
+    return size if size in guided_lattice(plain, GATED) else dataclasses.replace(size, rows=1)
+
+
 def guided_programs(lattices: Iterable[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
     """Every program that steps with guided rows may run, from the sizes of other steps."""
     sizes = [size for part in (GATED, BOTH) for plain in lattices for size in guided_lattice(plain, part)]

@@ -170,8 +170,7 @@ class Programs:
 
     @property
     def known(self) -> dict[Key, None]:
-        # Steps find the padded ones while native kernels are being compiled.
-        guided = buckets.guided_programs((self._lattice, self._padded))
+        guided = buckets.guided_programs((self._lattice, self._padded))  # the latter while kernels are being compiled
         return dict.fromkeys((*self._unguided_keys, *self.pooling, *guided))
 
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
@@ -242,8 +241,11 @@ class Programs:
             try:
                 if key.rows == buckets.SMALLEST_ROWS and single in self._lattice:
                     self.get(single)  # one row runs there once the lattice has it
+                gated = bool(key.part) and self.gated
+                if gated:  # what steps with guided rows run in place of two programs
+                    self.get(buckets.gated(key, self._lattice))
                 with self._alone(key):
-                    if not self._load(key):
+                    if not gated and not self._load(key):
                         self._make(key)[1]()
                     self._replaced.append(self._provisional.pop(key, None))  # None: closed meanwhile
             except CompileError as error:
@@ -251,8 +253,6 @@ class Programs:
 
     def load(self, key: Key) -> bool:
         """Load a program from the store, without compiling; whether it is ready now."""
-        if key in self._ready:
-            return True
         with self._alone(key):
             return key in self._ready or self._load(key)
 
@@ -270,7 +270,6 @@ class Programs:
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
         recipe = self._recipe(key)
-
         counted = self._counted(recipe.function)
         # Others call no kernels that could be joined, and asking for the one that joins may compile it.
         implementation = self.graph.precision.implementation
