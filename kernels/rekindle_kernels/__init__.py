@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rekindle_kernels.activations import activate, gated
-    from rekindle_kernels.mask_gate import MaskGate
+    from rekindle_kernels.native.mask_gate import MaskGate
     from rekindle_kernels.ops.attention import (
         AttentionCall,
         AttentionInputs,
@@ -62,7 +62,7 @@ _HOMES = {  # modules and the names that they give; loaded at first use, since t
         "implementation_names",
         "paged_attention",
     ),
-    "mask_gate": ("MaskGate",),
+    "native.mask_gate": ("MaskGate",),
     "ops.gated_masks": ("gated_masks", "has_mask_gates"),
     "ops.grouped": ("GroupedCall", "grouped_linear"),
     "ops.linear": ("LinearCall", "LinearOptions", "linear"),

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle_kernels import MaskGate, gated_masks, has_mask_gates, mask_gate
+from rekindle_kernels import MaskGate, gated_masks, has_mask_gates
+from rekindle_kernels.native import mask_gate
 
 pytestmark = pytest.mark.skipif(not has_mask_gates(), reason="numba is not installed")
 VOCAB = 100  # four words, of which the last is not full

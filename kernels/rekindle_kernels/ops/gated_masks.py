@@ -1,4 +1,4 @@
-"""Masks that the host writes while the program that reads them runs; see `rekindle_kernels.mask_gate`."""
+"""Masks that the host writes while the program that reads them runs; see `rekindle_kernels.native.mask_gate`."""
 
 from __future__ import annotations
 

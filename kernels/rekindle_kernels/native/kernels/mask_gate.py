@@ -1,15 +1,15 @@
-"""Masks that the host writes while a program runs (`rekindle_kernels.mask_gate`): wait for them, and hand them on."""
+"""Masks that the host writes while a program runs (`rekindle_kernels.native.mask_gate`): wait for them, and hand them on."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rekindle_kernels.mask_gate import GATE
 from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import acquire, give_way, i32, publish, set_i32, sleep, this_thread
 from rekindle_kernels.native.language.records import dim, record_at
+from rekindle_kernels.native.mask_gate import GATE
 
 SPINS, YIELDS = 200, 2000  # before another program may have the core, and before it is given up for a while
 PAUSE = 50  # microseconds, of which the system makes about 100

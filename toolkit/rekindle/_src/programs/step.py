@@ -134,6 +134,7 @@ def make_gated(
     def gated(
         leaves: Leaves, kv: paged.KV, state: RequestState, ints: Array, floats: Array, gate: Array
     ) -> tuple[paged.KV, RequestState, StepOutput]:
+        state = with_changes(layout, ints, state)
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
         model, new_kv, hidden = _compute(graph, leaves, kv, layout, inputs, implementation)
         scores, prompt, pooled = finish_forward(layout, model, hidden, inputs, pools=pools)
