@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle_kernels import MaskGate, gated_masks, has_mask_gates
+from rekindle_kernels import MaskGate, gated_masks, unavailable_reason
 from rekindle_kernels.native import mask_gate
 
-pytestmark = pytest.mark.skipif(not has_mask_gates(), reason="numba is not installed")
+pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="numba is not installed")
 VOCAB = 100  # four words, of which the last is not full
 
 
@@ -64,7 +64,7 @@ def test_the_thread_that_has_to_open_it_never_waits() -> None:
     """XLA runs a program in the thread that dispatches it where that is not asynchronous."""
     program = """
 import jax.numpy as jnp
-from rekindle_kernels import MaskGate, mask_gate, gated_masks
+from rekindle_kernels import MaskGate, gated_masks
 import jax
 gate = MaskGate(2, 4)
 gate.close()

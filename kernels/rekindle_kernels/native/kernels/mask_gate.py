@@ -1,4 +1,4 @@
-"""Masks that the host writes while a program runs (`rekindle_kernels.native.mask_gate`): wait for them, and hand them on."""
+"""Masks that the host writes while a program runs (`native.mask_gate`): wait for them, and hand them on."""
 
 from __future__ import annotations
 
