@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rekindle_kernels.activations import activate, gated
+    from rekindle_kernels.native.mask_gate import MaskGate
     from rekindle_kernels.ops.attention import (
         AttentionCall,
         AttentionInputs,
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
         implementation_names,
         paged_attention,
     )
+    from rekindle_kernels.ops.gated_masks import gated_masks, has_mask_gates
     from rekindle_kernels.ops.grouped import GroupedCall, grouped_linear
     from rekindle_kernels.ops.implementations import OPERATIONS
     from rekindle_kernels.ops.linear import LinearCall, LinearOptions, linear
@@ -60,6 +62,8 @@ _HOMES = {  # modules and the names that they give; loaded at first use, since t
         "implementation_names",
         "paged_attention",
     ),
+    "native.mask_gate": ("MaskGate",),
+    "ops.gated_masks": ("gated_masks", "has_mask_gates"),
     "ops.grouped": ("GroupedCall", "grouped_linear"),
     "ops.linear": ("LinearCall", "LinearOptions", "linear"),
     "ops.memory": ("abstract_pages", "fill_pages", "give_up_zeros", "init_pages", "zeros"),
@@ -99,6 +103,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "LayerKV",
     "LinearCall",
     "LinearOptions",
+    "MaskGate",
     "NormCall",
     "OPERATIONS",
     "Registry",
@@ -121,10 +126,12 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "fill_pages",
     "fuse",
     "gated",
+    "gated_masks",
     "gather_pages",
     "give_up_zeros",
     "greedy",
     "grouped_linear",
+    "has_mask_gates",
     "implementation_names",
     "init_pages",
     "kernel_being_compiled",

@@ -1,8 +1,12 @@
-"""Steps in two programs on the device: masks decide exactly what may come, and rows without guides notice nothing."""
+"""Guided steps on the device: masks decide exactly what may come, and rows without guides notice nothing.
+
+A step is one program that waits for its masks, or two.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +15,7 @@ import pytest
 from helpers.driving import Driver, Live, plain_tokens, tiny_config, tiny_model
 from helpers.guides import RuleGuide
 from rekindle import LogitsProcessor, Sampling
+from rekindle._src.execution import guided_steps
 from rekindle._src.execution.runner import Runner
 from rekindle.errors import RequestFailed
 
@@ -23,11 +28,29 @@ def rule(position: int, last: int) -> tuple[int, ...]:
     return tuple(range(7, 320, 7)) if position % 2 == 0 else (last + 1, 300, 319)
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one program", "two programs"])
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     made = Runner(MODEL, tiny_config(), processors=[LEAST])
+    made.programs.gated = made.programs.gated and request.param == 1
+    if request.param == 1 and not made.programs.gated:
+        made.close()
+        pytest.skip("numba is not installed: no program can wait")
     yield made
     made.close()
+
+
+@pytest.fixture
+def one(runner: Runner) -> Runner:
+    """A runner whose guided steps are one program."""
+    if not runner.programs.gated:
+        pytest.skip("of steps that are one program")
+    return runner
+
+
+@pytest.fixture
+def not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step never seems to have ended when the next one is dispatched."""
+    monkeypatch.setattr(guided_steps, "_has_ended", lambda output: False)
 
 
 def add(driver: Driver, prompt: list[int], sampling: Sampling, guide: RuleGuide | None = None) -> Live:
@@ -109,6 +132,82 @@ def test_no_token_left_is_an_error_of_its_row_alone(runner: Runner) -> None:
     assert by_id[other.request.id].guided is not None
 
 
+def two_rows(runner: Runner) -> tuple[Driver, list[tuple[Live, None]]]:
+    """A guided and a free row behind their prompts."""
+    driver = Driver(runner)
+    guided = add(driver, [5, 6, 7], Sampling(max_tokens=9), RuleGuide(rule))
+    rows: list[tuple[Live, None]] = [(guided, None), (add(driver, [9, 10, 11], Sampling(max_tokens=9)), None)]
+    driver.step(rows)
+    return driver, rows
+
+
+@pytest.mark.usefixtures("not_yet")
+def test_a_step_runs_its_model_and_waits_for_its_masks(one: Runner) -> None:
+    driver, rows = two_rows(one)
+    first = one.dispatch(driver.plan(rows))
+    second = one.dispatch(driver.plan(rows))
+    assert second.output is not None and second.choice is not None
+    np.asarray(first.output.rows)  # type: ignore[union-attr]
+    time.sleep(0.1)
+    assert not second.output.rows.is_ready()  # type: ignore[attr-defined]
+    results = [one.fetch(first), one.fetch(second)]
+    assert second.choice is None
+    tokens = [[row.token_id for row in result.rows] for result in results]
+    assert [pair[0] for pair in tokens] == wanted([5, 6, 7], 3)[1:]
+    assert [pair[1] for pair in tokens] == plain_tokens(MODEL, [9, 10, 11], 3)[0][1:]
+
+
+def test_a_step_that_has_ended_is_read_before_the_next_one_is_dispatched(one: Runner) -> None:
+    driver, rows = two_rows(one)
+    first = one.dispatch(driver.plan(rows))
+    np.asarray(first.output.rows)  # type: ignore[union-attr]
+    second = one.dispatch(driver.plan(rows))
+    assert first.results is not None and second.choice is None, "nothing waits"
+    results = [one.fetch(first), one.fetch(second)]
+    assert [result.rows[0].token_id for result in results] == wanted([5, 6, 7], 3)[1:]
+
+
+def test_an_error_of_reading_early_is_of_the_step_that_is_read(one: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, rows = two_rows(one)
+    first = one.dispatch(driver.plan(rows))
+    np.asarray(first.output.rows)  # type: ignore[union-attr]
+    with monkeypatch.context() as broken:
+        broken.setattr("rekindle._src.execution.runner.row_results", lambda *parts: 1 / 0)
+        second = one.dispatch(driver.plan(rows))
+    with pytest.raises(ZeroDivisionError):
+        one.fetch(first)
+    assert [row.token_id is not None for row in one.fetch(second).rows] == [True, True]
+
+
+@pytest.mark.usefixtures("not_yet")
+@pytest.mark.parametrize("end", ["close", "reset", "recover"])
+def test_nothing_waits_for_a_step_whose_masks_nobody_will_fill(end: str) -> None:
+    runner = Runner(MODEL, tiny_config())
+    if not runner.programs.gated:
+        runner.close()
+        pytest.skip("numba is not installed: no program can wait")
+    driver, rows = two_rows(runner)
+    runner.dispatch(driver.plan(rows))
+    assert runner.dispatch(driver.plan(rows)).choice is not None
+    start = time.perf_counter()
+    getattr(runner, end)()
+    runner.close()
+    assert time.perf_counter() - start < 30, "a program gives up after a minute"
+
+
+@pytest.mark.usefixtures("not_yet")
+def test_a_step_that_went_on_without_its_masks_fails(one: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, rows = two_rows(one)
+    first = one.dispatch(driver.plan(rows))
+    second = one.dispatch(driver.plan(rows))
+    one.fetch(first)
+    assert second.masks is not None
+    monkeypatch.setattr(type(second.masks), "missed", True)
+    with pytest.raises(RuntimeError, match="did not get its masks in time"):
+        one.fetch(second)
+
+
+@pytest.mark.usefixtures("not_yet")
 def test_a_step_that_waits_for_a_failed_one_still_runs(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(runner)
     guided = add(driver, [5, 6, 7], Sampling(max_tokens=6), RuleGuide(rule))

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import strategies as st
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.programs.buckets import Bucket, bucket_for, guided_lattice, lattice, prefill_rows
+from rekindle._src.programs.buckets import (
+    GATED,
+    Bucket,
+    bucket_for,
+    gated,
+    guided_lattice,
+    guided_programs,
+    lattice,
+    prefill_rows,
+    programs_of,
+)
 from rekindle.errors import ConfigError
 
 
@@ -70,3 +80,17 @@ def test_steps_with_guided_rows_have_fewer_sizes_and_two_programs_each() -> None
     processed = guided_lattice(lattice(EngineConfig(max_requests=2, max_tokens_per_step=32), processed=True))
     assert [bucket.name for bucket in processed] == ["r2t0g", "r2t0pg", "r2t32g", "r2t32pg"]
     assert [half.name for half in processed[1].halves] == ["r2t0f", "r2t0pc"], "the model is the same"
+
+
+def test_where_a_program_can_wait_for_its_masks_a_guided_step_is_one() -> None:
+    config = EngineConfig(max_requests=2, max_tokens_per_step=32)
+    single, padded = lattice(config, single=True), lattice(config)
+    one = guided_lattice(single, GATED)
+    assert [program.name for program in programs_of(one)] == ["r1t0m", "r2t0m", "r2t32m"]
+    halves = programs_of(guided_lattice(padded))
+    assert [half.name for half in halves] == ["r2t0f", "r2t0c", "r2t32f", "r2t32c"]
+    assert {gated(half, single) for half in halves} <= {*one}
+    larger = lattice(EngineConfig(max_requests=16), single=True)
+    assert gated(Bucket(2, 0, part="f"), larger).name == "r1t0m", "the smallest without padding"
+    names = {program.name for program in guided_programs((single, padded))}
+    assert names >= {"r1t0m", "r2t32m", "r2t32em", "r2t0f", "r2t32ef", "r2t32c"}

@@ -15,7 +15,7 @@ from rekindle_kernels.native.products import (
     rms_norm,
 )
 from rekindle_kernels.native.rope_kv import split, splits
-from rekindle_kernels.native.sampling import chooses, draw, largest_index
+from rekindle_kernels.native.sampling import chooses, draw, gated_masks, has_gates, largest_index
 
 __all__ = [
     "GATED_UNIT",
@@ -27,8 +27,10 @@ __all__ = [
     "differentiable",
     "draw",
     "ensure",
+    "gated_masks",
     "gates",
     "give_up",
+    "has_gates",
     "kernels_for",
     "largest_index",
     "multiplies",

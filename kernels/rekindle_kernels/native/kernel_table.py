@@ -145,11 +145,21 @@ SAMPLE = KernelSpec(
     settings={"block": "int32"},
 )
 
+# The masks that the host writes meanwhile, once it has opened the gate. An address is two halves, the lower one first.
+GATE = KernelSpec(
+    "gate",
+    operands=(
+        Operand("gate", "2", "int32"),
+        Operand("logits", "R V"),  # not read: with them there, the model has run before anybody waits
+    ),
+    results=(Result("masks", "R W", "int32"),),
+)
+
 KERNELS = {
     spec.kind: spec
     for spec in (
         *(MATVEC, GEMM, INT4, INT8_GROUPS, RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL),
-        *(ARGMAX, SAMPLE),
+        *(ARGMAX, SAMPLE, GATE),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands
 

@@ -17,6 +17,7 @@ from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import (
     ARGMAX,
     DECODE,
+    GATE,
     GEMM,
     INT4,
     INT8_GROUPS,
@@ -74,7 +75,7 @@ def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]
     products += [GEMM.variant(dtype) for dtype in kinds if has_feature(_INSTRUCTIONS.get(dtype, ""))]
     for stored, spec in _GROUPED.items():  # with other scales the first call is compiled
         products += [spec.variant("float16")] if stored in matrices else []
-    own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE)]
+    own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE, GATE)]
     if pages in DTYPES and head_dim % 16 == 0:
         own += [spec.variant(pages, head_dim) for spec in (DECODE, PREFILL)]
         own += [WRITE_KV.variant(pages)] if pages in ("float32", "bfloat16") else []

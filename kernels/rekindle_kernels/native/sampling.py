@@ -7,12 +7,23 @@ import jax.numpy as jnp
 
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import call
-from rekindle_kernels.native.kernel_table import ARGMAX, SAMPLE
+from rekindle_kernels.native.kernel_table import ARGMAX, GATE, SAMPLE
 
 
 def chooses(logits: jax.Array) -> bool:
     """Whether `largest_index` and `draw` take these logits."""
     return logits.dtype == jnp.float32 and builds(ARGMAX.variant().name) and builds(SAMPLE.variant().name)
+
+
+def has_gates() -> bool:
+    """Whether `gated_masks` can be called."""
+    return builds(GATE.variant().name)
+
+
+def gated_masks(gate: jax.Array, logits: jax.Array) -> jax.Array:
+    """The masks int32 [R, W] of a `MaskGate` at the address int32 [2], when logits [R, V] are there and it is open."""
+    (masks,) = call(GATE.variant(), {"gate": gate, "logits": logits}, sizes={"W": -(-logits.shape[1] // 32)})
+    return masks
 
 
 def largest_index(logits: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from rekindle_kernels.native.kernels import (
     decode,
     gemm,
     int4,
+    mask_gate,
     matvec,
     prefill,
     rms_norm,
@@ -75,4 +76,5 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.PREFILL: _prefill,
     table.ARGMAX: lambda kernel: argmax.kernel(),
     table.SAMPLE: lambda kernel: sample.kernel(),
+    table.GATE: lambda kernel: mask_gate.kernel(),
 }

@@ -156,6 +156,7 @@ def _owner(builder: Any, address: Any) -> Any:
 
 
 give_way, this_thread = _external("sched_yield"), _external("pthread_self")  # their argument says nothing
+sleep = _external("usleep")  # microseconds
 
 
 def address_of(name: str) -> Any:

@@ -23,6 +23,7 @@ from rekindle._src.programs.page_tables import PUT
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.sent_tables import SentTables
 from rekindle._src.programs.step import StepOutput
+from rekindle_kernels import MaskGate
 
 LOOK_SHARE = 0.03  # of a step's time, by which its end is noticed later where processes are looked at meanwhile
 SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 2e-3  # seconds
@@ -103,13 +104,18 @@ class DeviceCalls:
         self._everywhere.add(key)
         return program
 
-    def step(self, key: Bucket, program: Any, upload: Buffers) -> StepOutput:
-        """A whole step. Its numpy buffers are passed as they are: a device_put costs 60 of the 190 µs of a dispatch."""
+    def step(self, key: Bucket, program: Any, upload: Buffers, gate: MaskGate | None = None) -> StepOutput:
+        """A whole step. Its numpy buffers are passed as they are: a device_put costs 60 of the 190 µs of a dispatch.
+
+        A step with guided rows waits for its masks at the gate; no other process does.
+        """
+        assert gate is None or self._recorder is None, "followers have no gates"
         if self._recorder is not None:
             self._recorder.step(key, upload.ints, upload.floats)
         try:
             self._put_tables()
-            self.kv, self.state, output = program(self.leaves, self.kv, self.state, upload.ints, upload.floats)
+            masks = () if gate is None else (gate.address,)
+            self.kv, self.state, output = program(self.leaves, self.kv, self.state, upload.ints, upload.floats, *masks)
             if self._copies:
                 output.rows.copy_to_host_async()
                 if output.pooled is not None:

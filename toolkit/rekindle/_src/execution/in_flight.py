@@ -7,17 +7,18 @@ from typing import Any
 
 from rekindle._src.core import html
 from rekindle._src.core.guides import Mask
-from rekindle._src.core.records import LostPage, StepPlan
+from rekindle._src.core.records import LostPage, RowResult, StepPlan
 from rekindle._src.execution.device_calls import Forwarded
 from rekindle._src.execution.page_transfers import Leaving
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.data_upload import AnyUpload
 from rekindle._src.programs.step import StepOutput
+from rekindle_kernels import MaskGate
 
 
 @dataclasses.dataclass(slots=True)
 class Choice:
-    """The second half of a step with guided rows; it is dispatched once the masks can be filled."""
+    """The second half of a step with guided rows that is two programs; it is dispatched once it has its masks."""
 
     key: Bucket
     program: Any
@@ -38,10 +39,11 @@ class InFlight:
     host_seconds: float
     ran: StepPlan  # `plan` without the rows that could not be prepared
     refused: dict[str, Exception]  # by request, why its rows could not be prepared
-    choice: Choice | None = None  # of a step with guided rows, until it was dispatched
+    choice: Choice | MaskGate | None = None  # of a step with guided rows, until it has its masks
     stuck: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by request, why its guide can't go on
     error: Exception | None = None  # raised while the choice was dispatched
-    masks: Mask | None = None  # the choice reads them until the step has ended
+    masks: Mask | MaskGate | None = None  # the step reads them until it has ended
+    results: tuple[RowResult, ...] | None = None  # once they have been read
     lost: tuple[LostPage, ...] = ()
     idle_seconds: float = 0.0  # the device had nothing to do before it
     ended: float | None = None  # estimated, if it was over before its result was asked for

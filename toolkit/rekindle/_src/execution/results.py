@@ -12,7 +12,9 @@ from rekindle._src.core.records import Row, RowResult, StepPlan, TokenLogprobs
 from rekindle._src.core.sampling import MAX_LOGPROBS
 from rekindle._src.execution.guiding import dead_end
 from rekindle._src.programs.data_shards import ALONE, DataShards
+from rekindle._src.programs.data_upload import AnyUpload
 from rekindle._src.programs.finite import NOT_FINITE
+from rekindle._src.programs.packing import Constants
 from rekindle._src.programs.token_masks import NO_TOKEN
 
 Packed = NDArray[np.int32]
@@ -89,6 +91,25 @@ def without(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:
         decode=tuple(row for row in plan.decode if row.request.id not in refused),
         prefill=tuple(row for row in plan.prefill if row.request.id not in refused),
     )
+
+
+def pack_rows(upload: AnyUpload, plan: StepPlan, constants: Constants, refused: dict[str, Exception]) -> StepPlan:
+    """Pack the rows; those that raise are added to `refused`. Returns the plan that was packed."""
+    try:
+        upload.pack(plan, constants)
+    except Exception:
+        before = len(refused)
+        for decode, prefill in [((row,), ()) for row in plan.decode] + [((), (row,)) for row in plan.prefill]:
+            try:
+                upload.pack(dataclasses.replace(plan, decode=decode, prefill=prefill), constants)
+            except Exception as error:
+                refused[(*decode, *prefill)[0].request.id] = error
+        if len(refused) == before:
+            raise
+        plan = without(plan, refused)
+        if plan.rows:
+            upload.pack(plan, constants)
+    return plan
 
 
 def with_refused(

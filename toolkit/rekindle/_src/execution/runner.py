@@ -7,7 +7,6 @@ packs step N + 1. On CPU a program may read a buffer in place, so a buffer is re
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,15 +16,15 @@ import jax
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
-from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, waits
+from rekindle._src.execution.guided_steps import GuidedSteps, Started
+from rekindle._src.execution.guiding import consumed, waits
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
-from rekindle._src.execution.results import needs_pooled, needs_prompt, row_results, with_refused, without
+from rekindle._src.execution.results import needs_pooled, needs_prompt, pack_rows, row_results, with_refused, without
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
@@ -36,9 +35,9 @@ from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
-from rekindle._src.programs.step import StepOutput
 from rekindle._src.programs.warming import warm
 from rekindle.errors import ConfigError, SessionClosed
+from rekindle_kernels import MaskGate
 
 log = logging.getLogger("rekindle.session")
 MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
@@ -80,7 +79,7 @@ class Runner:
         self._host_seconds = self._device_seconds = self._last_ready = 0.0
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
-        self._masks: dict[Bucket, collections.deque[Mask]] = collections.defaultdict(collections.deque)
+        self._guided = GuidedSteps(programs, self._calls)
         self._closed = False
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -98,29 +97,25 @@ class Runner:
         ran, admissions, refused = self._prepare(plan)
         if ran.rows:
             bucket = self._bucket(ran)
-            parts: tuple[Bucket, ...] = bucket.halves if bucket.part else ()
-            halves = [self._program(part) for part in parts]
-            program = halves[0] if halves else self._program(bucket)
+            programs = [*map(self._program, bucket.programs)]
             upload = self._take_upload(bucket)
-            ran = self._pack(upload, ran, refused)
+            ran = pack_rows(upload, ran, self._constants, refused)
         if not ran.rows:
             seconds = time.perf_counter() - start
             return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost)
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
-        output, choice = None, None
-        if halves:
-            forwarded = self._calls.forward(parts[0], program, upload)
-            choice = Choice(parts[1], halves[1], forwarded, self._take_masks(bucket))
+        if bucket.part:
+            started = self._guided.start(bucket, programs, upload, ran, self._latest, self._read)
         else:
-            output = self._calls.step(bucket, program, upload)
+            started = Started(self._calls.step(bucket, programs[0], upload))
         now = time.perf_counter()
         idle = self._idle(now)
         begun = now if idle else dispatched
         self._latest = InFlight(
             plan,
             bucket,
-            output,
+            started.output,
             upload,
             leaving,
             begun,
@@ -129,26 +124,14 @@ class Runner:
             refused,
             lost=lost,
             idle_seconds=idle,
-            choice=choice,
+            choice=started.choice,
+            stuck=started.stuck,
+            masks=started.masks,
         )
         self._seen_running = now
-        if choice is not None and not waits(ran):
-            self._choose(self._latest)
+        if isinstance(started.choice, Choice) and not waits(ran):
+            self._guided.choose(self._latest)
         return self._latest
-
-    def _choose(self, in_flight: InFlight) -> None:
-        """Fill the masks of a step with guided rows, while the device computes its first half, and start the second."""
-        choice, bucket, upload = in_flight.choice, in_flight.bucket, in_flight.upload
-        in_flight.choice = None
-        if choice is None or bucket is None or upload is None:
-            return
-        try:
-            in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks, self._shards)
-            scores, prompt, pooled = choice.forwarded
-            rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.masks)
-            in_flight.output, in_flight.masks = StepOutput(rows, prompt, pooled), choice.masks
-        except Exception as error:
-            in_flight.error = error
 
     def fetch(self, in_flight: InFlight) -> StepResult:
         """Wait for the step and read its result; then the step after it, if it waits for these tokens, can choose."""
@@ -156,23 +139,16 @@ class Runner:
             return self._fetch(in_flight)
         finally:
             if self._latest is not None:
-                self._choose(self._latest)
+                self._guided.choose(self._latest)
 
     def _fetch(self, in_flight: InFlight) -> StepResult:
-        self._choose(in_flight)  # it still waits if the step before it failed
+        self._guided.choose(in_flight)  # it still waits if the step before it failed
         if in_flight.error is not None:
             raise in_flight.error
-        plan, bucket, output = in_flight.ran, in_flight.bucket, in_flight.output
-        rows: tuple[RowResult, ...] = ()
-        if bucket is not None and output is not None and in_flight.upload is not None:
-            packed = self._calls.rows(output)
-            prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
+        bucket, rows = in_flight.bucket, self._read(in_flight)
+        if bucket is not None and in_flight.upload is not None:
             self._uploads[bucket].append(in_flight.upload)
-            if in_flight.masks is not None:
-                self._masks[bucket].append(in_flight.masks)
-            pooled = None if output.pooled is None else np.asarray(output.pooled)
-            results = row_results(plan, packed, prompt, bucket.rows, pooled, self._shards)
-            rows = consumed(plan, results, in_flight.stuck)
+            self._guided.ended(in_flight)
         ready = in_flight.ended or time.perf_counter()
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
@@ -192,6 +168,19 @@ class Runner:
             in_flight.idle_seconds,
             in_flight.lost,
         )
+
+    def _read(self, in_flight: InFlight) -> tuple[RowResult, ...]:
+        """The results of a step's rows, of which its guides are told once."""
+        plan, bucket, output = in_flight.ran, in_flight.bucket, in_flight.output
+        if in_flight.results is None and bucket is not None and output is not None:
+            found = self._calls.rows(output)
+            if isinstance(in_flight.masks, MaskGate) and in_flight.masks.missed:
+                raise RuntimeError("a step with guided rows did not get its masks in time")
+            prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
+            pooled = None if output.pooled is None else np.asarray(output.pooled)
+            results = row_results(plan, found, prompt, bucket.rows, pooled, self._shards)
+            in_flight.results = consumed(plan, results, in_flight.stuck)
+        return in_flight.results or ()
 
     def warm(self) -> None:
         """Load or compile every program that a step may need."""
@@ -229,6 +218,7 @@ class Runner:
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
+        self._guided.let_go(self._latest)
         self._latest = None
         self._calls.renew()
         self._owners = [None] * len(self._owners)
@@ -238,6 +228,7 @@ class Runner:
 
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
+        self._guided.let_go(self._latest)
         memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):
@@ -268,6 +259,7 @@ class Runner:
         if self._closed:
             return
         self._closed = True
+        self._guided.let_go(self._latest)
         self._latest = None
         self._calls.free()
         self._uploads.clear()
@@ -288,7 +280,7 @@ class Runner:
         return best
 
     def _ready(self, bucket: Bucket) -> bool:
-        return all(map(self.programs.ready, bucket.halves if bucket.part else (bucket,)))
+        return all(map(self.programs.ready, bucket.programs))
 
     def program(self, plan: StepPlan) -> str:
         """The name of the program that a plan runs in."""
@@ -336,24 +328,6 @@ class Runner:
                 refused[request.id] = error
         return without(plan, refused), admissions, refused
 
-    def _pack(self, upload: AnyUpload, plan: StepPlan, refused: dict[str, Exception]) -> StepPlan:
-        """Pack the rows; those that raise are added to `refused`. Returns the plan that was packed."""
-        try:
-            upload.pack(plan, self._constants)
-        except Exception:
-            before = len(refused)
-            for decode, prefill in [((row,), ()) for row in plan.decode] + [((), (row,)) for row in plan.prefill]:
-                try:
-                    upload.pack(dataclasses.replace(plan, decode=decode, prefill=prefill), self._constants)
-                except Exception as error:
-                    refused[(*decode, *prefill)[0].request.id] = error
-            if len(refused) == before:
-                raise
-            plan = without(plan, refused)
-            if plan.rows:
-                upload.pack(plan, self._constants)
-        return plan
-
     def _admit(self, admissions: list[_Admission], refused: Mapping[str, Exception]) -> None:
         """Hand slots over to the requests that are new in them and were not refused."""
         for row, packed in admissions:
@@ -377,12 +351,6 @@ class Runner:
         except IndexError:
             layout, shards = self.programs.layout(bucket), self._shards
             return Upload(layout, sent=self._calls.tables) if shards.count == 1 else DataUpload(layout, shards)
-
-    def _take_masks(self, bucket: Bucket) -> Mask:
-        try:
-            return self._masks[bucket].popleft()
-        except IndexError:
-            return new_masks(self.programs.layout(bucket), mask_words(self.programs.model.vocab_size), self._shards)
 
     def _count(self, in_flight: InFlight, seconds: float) -> None:
         plan, bucket = in_flight.ran, in_flight.bucket

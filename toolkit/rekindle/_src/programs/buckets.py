@@ -19,7 +19,7 @@ SMALLEST_TOKENS = 32
 TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
 MIXED_ROWS_STEP = 8  # decode rows beside prefill tokens: 16, 2
 MAX_PREFILL_ROWS = 64
-FORWARD, CHOICE, BOTH = "f", "c", "g"
+FORWARD, CHOICE, BOTH, GATED = "f", "c", "g", "m"
 GUIDED_ROWS = 8
 
 
@@ -31,7 +31,9 @@ class Bucket:
     tokens: int  # prefill tokens, padding included
     processed: bool = False  # the variant that contains the user's logits processors
     pools: bool = False  # the variant that also pools the hidden states of its prefill sequences
-    part: str = ""  # of a step with guided rows, which runs as two programs: FORWARD, CHOICE, or BOTH for their sizes
+    # Of a step with guided rows: GATED is one program that waits for its masks. Elsewhere there are two, FORWARD and
+    # CHOICE, and BOTH for their sizes.
+    part: str = ""
 
     @property
     def name(self) -> str:
@@ -42,6 +44,11 @@ class Bucket:
         """The forward and the choice program of a guided step of this size."""
         forward = dataclasses.replace(self, processed=False, part=FORWARD)
         return forward, dataclasses.replace(self, pools=False, part=CHOICE)
+
+    @property
+    def programs(self) -> tuple[Bucket, ...]:
+        """What a step of this size runs."""
+        return self.halves if self.part == BOTH else (self,)
 
     @property
     def cost(self) -> int:
@@ -92,8 +99,8 @@ def lattice(config: EngineConfig, *, processed: bool = False, single: bool = Fal
 
 
 @functools.cache
-def guided_lattice(plain: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-    """The sizes of steps with guided rows: fewer than those of others, because each is two programs.
+def guided_lattice(plain: tuple[Bucket, ...], part: str = BOTH) -> tuple[Bucket, ...]:
+    """The sizes of steps with guided rows: fewer than those of others, because few requests have a guide.
 
     Of the decode steps the smallest and those from GUIDED_ROWS rows on, which drafts fill up; beside prefill tokens,
     where a guided row samples only while a prompt comes in, the largest number of rows.
@@ -105,7 +112,12 @@ def guided_lattice(plain: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
         for bucket in plain
         if bucket.rows == most or (not bucket.tokens and (bucket.rows == least or bucket.rows >= few))
     ]
-    return tuple(dataclasses.replace(bucket, part=BOTH) for bucket in sizes)
+    return tuple(dataclasses.replace(bucket, part=part) for bucket in sizes)
+
+
+def programs_of(sizes: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """The programs that steps of these sizes run."""
+    return tuple(dict.fromkeys(program for size in sizes for program in size.programs))
 
 
 def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
@@ -113,9 +125,16 @@ def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     return tuple(dataclasses.replace(bucket, pools=True) for bucket in buckets if bucket.tokens)
 
 
-def halves(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """The programs of guided steps, each once."""
-    return tuple(dict.fromkeys(half for bucket in buckets for half in bucket.halves))
+def gated(half: Bucket, plain: tuple[Bucket, ...]) -> Bucket:
+    """The program that waits for its masks, in place of one of two; the smallest may have fewer rows than that one."""
+    size = dataclasses.replace(half, pools=False, part=GATED)
+    return size if size in guided_lattice(plain, GATED) else dataclasses.replace(size, rows=1)
+
+
+def guided_programs(lattices: Iterable[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
+    """Every program that steps with guided rows may run, from the sizes of other steps."""
+    sizes = [size for part in (GATED, BOTH) for plain in lattices for size in guided_lattice(plain, part)]
+    return programs_of((*sizes, *pooling_lattice(sizes)))
 
 
 def bucket_for(

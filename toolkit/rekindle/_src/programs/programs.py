@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -23,9 +24,9 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.placement import Placement
+from rekindle._src.programs import buckets, page_tables, request_state
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import page_tables, request_state
-from rekindle._src.programs.buckets import SMALLEST_ROWS, Bucket, guided_lattice, halves, lattice, pooling_lattice
+from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, moved_pages
@@ -43,6 +44,7 @@ from rekindle_kernels import (
     deprecated,
     fuse,
     give_up_zeros,
+    has_mask_gates,
     kernel_being_compiled,
     kernels_for,
     plain_kernels,
@@ -74,12 +76,10 @@ class Programs:
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        self._lattice = lattice(config, processed=bool(self.processors), single=single)
-        self._padded = lattice(config, processed=bool(self.processors))
-        self.guided_keys = halves(guided_lattice(self._lattice))  # made ahead if config.structured, or as needed
+        self._lattice = buckets.lattice(config, processed=bool(self.processors), single=single)
+        self._padded = buckets.lattice(config, processed=bool(self.processors))
         # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
-        self.pooling = pooling_lattice(self._lattice)
-        self.guided_pooling = pooling_lattice(guided_lattice(self._lattice))
+        self.pooling = buckets.pooling_lattice(self._lattice)
         self.width = pages_for(config.max_model_len, config.page_size)
         self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         self.parts = Partitioning(placement)
@@ -122,8 +122,12 @@ class Programs:
     @property
     def lattice(self) -> tuple[Bucket, ...]:
         """The step programs. While native kernels are being compiled none has a single row, which XLA is slow at."""
-        padded = (self._provisional or self._plain) and not self._layered.kernels
-        return self._padded if padded else self._lattice
+        return self._padded if self._for_now and not self._layered.kernels else self._lattice
+
+    @property
+    def _for_now(self) -> bool:
+        """Whether programs are made, or run, that others will replace."""
+        return self._plain or bool(self._provisional)
 
     @property
     def keeps(self) -> bool:
@@ -133,20 +137,36 @@ class Programs:
     @property
     def keys(self) -> tuple[Key, ...]:
         """The programs that `precompile` makes; those that move pages only where there is a tier below the device."""
+        return (*self._unguided_keys, *(self.guided_keys if self.config.structured else ()))
+
+    @property
+    def _unguided_keys(self) -> tuple[Key, ...]:
         sizes = self.moved_pages[::-1] if self.config.host_memory or self.config.disk_memory else ()
         moves = [Helper(kind, pages) for kind in ("gather", "scatter") for pages in sizes]
         tables = (TABLES,) if self.resident else ()
-        return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.guided_keys if self.config.structured else ()))
+        return (*self._lattice, MEMORY, ADMIT, *tables, *moves)
+
+    @property
+    def guided_keys(self) -> tuple[Key, ...]:
+        """The programs of steps with guided rows: made ahead if config.structured, or as needed."""
+        return buckets.programs_of(buckets.guided_lattice(self._lattice, buckets.GATED if self.gated else buckets.BOTH))
+
+    @functools.cached_property
+    def gated(self) -> bool:
+        """Whether a step with guided rows is one program, which waits for its masks."""
+        return self.parts.placement is None and has_mask_gates(self.graph.precision.implementation)
 
     @property
     def known(self) -> dict[Key, None]:
-        padded = halves(guided_lattice(self._padded))  # steps find them while native kernels are being compiled
-        return dict.fromkeys((*self.keys, *self.guided_keys, *padded, *self.pooling, *halves(self.guided_pooling)))
+        guided = buckets.guided_programs((self._lattice, self._padded))  # the latter while kernels are being compiled
+        return dict.fromkeys((*self._unguided_keys, *self.pooling, *guided))
 
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
         """The buckets among which a step finds its own."""
         if guided:
-            return self.guided_pooling if pools else guided_lattice(self.lattice)
+            waits = self.gated and not self._for_now
+            found = buckets.guided_lattice(self.lattice, buckets.GATED if waits else buckets.BOTH)
+            return buckets.pooling_lattice(found) if pools else found
         return self.pooling if pools else self.lattice
 
     def kernels(self) -> list[str]:
@@ -236,10 +256,13 @@ class Programs:
             if not provisional:
                 continue
             try:
-                if key.rows == SMALLEST_ROWS and single in self._lattice:
+                if key.rows == buckets.SMALLEST_ROWS and single in self._lattice:
                     self.get(single)  # one row runs there once the lattice has it
+                gated = bool(key.part) and self.gated
+                if gated:  # what steps with guided rows run in place of two programs
+                    self.get(buckets.gated(key, self._lattice))
                 with self._alone(key):
-                    if not self._load(key):
+                    if not gated and not self._load(key):
                         self._make(key)[1]()
                     self._replaced.append(self._provisional.pop(key, None))  # None: closed meanwhile
             except CompileError as error:
@@ -247,8 +270,6 @@ class Programs:
 
     def load(self, key: Key) -> bool:
         """Load a program from the store, without compiling; whether it is ready now."""
-        if key in self._ready:
-            return True
         with self._alone(key):
             return key in self._ready or self._load(key)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,13 @@ from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import page_tables, request_state
-from rekindle._src.programs.buckets import FORWARD, Bucket
+from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
 from rekindle._src.programs.helpers import ADMIT, GATHER, MEMORY, TABLES
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Partitioning, Recipe
+from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Lies, Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
-from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_step
+from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_gated, make_step
 from rekindle_kernels import zeros
 
 
@@ -59,7 +60,7 @@ class Recipes:
     def recipe(self, key: Key) -> Recipe:
         """What a program computes."""
         if isinstance(key, Bucket):
-            return self._half(key) if key.part else self._step(key)
+            return self._half(key) if key.part not in ("", GATED) else self._step(key)
         if key == MEMORY:
             return Recipe(lambda: zeros((self.local_kv, self.state)), (), (), (), (PAGES, ROWS))
         if key == ADMIT:
@@ -77,7 +78,8 @@ class Recipes:
 
     def _step(self, key: Bucket) -> Recipe:
         layout = self.layout(key)
-        step = make_step(
+        make = make_gated if key.part == GATED else make_step
+        step: Any = make(
             self.graph,
             layout,
             self.page_size,
@@ -85,9 +87,13 @@ class Recipes:
             processors=self.processors_of(key),
             pools=key.pools,
         )
-        arguments = (self.leaves, self.kv, self.state, *self.upload(layout))
+        arguments: tuple[Any, ...] = (self.leaves, self.kv, self.state, *self.upload(layout))
+        operands: tuple[Lies, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS)
+        if key.part == GATED:
+            assert self.parts.placement is None, "no program on a mesh waits for its masks"
+            arguments, operands = (*arguments, _ints(2)), (*operands, ROWS)
         results = (PAGES, ROWS, StepOutput._make((ROWS, ROWS, POOLED)))
-        return Recipe(step, arguments, (1, 2), (WEIGHTS, PAGES, ROWS, ROWS, ROWS), results)
+        return Recipe(step, arguments, (1, 2), operands, results)
 
     def _half(self, key: Bucket) -> Recipe:
         """One of the two programs of a guided step."""

@@ -6,8 +6,9 @@ One call runs the model over [decode rows] + [prefill tokens], computes logits o
 records each sampled token in its slot, where the next step reads it. Features that few requests use are inside
 `lax.cond`s with small results: a branch that returned logits would copy [N, V] even when it is not taken.
 
-A step with guided rows runs as two programs, `make_forward` and `make_choice`: which tokens a guide allows is known
-when the tokens of the step before have been read, and the model runs meanwhile.
+Which tokens a guide allows is known when the tokens of the step before have been read, and the model of a step with
+guided rows runs meanwhile. `make_gated` is such a step as one program, which waits for its masks behind the model.
+Where no program can wait, the step runs as two, `make_forward` and `make_choice`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rekindle._src.programs.processors import LogitsContext, LogitsProcessor, pr
 from rekindle._src.programs.request_state import RequestState, record
 from rekindle._src.programs.sampling import choose
 from rekindle._src.programs.token_masks import Take, among, plainly, with_dead_ends
-from rekindle_kernels import draws_in_one_call, greedy
+from rekindle_kernels import draws_in_one_call, gated_masks, greedy
 
 Leaves = Sequence[Array]
 
@@ -56,6 +57,7 @@ class StepOutput(NamedTuple):
 Step = Callable[[Leaves, paged.KV, RequestState, Array, Array], tuple[paged.KV, RequestState, StepOutput]]
 Forward = Callable[..., tuple[Any, ...]]
 Choice = Callable[[RequestState, Scores, Array, Array, Array], tuple[RequestState, Array]]
+Gated = Callable[[Leaves, paged.KV, RequestState, Array, Array, Array], tuple[paged.KV, RequestState, StepOutput]]
 
 
 def make_step(
@@ -110,14 +112,37 @@ def make_choice(
         state: RequestState, scores: Scores, ints: Array, floats: Array, masks: Array
     ) -> tuple[RequestState, Array]:
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
-        with jax.named_scope("sample"):
-            tokens, values = _sample(
-                scores.logits, inputs, state, processors, among(masks), implementation=implementation
-            )
-        told = with_dead_ends(marked(tokens, scores.last, scores.logits), masks, values)
-        return _recorded(layout, inputs, state, scores, tokens, told)
+        return _chosen(layout, inputs, state, scores, masks, processors, implementation)
 
     return choice
+
+
+def make_gated(
+    graph: Graph,
+    layout: Layout,
+    page_size: int,
+    *,
+    implementation: str | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+    pools: bool = False,
+) -> Gated:
+    """Both halves in one program, which waits behind the model for the masks of the `MaskGate` at `gate`.
+
+    The caller donates pages and state.
+    """
+
+    def gated(
+        leaves: Leaves, kv: paged.KV, state: RequestState, ints: Array, floats: Array, gate: Array
+    ) -> tuple[paged.KV, RequestState, StepOutput]:
+        state = with_changes(layout, ints, state)
+        inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
+        model, new_kv, hidden = _compute(graph, leaves, kv, layout, inputs, implementation)
+        scores, prompt, pooled = finish_forward(layout, model, hidden, inputs, pools=pools)
+        masks = gated_masks(gate, scores.logits)
+        new_state, rows = _chosen(layout, inputs, state, scores, masks, processors, graph.precision.implementation)
+        return new_kv, new_state, StepOutput(rows, prompt, pooled)
+
+    return gated
 
 
 def _compute(
@@ -167,6 +192,22 @@ def _scores(layout: Layout, model: Model, hidden: Array, inputs: StepInputs) -> 
     last = hidden[inputs.last]
     logits = model.logits(last, needed)
     return Scores(logits, last)
+
+
+def _chosen(
+    layout: Layout,
+    inputs: StepInputs,
+    state: RequestState,
+    scores: Scores,
+    masks: Array,
+    processors: Sequence[LogitsProcessor],
+    implementation: str | None,
+) -> tuple[RequestState, Array]:
+    """What follows of the scores for tokens among those in the masks [N, W]."""
+    with jax.named_scope("sample"):
+        tokens, values = _sample(scores.logits, inputs, state, processors, among(masks), implementation=implementation)
+    told = with_dead_ends(marked(tokens, scores.last, scores.logits), masks, values)
+    return _recorded(layout, inputs, state, scores, tokens, told)
 
 
 def _recorded(

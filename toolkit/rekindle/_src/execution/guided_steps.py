@@ -1,0 +1,123 @@
+"""Steps with guided rows on the way to the device: their masks are filled while the model runs, and come behind it.
+
+Where a program can wait (`rekindle_kernels.MaskGate`), a step is one program that is dispatched like any other.
+Elsewhere it is two, and the second one is dispatched once the masks are filled.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from rekindle._src.core.guides import Mask, mask_words
+from rekindle._src.core.records import StepPlan
+from rekindle._src.execution.device_calls import DeviceCalls
+from rekindle._src.execution.guiding import fill_masks, new_masks, waits
+from rekindle._src.execution.in_flight import Choice, InFlight
+from rekindle._src.programs.buckets import GATED, Bucket
+from rekindle._src.programs.data_upload import AnyUpload
+from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.step import StepOutput
+from rekindle_kernels import MaskGate
+
+
+class Started(NamedTuple):
+    """What `InFlight` holds of a step that was dispatched."""
+
+    output: StepOutput | None
+    choice: Choice | MaskGate | None = None
+    masks: Mask | MaskGate | None = None
+    stuck: dict[str, Exception] = {}  # noqa: RUF012  it is never written
+
+
+class GuidedSteps:
+    """Starts them, and gives them their masks. Masks and gates are used again when their step has ended."""
+
+    def __init__(self, programs: Programs, calls: DeviceCalls) -> None:
+        self._programs, self._calls, self._shards = programs, calls, programs.shards
+        self._words = mask_words(programs.model.vocab_size)
+        self._masks: dict[Bucket, list[Mask]] = collections.defaultdict(list)
+        self._gates: dict[Bucket, list[MaskGate]] = collections.defaultdict(list)
+
+    def start(
+        self,
+        bucket: Bucket,
+        programs: Sequence[Any],
+        upload: AnyUpload,
+        plan: StepPlan,
+        latest: InFlight | None,
+        read: Callable[[InFlight], object],
+    ) -> Started:
+        """Dispatch a step behind the `latest` one, whose tokens may be needed for its masks.
+
+        Without asynchronous dispatch XLA runs a program where it is dispatched, where nobody could open its gate. Then
+        the latest step has ended: it is read at once, and the gate is open before.
+        """
+        if bucket.part != GATED:
+            forwarded = self._calls.forward(bucket.programs[0], programs[0], upload)
+            free = self._masks[bucket]
+            masks = free.pop() if free else new_masks(self._programs.layout(bucket), self._words, self._shards)
+            return Started(None, Choice(bucket.programs[1], programs[1], forwarded, masks))
+        if waits(plan) and latest is not None and latest.output is not None and _has_ended(latest.output):
+            try:
+                read(latest)
+            except Exception as error:  # it is the latest step's
+                latest.error = error
+        gates = self._gates[bucket]
+        gate = gates.pop() if gates else MaskGate(self._programs.layout(bucket).sequences, self._words)
+        gate.close()
+        try:
+            later = latest is not None and latest.results is None and waits(plan)
+            stuck = {} if later else self._open(gate, plan, upload)
+            output = self._calls.step(bucket, programs[0], upload, gate)
+        except BaseException:
+            gate.open()
+            raise
+        return Started(output, gate if later else None, gate, stuck)
+
+    def choose(self, in_flight: InFlight) -> None:
+        """Give a step its masks, if it has none yet."""
+        choice, bucket, upload = in_flight.choice, in_flight.bucket, in_flight.upload
+        in_flight.choice = None
+        if choice is None or bucket is None or upload is None:
+            return
+        try:
+            if isinstance(choice, MaskGate):
+                in_flight.stuck = self._open(choice, in_flight.ran, upload)
+                return
+            in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks, self._shards)
+            scores, prompt, pooled = choice.forwarded
+            rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.masks)
+            in_flight.output, in_flight.masks = StepOutput(rows, prompt, pooled), choice.masks
+        except Exception as error:
+            in_flight.error = error
+
+    def let_go(self, in_flight: InFlight | None) -> None:
+        """Before everything on the device is waited for: a step whose tokens nobody will read runs to its end."""
+        if in_flight is not None and isinstance(in_flight.choice, MaskGate):
+            in_flight.choice.open()
+            in_flight.choice = None
+
+    def ended(self, in_flight: InFlight) -> None:
+        """Its masks may be used again."""
+        bucket, used = in_flight.bucket, in_flight.masks
+        if bucket is None or used is None:
+            return
+        if isinstance(used, MaskGate):
+            used.release()
+            self._gates[bucket].append(used)
+        else:
+            self._masks[bucket].append(used)
+
+    def _open(self, gate: MaskGate, plan: StepPlan, upload: AnyUpload) -> dict[str, Exception]:
+        """Fill the masks behind a gate. Returns the errors of requests whose guides can't go on."""
+        try:
+            return fill_masks(plan, upload.layout, gate.masks, self._shards)
+        finally:
+            gate.open()
+
+
+def _has_ended(output: StepOutput) -> bool:
+    rows: Any = output.rows  # jax.Array does not declare is_ready
+    return bool(rows.is_ready())
