@@ -32,7 +32,10 @@ TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # This folder was made by rekindle. All of it can be made again; see `rekindle cache --help`.
 """
 # Folders in a cache.
-KINDS = ("chats", "compilations", "fingerprints", "native", "pages", "programs", "snapshots", "tokenizers", "weights")
+KINDS = (
+    "chats", "compilations", "fingerprints", "models", "native", "pages", "programs", "snapshots", "tokenizers",
+    "weights",
+)  # fmt: skip
 SIGNED = ("native", "programs")  # of them, those whose files are signed where there is a key
 KEY_VARIABLE = "REKINDLE_SIGNING_KEY"
 MIN_KEY = 16  # bytes
