@@ -99,11 +99,8 @@ def test_random_deaths_for_two_minutes(tmp_path: Path) -> None:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
     wrong = [number for number in range(STREAMS) if found["texts"][number] != wanted[number]]
-    print(
-        f"{REPLICAS} replicas of a notebook, {took:.0f} s: {found['deaths']} deaths, {found['moved']} requests moved, "
-    )
-    print(
-        f"{len(wrong)} wrong; seconds to replacement: {', '.join(f'{one:.1f}' for one in found['again'])}", flush=True
-    )
+    deaths, moved, again = found["deaths"], found["moved"], [f"{one:.1f}" for one in found["again"]]
+    print(f"{REPLICAS} replicas of a notebook, {took:.0f} s: {deaths} deaths, {moved} requests moved, {len(wrong)} wrong")
+    print(f"seconds to replacement: {', '.join(again)}", flush=True)
     assert wrong == []
-    assert found["deaths"] >= 10 and found["moved"] >= 10
+    assert deaths >= 10 and moved >= 10
