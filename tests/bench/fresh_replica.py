@@ -61,7 +61,6 @@ def start(model: str, folder: str, shared: str, *, stages: bool) -> None:
 
 def watch(begun: float) -> None:
     """Say when parts of opening begin and end."""
-    said: list[str] = []
 
     def say(name: str, at: float) -> None:
         print(f"  {at - begun:6.2f} to {time.time() - begun:6.2f} s  {name}", file=sys.stderr)
@@ -79,7 +78,7 @@ def watch(begun: float) -> None:
 
     at = time.time()
     say("Python", begun)
-    import rekindle._src.session.opening as opening
+    import rekindle  # noqa: F401
 
     say("import rekindle", at)
     at = time.time()
@@ -87,23 +86,22 @@ def watch(begun: float) -> None:
 
     say("import jax", at)
     at = time.time()
-    import rekindle._src.session.builder as builder
     from rekindle._src.core.shared_cache.shared_cache import SharedCache
-    from rekindle._src.models.loading import checkpoint, prepared
+    from rekindle._src.models.loading import prepared
     from rekindle._src.programs.store import ExecutableStore
-    from rekindle._src.session import parts
+    from rekindle._src.session import builder, parts
+    from rekindle._src.text.tokenizer import Tokenizer
 
     say("import the session's parts", at)
     at = time.time()
     jax.devices()
     say("JAX's devices", at)
-    del said, opening, checkpoint
-    for owner, name in (
+    watched_ones: list[tuple[Any, str]] = [
         (SharedCache, "fetch"), (ExecutableStore, "load"), (prepared, "load"), (parts, "_describe"),
-        (parts, "stored_programs"), (builder, "make_parts"), (builder, "_engine"), (builder, "Runner"),
-        (builder.Tokenizer, "load"), (builder.ChatTemplate, "load"),
-    ):  # fmt: skip
-        told = f"{getattr(owner, '__name__', '')}.{name}"
+        (parts, "stored_programs"), (builder, "make_parts"), (builder, "_engine"), (Tokenizer, "load"),
+    ]  # fmt: skip
+    for owner, name in watched_ones:
+        told = f"{owner.__name__.rpartition('.')[2]}.{name}"
         setattr(owner, name, watched(told, getattr(owner, name)))
 
 

@@ -100,7 +100,7 @@ def test_random_deaths_for_two_minutes(tmp_path: Path) -> None:
         manager.shutdown_kernel(now=True)
     wrong = [number for number in range(STREAMS) if found["texts"][number] != wanted[number]]
     deaths, moved, again = found["deaths"], found["moved"], [f"{one:.1f}" for one in found["again"]]
-    print(f"{REPLICAS} replicas of a notebook, {took:.0f} s: {deaths} deaths, {moved} requests moved, {len(wrong)} wrong")
+    print(f"{REPLICAS} replicas, {took:.0f} s: {deaths} deaths, {moved} requests moved, {len(wrong)} wrong")
     print(f"seconds to replacement: {', '.join(again)}", flush=True)
     assert wrong == []
     assert deaths >= 10 and moved >= 10
