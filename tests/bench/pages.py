@@ -28,6 +28,7 @@ from rekindle._src.bench.shapes import random_shape  # noqa: E402
 from rekindle._src.bench.simulation.fleet import HEAD, Watch, simulate  # noqa: E402
 from rekindle._src.bench.simulation.loads import Ask  # noqa: E402
 from rekindle._src.bench.simulation.measuring import measure, replay  # noqa: E402
+from rekindle._src.processes.bulk import BulkChannel  # noqa: E402
 from rekindle._src.session.sharing.pulling import Puller  # noqa: E402
 from rekindle._src.session.sharing.source import PageAddress  # noqa: E402
 
@@ -84,6 +85,8 @@ def wire(arguments: argparse.Namespace) -> None:
         host, _, port = other.stdout.readline().strip().rpartition(":")
         address = PageAddress(host, int(port), SECRET.encode())
         puller = Puller(session._host, session._cache_writer)
+        if arguments.socket:
+            setattr(BulkChannel, "take_memory", lambda channel, offer: False)  # noqa: B010
         for source in ("device", "host"):
             if source == "host":
                 other.stdin.write("host\n")
@@ -181,6 +184,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="tiny, or a shape such as 135M")
     parser.add_argument("--tokens", type=int, default=960, help="wire: of the prompt whose pages move")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--socket", action="store_true", help="wire: through the socket, as where no memory is shared")
     parser.add_argument("--streams", type=int, default=6)
     parser.add_argument("--output", type=int, default=300, help="flood: tokens of each stream")
     parser.add_argument("--seconds", type=float, default=6.0)

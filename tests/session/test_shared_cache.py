@@ -134,3 +134,43 @@ def test_kept_weights_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list((tmp_path / "shared" / "weights").iterdir())) == 1
     assert len(list((tmp_path / "two" / "weights").iterdir())) == 1
     assert (behind(tmp_path / "two").kept, behind(tmp_path / "two").fetched > 1) == (0, True)
+
+
+def test_a_model_is_known_before_its_weights_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from helpers import checkpoints, mesh_models
+    from rekindle._src.core.shared_cache import shared_cache
+    from rekindle._src.models.loading import checkpoint, known_models
+
+    monkeypatch.setattr(prepared, "MIN_BYTES", 0)
+    monkeypatch.setattr(prepared, "DELAY", 0.0)
+    folder = checkpoints.write(tmp_path / "model", mesh_models.raw("llama", 2))
+
+    def described(name: str) -> checkpoint.Described:
+        shared_cache.attach(str(tmp_path / "shared"), [tmp_path / name])
+        return checkpoint.describe(folder, cache_dir=tmp_path / name)
+
+    def weights(name: str) -> bool:
+        return (tmp_path / name / "weights").exists()
+
+    first = described("one")
+    assert first.reads is not None
+    checkpoint.read(first)
+    assert prepared.wait(30) and kept(tmp_path / "one") == 2
+    again = described("two")
+    assert again.reads is None and not weights("two"), "only the description was fetched"
+    assert (again.graph, again.shapes, again.dtype) == (first.graph, first.shapes, first.dtype)
+    model = checkpoint.read(again)
+    assert weights("two") and len(model.leaves) == len(first.shapes)
+    (description,) = (tmp_path / "shared" / known_models.FOLDER).iterdir()
+    description.unlink()
+    assert described("three").reads is None and weights("three"), "as from a cache of an earlier version"
+    checkpoint.read(described("three"))
+    assert kept(tmp_path / "three") == 1 and description.exists()
+    damaged = described("four")
+    entry = tmp_path / "four" / known_models.FOLDER / description.name
+    entry.write_bytes(entry.read_bytes()[:-1])
+    assert "is not used" not in caplog.text
+    damaged = described("four")
+    assert damaged.reads is None and weights("four") and not entry.exists() and "is not used" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from rekindle._src.kvcache.persist import segment
 from rekindle._src.processes import handshake
 from rekindle._src.processes.bulk import BulkChannel
 from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.shared_parts import GivenParts, TakenParts
 from rekindle._src.session.sharing.pulling import Puller
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import SILENCE, PageAddress, Source, introduction
@@ -162,6 +164,33 @@ def test_between_hosts_what_follows_is_sealed(both: Any, monkeypatch: pytest.Mon
     ask(one, 0)
     assert pull(two, shared, list(prompt(0))) == PAGES * 8
     assert ask(two, 0) == PAGES * 8
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files without a name")
+@pytest.mark.parametrize("readable", [True, False])
+def test_on_one_machine_pages_pass_through_shared_memory(
+    both: Any, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    one, two, shared = both
+    passed: list[int] = []
+    send = GivenParts.send
+
+    def counted(parts: GivenParts, connection: Any, pieces: Any) -> None:
+        passed.append(sum(len(piece) for piece in pieces))
+        send(parts, connection, pieces)
+
+    def refused(parts: TakenParts, offer: Any) -> None:
+        raise OSError("the other process is in another container")
+
+    monkeypatch.setattr(GivenParts, "send", counted)
+    if not readable:
+        monkeypatch.setattr(TakenParts, "__init__", refused)
+    ask(one, 0), ask(one, 1)
+    assert pull(two, shared, list(prompt(0))) == PAGES * 8
+    assert pull(two, shared) > 0
+    assert sum(passed) == (shared.sent_bytes if readable else 0)
+    assert ask(two, 0) == PAGES * 8
+    assert ask(two, 1) == PAGES * 8
 
 
 class Liar:

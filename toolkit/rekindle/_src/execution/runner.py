@@ -206,14 +206,14 @@ class Runner:
         self._calls.replace_weights(leaves)
 
     def read_pages(self, pages: Sequence[int]) -> list[paged.Payload]:
-        """Copies of the content of pages; called between steps."""
+        """Copies of the content of pages, as views of what was read at once; called between steps."""
         moves = tuple(PageMove(page, b"") for page in pages)
         payloads: dict[int, paged.Payload] = {}
         for batch, payload in self._transfers.read_out(moves):
             self._calls.arrive(payload)
             arrays = self.programs.parts.to_host(payload)
             for move, at in zip(batch.moves, batch.places, strict=True):
-                payloads[move.page] = tuple(array[at : at + 1].copy() for array in arrays)
+                payloads[move.page] = tuple(array[at : at + 1] for array in arrays)
         return [payloads[page] for page in pages]
 
     def reset(self) -> None:

@@ -2,6 +2,7 @@
 
 A `sealed` channel ends them with a mark over all of them. Without it they are bare: over the loopback of one machine
 nobody else can add to a connection, and marking costs more time than moving (HMAC-SHA-256 does 1 to 2 GB/s on a core).
+There they go through memory that both processes share, if the receiving one can open it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 from rekindle._src.processes.channel import Channel, Keys, exactly
 from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.shared_parts import GivenParts, TakenParts
 from rekindle.errors import ProcessLost
 
 _AT_ONCE = 512  # pieces of one call; systems allow 1,024
@@ -25,13 +28,46 @@ class BulkChannel(Channel):
     def __init__(self, connection: socket.socket, keys: Keys, *, silence: float) -> None:
         super().__init__(connection, keys, silence=silence)
         self.sealed = not on_loopback(connection)
+        self._given: GivenParts | None = None  # memory that is offered
+        self._passed: GivenParts | None = None  # the same, once the other side reads it
+        self._taken: TakenParts | None = None
+
+    def offer_memory(self) -> dict[str, Any] | None:
+        """Memory for what this side sends after messages, as the other side can find it; None if there is none."""
+        if self.sealed:
+            return None
+        try:
+            self._given = GivenParts()
+        except OSError:
+            return None
+        return self._given.offer()
+
+    def pass_memory(self) -> None:
+        """The other side reads the memory that was offered; from now on it is used. Raises ProcessLost if none was."""
+        if self._given is None:
+            raise ProcessLost("the other process reads memory that was not offered")
+        self._given.close()
+        self._passed = self._given
+
+    def take_memory(self, offer: Any) -> bool:
+        """Whether this process can read the memory that the other side offers; it has to be told then."""
+        if self.sealed or offer is None:
+            return False
+        try:
+            self._taken = TakenParts(offer)
+        except OSError:
+            return False
+        return True
 
     def send_followed(self, kind: Kind, content: bytes, pieces: Sequence[memoryview]) -> None:
         """Send a message and the pieces behind it. Raises ProcessLost if the connection is gone."""
         with self._sending:
             self._send(kind, content)
             try:
-                _send_all(self._connection, pieces)
+                if self._passed is not None:
+                    self._passed.send(self._connection, pieces)
+                else:
+                    _send_all(self._connection, pieces)
                 if self.sealed:
                     self._connection.sendall(_seal(self._keys.sending, self._sent, pieces))
             except OSError as error:
@@ -41,7 +77,10 @@ class BulkChannel(Channel):
     def receive_into(self, pieces: Sequence[memoryview]) -> None:
         """Fill the pieces with what follows the message that was received last. Raises ProcessLost if it does not."""
         try:
-            _receive_all(self._connection, pieces)
+            if self._taken is not None:
+                self._taken.receive(self._connection, pieces)
+            else:
+                _receive_all(self._connection, pieces)
         except TimeoutError:
             raise ProcessLost(f"nothing came for {self._connection.gettimeout():g} s") from None
         except OSError as error:
@@ -50,6 +89,23 @@ class BulkChannel(Channel):
             seal = exactly(self._connection, _MARK)
             if not hmac.compare_digest(seal, _seal(self._keys.receiving, self._received, pieces)):
                 raise ProcessLost("what followed a message is not what the other process sent")
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """The next message, after the other side has read what followed those of this one."""
+        if self._passed is not None:
+            try:
+                self._passed.finish(self._connection)
+            except TimeoutError:
+                raise ProcessLost(f"nothing came for {self._connection.gettimeout():g} s") from None
+            except OSError as error:
+                raise ProcessLost(f"the connection broke: {error}") from error
+        return super().receive()
+
+    def close(self) -> None:
+        """Close the connection, and offer no memory any more."""
+        if self._given is not None:
+            self._given.close()
+        super().close()
 
 
 def on_loopback(connection: socket.socket) -> bool:

@@ -13,7 +13,8 @@ CLOSE         the session ends                      FAILED    why it can't go on
 Between sessions that share pages, which are no team:
 
 caller → sharer                                     sharer → caller
-IDENTITY      what its pages belong to              IDENTITY  the same; FAILED: why they don't fit
+IDENTITY      what its pages belong to              IDENTITY  the same, and memory to share; FAILED: why they don't fit
+MAPPED        it reads that memory
 LIST          how many pages it has room for        LISTED    an index of the likeliest
 WANT          digests and keys of pages             PAGES     which of them follow the message; SENT: no more
 """
@@ -54,6 +55,7 @@ class Kind(enum.IntEnum):
     WANT = 24
     PAGES = 25
     SENT = 26
+    MAPPED = 27
 
 
 # Bytes of a message's content. Nothing is allocated for a longer one.
@@ -84,4 +86,5 @@ LIMITS = {
     Kind.WANT: 4 * _MIB,
     Kind.PAGES: _MIB,
     Kind.SENT: 0,
+    Kind.MAPPED: 0,
 }

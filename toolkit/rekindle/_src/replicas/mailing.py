@@ -34,13 +34,15 @@ class Box:
         """Add what happened to a sequence."""
         request_id = news.event.request_id
         with self._lock:
-            before = self._pending.get(request_id)
+            first, before = not self._pending, self._pending.get(request_id)
             if before is not None:
                 waited = news.waited if before.waited is None else before.waited
                 news = News(before.event.then(news.event), waited)
             self._pending[request_id] = news
             self._urgent = self._urgent or news.waited is not None or news.event.finish_reason is not None
-        wake(self._wakeups)
+            rouse = first or self._urgent
+        if rouse:  # what only joins others changes nothing for the one who waits, and waking costs the session time
+            wake(self._wakeups)
 
     async def collect(self, patience: float) -> tuple[News, ...]:
         """What is new, as soon as there is something; nothing after `patience` seconds."""

@@ -26,6 +26,7 @@ MAGIC = b"rekindle blob 1\n"
 _LENGTH, _MARK = 8, 32
 _PIECE = 4 << 20
 _AHEAD = 4  # pieces that wait for the mark
+_PART, _PARTS = 1 << 20, 8  # memory that is used again and again while a large file is unpacked
 _MOST_HEADER, _MOST_FILES = 1 << 20, 256
 
 
@@ -64,14 +65,47 @@ def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, most: in
         file = target / path if path else target
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as content:
-            for piece in _pieces(blob, size):
-                content.write(mark.added(piece))
-                size -= len(piece)
+            if size < _PART:
+                size -= content.write(mark.added(b"".join(_pieces(blob, size))))
+            else:
+                size -= _unpack_large(blob, size, mark, content)
         if size:
             raise StoreError("it is cut off")
     if not hmac.compare_digest(_exactly(blob, _MARK), mark.digest()):
         raise StoreError("its mark does not fit" + ("" if key is None else ", or it was made with another key"))
     return total
+
+
+def _unpack_large(blob: IO[bytes], size: int, mark: _Mark, out: IO[bytes]) -> int:
+    """How many of `size` bytes there were. They are read, marked and written at the same time, in memory that stays:
+    new memory for each piece cost as much as the marks."""
+    parts: deque[tuple[memoryview, tuple[Future[Any], ...]]] = deque()
+    parts.extend((memoryview(bytearray(_PART)), ()) for _ in range(_PARTS))
+    done = 0
+    with ThreadPoolExecutor(1, thread_name_prefix="rekindle shared cache") as writer:
+        while done < size:
+            memory, busy = parts.popleft()
+            for future in busy:
+                future.result()
+            count = _read_into(blob, memory[: size - done])
+            if not count:
+                break
+            part = memory[:count]
+            parts.append((memory, (mark.later(part), writer.submit(out.write, part))))
+            done += count
+        for _, busy in parts:
+            for future in busy:
+                future.result()
+    return done
+
+
+def _read_into(blob: IO[bytes], memory: memoryview) -> int:
+    readinto: Any = getattr(blob, "readinto", None)
+    if readinto is not None:
+        return int(readinto(memory) or 0)
+    piece = blob.read(len(memory))
+    memory[: len(piece)] = piece
+    return len(piece)
 
 
 class _Mark:
@@ -87,11 +121,15 @@ class _Mark:
         if self._pool is None and len(data) < _PIECE:
             self._state.update(data)
             return data
-        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="rekindle shared cache")
-        self._pending.append(self._pool.submit(self._state.update, data))
+        self._pending.append(self.later(data))
         while len(self._pending) > _AHEAD:
             self._pending.popleft().result()
         return data
+
+    def later(self, data: bytes | memoryview) -> Future[None]:
+        """Add data by the thread; it may change once that is done."""
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="rekindle shared cache")
+        return self._pool.submit(self._state.update, data)
 
     def digest(self) -> bytes:
         if self._pool is not None:

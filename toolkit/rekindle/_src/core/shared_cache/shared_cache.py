@@ -28,7 +28,7 @@ from rekindle_kernels import private_files, read_through
 
 log = logging.getLogger("rekindle.cache")
 VARIABLE = "REKINDLE_SHARED_CACHE"
-KINDS = ("native", "programs", "weights", "pages", "snapshots")
+KINDS = ("native", "programs", "models", "weights", "pages", "snapshots")
 MAX_BYTES, MAX_AGE = 64 << 30, 30 * 24 * 3600.0  # of the whole place; the oldest goes first
 FAILURES = 3  # one after another, after which this process asks no more
 EXIT_SECONDS = 4.0  # that a process stays to finish what it keeps

@@ -21,6 +21,7 @@ from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading.descriptions import Reads
 from rekindle._src.models.loading.differences import listed
 from rekindle._src.models.loading.four_bits import stored_kinds
+from rekindle._src.models.loading.known_models import Known
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
 from rekindle._src.models.loading.stored import Stored, look, read_config
@@ -123,7 +124,7 @@ def describe(
         graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings, kinds=kinds)
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)
-        known = prepared.Known(graph, shapes, name)
+        known = Known(graph, shapes, name)
         if described is not None:
             descriptions.keep(described, seen, known, reads)
     found = Checkpoint(seen, known.graph.config)

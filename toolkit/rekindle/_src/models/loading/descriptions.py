@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,16 +16,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rekindle._src.models.loading import graph_json, prepared
+from rekindle._src.models.loading import graph_json, known_models, prepared
+from rekindle._src.models.loading.known_models import Known
 from rekindle._src.models.loading.leaf_arrays import LeafPlan
 from rekindle._src.models.loading.manifest import Source
 from rekindle._src.models.loading.stored import Stored
 from rekindle._src.models.loading.tensor_files import TensorEntry
 from rekindle._src.models.roles import REPLICATED
+from rekindle.errors import CheckpointError
 from rekindle_kernels import private_files
 
-FOLDER = "models"
-_DIGEST = 32  # characters of the checksum that a file begins with
 _SAID = ("names", "rows", "stack", "tiled", "transpose", "add")  # of a source; its role is for meshes
 _log = logging.getLogger(__name__)
 
@@ -41,30 +39,26 @@ class Reads(NamedTuple):
 
 def place(cache_dir: str | Path, seen: Stored, *asked: object) -> Path:
     """Where the description of a checkpoint is kept for the given options, on this platform, by these sources."""
-    return prepared.slot(cache_dir, seen.fingerprint, *asked, folder=FOLDER)
+    return prepared.slot(cache_dir, seen.fingerprint, *asked, folder=known_models.FOLDER)
 
 
-def find(kept: Path, seen: Stored) -> tuple[prepared.Known, Reads] | None:
+def find(kept: Path, seen: Stored) -> tuple[Known, Reads] | None:
     """What is kept there; None if nothing is, or nothing that can be used."""
     if private_files.distrust_reason(kept.parent) is not None:
         return None
     try:
-        content = private_files.read(kept, inside=kept.parent)
-        text = content[_DIGEST:]
-        if _digest(text) != content[:_DIGEST]:
-            raise ValueError("its checksum does not match")
-        found = json.loads(text)
+        found = known_models.checked(private_files.read(kept, inside=kept.parent))
         shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in found["shapes"])
-        known = prepared.Known(graph_json.decode(found["graph"]), shapes, str(found["dtype"]))
+        known = Known(graph_json.decode(found["graph"]), shapes, str(found["dtype"]))
         return known, _reads(found, seen)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         _log.info("the description %s is not used: %s", kept, error)
         return None
 
 
-def keep(kept: Path, seen: Stored, known: prepared.Known, reads: Reads) -> None:
+def keep(kept: Path, seen: Stored, known: Known, reads: Reads) -> None:
     """Keep the description of a model in which nothing is quantised or packed, as the experts of a layer are.
 
     A failure costs the next start some time and nothing else.
@@ -87,10 +81,10 @@ def keep(kept: Path, seen: Stored, known: prepared.Known, reads: Reads) -> None:
         ],
         "entries": {name: entry.name for name, entry in reads.entries.items()},
     }
-    text = json.dumps(described).encode()
     with contextlib.suppress(OSError):
         private_files.make_folder(kept.parent)
-        private_files.write(kept, [_digest(text), text])
+        known_models.make_room(kept.parent)
+        private_files.write(kept, [known_models.with_sum(described)])
 
 
 def _reads(found: Mapping[str, Any], seen: Stored) -> Reads:
@@ -105,7 +99,3 @@ def _reads(found: Mapping[str, Any], seen: Stored) -> Reads:
 def _source(said: Mapping[str, Any]) -> Source:
     tuples: dict[str, Sequence[Any]] = {name: tuple(said[name]) for name in ("names", "rows")}
     return dataclasses.replace(Source(**{**said, **tuples}), role=REPLICATED)
-
-
-def _digest(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=_DIGEST // 2).hexdigest().encode()

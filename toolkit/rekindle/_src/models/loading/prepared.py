@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,8 +48,9 @@ from rekindle._src.core.atomic_checkpoint import (
     write_checkpoint,
 )
 from rekindle._src.models.base import Graph
-from rekindle._src.models.loading import file_lease, graph_json, mmap_weights, reading, tensor_files
+from rekindle._src.models.loading import file_lease, known_models, mmap_weights, reading, tensor_files
 from rekindle._src.models.loading import fingerprint as fingerprints
+from rekindle._src.models.loading.known_models import Known
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import one
 from rekindle._src.models.placement import Held, Placement
@@ -67,7 +68,6 @@ _FILE = "weights.safetensors"
 _SUMS = "checksums.json"
 _MODEL = "model.json"
 _SUMMED = 1 << 15  # words of a block of a checksum
-_SUM = 32  # bytes of the checksum that _MODEL begins with
 _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
 _one_at_a_time = threading.Lock()
@@ -93,36 +93,21 @@ def _sources() -> str:
     return fingerprints.files_digest(sorted(Path(__file__).parents[1].rglob("*.py")))
 
 
-class Known(NamedTuple):
-    """All that a session needs to know of a model before it has its weights."""
-
-    graph: Graph
-    shapes: tuple[jax.ShapeDtypeStruct, ...]  # one per leaf
-    dtype: str
-
-
 def known(kept: Path) -> Known | None:
     """The model that is kept there, or None. `StoreError` if it is damaged, and then set aside, or can't be read."""
     if _distrusted(kept) is not None:
         return None
     if not kept.is_dir():
+        found = known_models.fetched(kept)
+        if found is not None:
+            return found  # `load` fetches the weights, while programs are loaded
         read_through.fetch(kept)
     try:
-        content = private_files.read(kept / ITEM / _MODEL, inside=kept.parent)
-        text = content[_SUM:]
-        if _text_sum(text) != content[:_SUM]:
-            raise CheckpointError(f"the checksum of {_MODEL} does not match")
-        found = json.loads(text)
-        shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in found["leaves"])
-        return Known(graph_json.decode(found["graph"]), shapes, str(found["dtype"]))
+        return known_models.decode(private_files.read(kept / ITEM / _MODEL, inside=kept.parent))
     except FileNotFoundError:
         return None
     except Exception as error:
         raise _unusable(kept, error) from error
-
-
-def _text_sum(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=_SUM // 2).hexdigest().encode()
 
 
 def _unusable(kept: Path, error: Exception) -> StoreError:
@@ -162,6 +147,8 @@ def load(
     with contextlib.suppress(OSError):  # the order in which they are pruned; in a read-only cache it just stays
         os.utime(kept)
     read_through.keep(kept)
+    with contextlib.suppress(OSError):
+        known_models.keep(kept, private_files.read(kept / ITEM / _MODEL, inside=kept.parent))
     return leaves
 
 
@@ -232,14 +219,14 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf]) ->
         _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
         return
     described = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
-    text = json.dumps({"graph": graph_json.encode(graph), "leaves": described, "dtype": dtype}).encode()
-    model = _text_sum(text) + text
+    model = known_models.encode(graph, described, dtype)
     try:
         write_checkpoint(kept, functools.partial(_write, model, dict(zip(graph.paths, leaves, strict=True))))
     except Exception:
         if not kept.is_dir():  # else another process was faster
             raise
     read_through.keep(kept)
+    known_models.keep(kept, model)
 
 
 def _prune(folder: Path) -> None:

@@ -124,7 +124,8 @@ class SharedPages:
         try:
             with connection:
                 channel = BulkChannel(connection, handshake.listen(connection, self._secret), silence=SILENCE)
-                self._talk(channel)
+                with contextlib.closing(channel):
+                    self._talk(channel)
         except (RekindleError, OSError) as error:
             log.debug("a connection to shared pages has ended: %s", error)
         finally:
@@ -136,20 +137,24 @@ class SharedPages:
         identity = self._tiers.identity
         assert identity is not None, "checked when sharing began"
         kind, content = channel.receive()
-        reason, sealed = (
-            introduced(identity, content) if kind is Kind.IDENTITY else ("it did not introduce itself", True)
-        )
-        channel.sealed = channel.sealed or sealed
-        if reason is not None:
-            channel.send(Kind.FAILED, reason.encode())
+        if kind is not Kind.IDENTITY:
+            channel.send(Kind.FAILED, b"it did not introduce itself")
             return
-        channel.send(Kind.IDENTITY, introduction(identity, sealed=channel.sealed))
+        other = introduced(identity, content)
+        channel.sealed = channel.sealed or other.sealed
+        if other.refused is not None:
+            channel.send(Kind.FAILED, other.refused.encode())
+            return
+        memory = channel.offer_memory()
+        channel.send(Kind.IDENTITY, introduction(identity, sealed=channel.sealed, memory=memory))
         while True:
             kind, content = channel.receive()
             if self._tiers.identity != identity:
                 channel.send(Kind.FAILED, b"its weights were swapped")
                 return
-            if kind is Kind.LIST:
+            if kind is Kind.MAPPED:
+                channel.pass_memory()
+            elif kind is Kind.LIST:
                 pages = self._listed(identity, min(MOST_LISTED, int.from_bytes(content, "little")))
                 records = records_of(pages, identity.page_size)
                 channel.send(Kind.LISTED, encode(identity.fields() | {"leaves": identity.leaves}, records))

@@ -36,16 +36,22 @@ class PageAddress(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-def introduction(identity: Identity, *, sealed: bool) -> bytes:
+class Introduced(NamedTuple):
+    """What the other side has said first."""
+
+    refused: str | None  # why its pages don't fit
+    sealed: bool  # whether it wants seals
+    memory: Any  # that it offers to share
+
+
+def introduction(identity: Identity, *, sealed: bool, memory: Any = None) -> bytes:
     """What both sides say first: what their pages belong to, and whether what follows messages has to be sealed."""
-    return json.dumps({**identity.fields(), "leaves": identity.leaves, "sealed": sealed}).encode()
+    said = {**identity.fields(), "leaves": identity.leaves, "sealed": sealed, "memory": memory}
+    return json.dumps(said).encode()
 
 
-def introduced(identity: Identity, content: bytes) -> tuple[str | None, bool]:
-    """Why pages of the one who said `content` don't fit those of `identity`, if so; and whether it wants seals.
-
-    Raises StoreError if that is no introduction.
-    """
+def introduced(identity: Identity, content: bytes) -> Introduced:
+    """What one says by `content` whose pages are to be those of `identity`. Raises StoreError if it says nothing."""
     try:
         header = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -55,7 +61,7 @@ def introduced(identity: Identity, content: bytes) -> tuple[str | None, bool]:
     leaves, reason = leaves_in(header), identity.refuses(Identity.stored_in(header))
     if reason is None and leaves != identity.leaves:
         reason = f"its pages are laid out as {shown(leaves)}, this session's as {shown(identity.leaves)}"
-    return reason, bool(header.get("sealed", True))
+    return Introduced(reason, bool(header.get("sealed", True)), header.get("memory"))
 
 
 class Source:
@@ -73,10 +79,12 @@ class Source:
             keys = handshake.call(connection, address.secret)
             self._channel = BulkChannel(connection, keys, silence=SILENCE)
             self._channel.send(Kind.IDENTITY, introduction(identity, sealed=self._channel.sealed))
-            reason, sealed = introduced(identity, self._next(Kind.IDENTITY))
-            if reason is not None:
-                raise SnapshotRefused(f"pages of {address!r} can't be used: {reason}. Open both sessions alike")
-            self._channel.sealed = self._channel.sealed or sealed
+            other = introduced(identity, self._next(Kind.IDENTITY))
+            if other.refused is not None:
+                raise SnapshotRefused(f"pages of {address!r} can't be used: {other.refused}. Open both sessions alike")
+            self._channel.sealed = self._channel.sealed or other.sealed
+            if self._channel.take_memory(other.memory):
+                self._channel.send(Kind.MAPPED)
         except BaseException:
             connection.close()
             raise

@@ -1,0 +1,161 @@
+"""Memory that two processes of one machine share, through which many bytes pass a part at a time.
+
+The side that gives fills a part, and says so by a byte on the connection; the side that takes copies it out, and says
+so by a byte back. So each byte is copied twice, at the speed of memory, and neither side waits for the kernel.
+
+The memory is a file without a name (Linux), which the other process opens by the number of the process and of the file.
+That it is the right one is shown by a random number, which stands at its beginning and in a signed message. It can't
+shrink: reading beyond the end of a mapped file would kill the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.errors import ProcessLost
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PART, PARTS = 512 << 10, 8  # few enough to stay in the processor's caches
+_RANDOM, _FIRST = 32, mmap.PAGESIZE  # the parts begin behind the number
+_SIZE = _FIRST + PART * PARTS
+_SAID = b"\0"
+
+
+class GivenParts:
+    """The memory of the side that gives. Raises OSError where there is no such memory."""
+
+    def __init__(self) -> None:
+        if fcntl is None or not hasattr(os, "memfd_create"):
+            raise OSError("this system has no files without a name")
+        self._number = secrets.token_bytes(_RANDOM)
+        self._file = os.memfd_create("rekindle pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._file, _SIZE)
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            mapped = mmap.mmap(self._file, _SIZE)
+        except BaseException:
+            self.close()
+            raise
+        mapped[:_RANDOM] = self._number
+        self._memory = np.frombuffer(mapped, np.uint8)[_FIRST:]
+        self._filled = self._emptied = 0  # parts, since the beginning
+
+    def offer(self) -> dict[str, Any]:
+        """What the other side needs to find the memory, for a signed message."""
+        return {"process": os.getpid(), "file": self._file, "number": self._number.hex(), "size": _SIZE}
+
+    def close(self) -> None:
+        """Let nobody open it any more; what was mapped stays."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def send(self, connection: socket.socket, pieces: Sequence[memoryview]) -> None:
+        """Give the bytes of all pieces. Raises OSError if the connection is gone."""
+        for views in _cut(pieces):
+            if self._filled - self._emptied == PARTS:
+                self._hear(connection, PARTS)
+            _copy(self._memory, self._filled % PARTS * PART, views, out=False)
+            self._filled += 1
+            connection.sendall(_SAID)
+
+    def finish(self, connection: socket.socket) -> None:
+        """Wait until the other side has copied all parts; its next message comes behind that."""
+        while self._filled != self._emptied:
+            self._hear(connection, self._filled - self._emptied)
+
+    def _hear(self, connection: socket.socket, most: int) -> None:
+        self._emptied += _heard(connection, most)
+
+
+class TakenParts:
+    """The memory of the other side, read-only."""
+
+    def __init__(self, offer: Any) -> None:
+        """Raises OSError if what is offered is not there for this process, or can't be trusted to stay."""
+        if fcntl is None:
+            raise OSError("this system has no files without a name")
+        process, file, number = _understood(offer)
+        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(opened).st_size != _SIZE:
+                raise OSError("it has another size")
+            if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError("it could shrink")
+            mapped = mmap.mmap(opened, _SIZE, access=mmap.ACCESS_READ)
+        finally:
+            os.close(opened)
+        if not secrets.compare_digest(mapped[:_RANDOM], number):
+            raise OSError("it is another one")
+        self._memory = np.frombuffer(mapped, np.uint8)[_FIRST:]
+        self._copied = 0  # parts, since the beginning
+
+    def receive(self, connection: socket.socket, pieces: Sequence[memoryview]) -> None:
+        """Fill the pieces with what `send` was given. Raises ProcessLost or OSError if it does not come."""
+        left, ready = -(-sum(len(piece) for piece in pieces) // PART), 0
+        for views in _cut(pieces):
+            if not ready:
+                ready = _heard(connection, min(left, PARTS))
+            _copy(self._memory, self._copied % PARTS * PART, views, out=True)
+            self._copied += 1
+            left, ready = left - 1, ready - 1
+            connection.sendall(_SAID)
+
+
+def _understood(offer: Any) -> tuple[int, int, bytes]:
+    """Process, file and number of an offer. Raises OSError if it makes no sense."""
+    if isinstance(offer, Mapping):
+        process, file, number = offer.get("process"), offer.get("file"), offer.get("number")
+        if type(process) is int and type(file) is int and isinstance(number, str) and offer.get("size") == _SIZE:
+            with contextlib.suppress(ValueError):
+                found = bytes.fromhex(number)
+                if len(found) == _RANDOM:
+                    return process, file, found
+    raise OSError("what is offered makes no sense")
+
+
+def _cut(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The pieces' bytes in their order, in parts of `PART` bytes but for the last."""
+    views: list[memoryview] = []
+    room = PART
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            views.append(piece[at : at + room])
+            at += len(views[-1])
+            room -= len(views[-1])
+            if not room:
+                yield views
+                views, room = [], PART
+    if views:
+        yield views
+
+
+def _copy(memory: NDArray[np.uint8], at: int, views: Sequence[memoryview], *, out: bool) -> None:
+    """Between a part and views; numpy lets other threads run meanwhile."""
+    for view in views:
+        own = np.frombuffer(view, np.uint8)
+        there = memory[at : at + len(own)]
+        np.copyto(*((own, there) if out else (there, own)))
+        at += len(own)
+
+
+def _heard(connection: socket.socket, most: int) -> int:
+    """How many parts the other side says it is done with, at least one."""
+    said = connection.recv(most)
+    if not said:
+        raise ProcessLost("the connection was closed in the middle of what follows a message")
+    return len(said)
