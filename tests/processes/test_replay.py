@@ -63,7 +63,7 @@ class Both(NamedTuple):
         mine, theirs = self.driver.runner._calls, self.replay._calls
         for one, other in zip(jax.tree.leaves(mine.kv), jax.tree.leaves(theirs.kv), strict=True):
             np.testing.assert_array_equal(np.asarray(one)[1:], np.asarray(other)[1:])  # page 0 is padding's
-        for one, other in zip(mine.state, theirs.state, strict=True):
+        for one, other in zip(jax.tree.leaves(mine.state), jax.tree.leaves(theirs.state), strict=True):
             np.testing.assert_array_equal(np.asarray(one)[:-1], np.asarray(other)[:-1])
 
 
@@ -78,7 +78,7 @@ def both(programs: Programs) -> Iterator[Both]:
         return Loaded(placement.model(model).leaves, model.fingerprint, lambda: None)
 
     channel = Channel(far, Keys(BACK, OUT), silence=30)
-    replay = Replay(channel, programs, weights(MODEL), lambda name: weights({"other": OTHER}[name]), process=0)
+    replay = Replay(channel, programs, weights(MODEL), lambda name: weights({"other": OTHER}[name]))
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -91,7 +91,7 @@ def both(programs: Programs) -> Iterator[Both]:
     thread = threading.Thread(target=run, daemon=True)
     channel.send(Kind.LOADED)
     team.begin(programs)
-    team.followers[0].heads = programs.parts.heads_of(0, programs.kv)  # all of them, as the only process of JAX
+    team.pages._heads[1] = np.arange(MODEL.config.num_kv_heads)  # all of them, as the only process of JAX
     thread.start()
     runner = Runner(placement.model(MODEL), programs.config, programs=programs, host_tier=DictTier(), recorder=team)
     yield Both(Driver(runner), team, replay, thread, raised)
@@ -123,7 +123,7 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
     assert set(lives[3].outputs) <= {7, 9, 11}
     both.compare()
     pages = lives[0].pages[:2].tolist()
-    moves = tuple(PageMove(page, bytes([page])) for page in pages)
+    moves = tuple(PageMove(page, bytes([page]) * 16) for page in pages)
     driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), offload=moves)))
     back = tuple(PageMove(page, move.digest) for page, move in zip((37, 38), moves, strict=True))
     driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), restore=back)))

@@ -19,7 +19,7 @@ import numpy as np
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.core.program_wait import ProgramWait
-from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
+from rekindle._src.core.records import Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
 from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, waits
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
@@ -218,14 +218,7 @@ class Runner:
 
     def read_pages(self, pages: Sequence[int]) -> list[paged.Payload]:
         """Copies of the content of pages; called between steps."""
-        moves = tuple(PageMove(page, b"") for page in pages)
-        payloads: dict[int, paged.Payload] = {}
-        for batch, payload in self._transfers.read_out(moves):
-            self._calls.arrive(payload)
-            arrays = self.programs.parts.to_host(payload)
-            for move, at in zip(batch.moves, batch.places, strict=True):
-                payloads[move.page] = tuple(array[at : at + 1].copy() for array in arrays)
-        return [payloads[page] for page in pages]
+        return self._transfers.read_whole(pages)
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""

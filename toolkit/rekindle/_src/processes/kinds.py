@@ -5,6 +5,9 @@ WELCOME       the session's options and model       FACTS     what has to be the
 AGREED        what all processes agreed upon        LOADED    programs and weights are there
 PREPARE       make a program ready                  READY     it is ready
 STEP … RENEW  calls of programs, in their order     DONE      what a step gave, as a checksum
+KEEP          a page's part for host memory
+DROP          pages that leave host memory
+FETCH         a page that is wanted whole           PART      the part of it that is there
 LOAD_WEIGHTS  read other weights                    WEIGHTS   what was read
 TAKE_WEIGHTS  and use them; DROP_WEIGHTS: don't
 PING          still there                           PING      still there
@@ -54,6 +57,11 @@ class Kind(enum.IntEnum):
     WANT = 24
     PAGES = 25
     SENT = 26
+    COLLECT = 27
+    KEEP = 28
+    DROP = 29
+    FETCH = 30
+    PART = 31
 
 
 # Bytes of a message's content. Nothing is allocated for a longer one.
@@ -71,7 +79,7 @@ LIMITS = {
     Kind.CHOOSE: 64 * _MIB,
     Kind.ADMIT: 16 * _MIB,
     Kind.GATHER: _KIB,
-    Kind.SCATTER: 1 << 30,
+    Kind.SCATTER: _KIB,
     Kind.RENEW: 0,
     Kind.DONE: 16,
     Kind.LOAD_WEIGHTS: 64 * _KIB,
@@ -84,4 +92,9 @@ LIMITS = {
     Kind.WANT: 4 * _MIB,
     Kind.PAGES: _MIB,
     Kind.SENT: 0,
+    Kind.COLLECT: _KIB,
+    Kind.KEEP: 1 << 30,
+    Kind.DROP: _MIB,
+    Kind.FETCH: 64,
+    Kind.PART: 1 << 30,
 }

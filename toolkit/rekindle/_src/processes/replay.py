@@ -13,6 +13,7 @@ from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.processes.call_codec import CallCodec, StepCall
 from rekindle._src.processes.channel import Channel
 from rekindle._src.processes.facts import as_json, from_json
+from rekindle._src.processes.kept_pages import KeptPages
 from rekindle._src.processes.kinds import Kind
 from rekindle._src.processes.results import DONE, checksum
 from rekindle._src.programs.helpers import ADMIT
@@ -48,14 +49,13 @@ class Replay:
         programs: Programs,
         weights: Loaded,
         load: Callable[[str], Loaded],
-        process: int,
         *,
         lost: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
         """`load` reads other weights by their name. `lost` is called in another thread when the leader is gone."""
         self._channel, self._programs, self._load, self._lost = channel, programs, load, lost
-        self._codec = CallCodec(programs)
-        self._heads = programs.parts.heads_of(process, programs.kv)
+        self._codec = codec = CallCodec(programs)
+        self._pages = KeptPages(codec.parts, lambda digest, part: channel.send(Kind.PART, codec.part(digest, part)))
         self._weights = weights
         self._loaded: Loaded | None = None  # other ones that may take their place
         self._calls: DeviceCalls | None = None
@@ -80,6 +80,7 @@ class Replay:
             self._make(kind, content)
         self._results.put(None)
         reading.join()
+        self._pages.close()
         if self._calls is not None:
             self._calls.free()
         self._weights.delete()
@@ -107,8 +108,9 @@ class Replay:
                 pass
 
     def _make(self, kind: Kind, content: bytes) -> None:
-        if self._problem is not None:
-            raise self._problem
+        problem = self._problem or self._pages.problem
+        if problem is not None:
+            raise problem
         codec = self._codec
         match kind:
             case Kind.PREPARE:
@@ -129,10 +131,24 @@ class Replay:
                 self._told(calls.choose(key, calls.program(key), scores, upload, masks), chosen)
             case Kind.ADMIT:
                 self._made.admit(self._made.program(ADMIT), *codec.read_admit(content))
+            case Kind.COLLECT:
+                self._made.collect(codec.read_collect(content))
             case Kind.GATHER:
-                self._made.gather(codec.read_gather(content))
+                ids, digests = codec.read_moved(content)
+                self._pages.expect(digests, self._made.gather(ids, digests))
             case Kind.SCATTER:
-                self._made.scatter(*codec.read_scatter(content, self._heads))
+                ids, digests = codec.read_moved(content)
+                pages = [codec.parts.leaving(self._pages.get(digest)) for digest in digests]
+                self._made.scatter(ids, pages, digests)
+            case Kind.KEEP:
+                digest, part = codec.read_part(content)
+                if part is None:
+                    raise ProcessLost("a page came without content")
+                self._pages.keep(digest, part)
+            case Kind.DROP:
+                self._pages.drop(codec.read_named_pages(content))
+            case Kind.FETCH:
+                self._pages.fetch(content)
             case Kind.LOAD_WEIGHTS:
                 self._load_weights(content)
             case Kind.TAKE_WEIGHTS:

@@ -150,7 +150,8 @@ class Programs:
     def keys(self) -> tuple[Key, ...]:
         """The programs that `precompile` makes; those that move pages only where there is a tier below the device."""
         sizes = self.moved_pages[::-1] if self.config.host_memory or self.config.disk_memory else ()
-        moves = [Helper(kind, pages) for kind in ("gather", "scatter") for pages in sizes]
+        kinds = ("gather", "scatter", "collect") if self.parts.several else ("gather", "scatter")
+        moves = [Helper(kind, pages) for kind in kinds for pages in sizes]
         tables = (TABLES,) if self.resident else ()
         return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.guided_keys if self.config.structured else ()))
 

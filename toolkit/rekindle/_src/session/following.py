@@ -49,7 +49,7 @@ def follow(
         parts.warming.opened()
         channel.send(Kind.LOADED)
         say(f"it has its part of {model or session['model']}")
-        replay = Replay(channel, parts.programs, _loaded(parts.model), _loader(parts), place.process, lost=lost)
+        replay = Replay(channel, parts.programs, _loaded(parts.model), _loader(parts), lost=lost)
         replay.run()
         parts.warming.stop()
         parts.programs.close()
