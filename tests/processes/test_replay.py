@@ -130,6 +130,7 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
     for live in lives:
         driver.remove(live)
     driver.solo(prompt_of(7, 5), Sampling(max_tokens=2))
+    compare_kept(both, [move.digest for move in moves])
     both.compare()
     kv = both.replay._calls.kv if both.replay._calls else ()
     for leaf in jax.tree.leaves(kv):
@@ -138,6 +139,30 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
     both.team.close()
     both.thread.join(10)
     assert not both.raised, both.raised
+
+
+def compare_kept(both: Both, digests: list[bytes]) -> None:
+    """The follower keeps the parts that its leader keeps, sends them, takes others, and drops what it is told to."""
+    kept, shared, host = both.replay._pages, both.team.pages, both.driver.runner.host_tier
+    assert host is not None
+    for digest in digests:
+        whole = shared.whole(digest, host.get(digest))  # waits until the follower has come that far
+        assert whole is not None
+        for one, other, mine in zip(whole, kept.get(digest), host.get(digest), strict=True):
+            np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(one, mine)
+    first, other = digests[0], b"x" * 16
+    shared.keep(other, host.get(first))
+    shared.drop([first])
+    assert shared.whole(first, host.get(first)) is None and shared.whole(other, host.get(first)) is not None
+    assert len(kept) == len(digests) and kept.nbytes == len(digests) * sum(leaf.nbytes for leaf in host.get(first))
+
+
+def test_a_page_that_is_not_kept_ends_the_follower(both: Both) -> None:
+    both.settle()
+    both.team.scatter(np.array([1, 0, 0, 0], np.int32), [b"n" * 16])
+    both.thread.join(10)
+    assert isinstance(both.raised[0], ProcessLost) and "which is not kept here" in str(both.raised[0])
 
 
 def test_new_memory_and_other_weights(both: Both, programs: Programs) -> None:
