@@ -47,6 +47,9 @@ class Other:
             self.expected.discard(digest)
             self.kept.pop(digest, None)
 
+    def forget_read(self) -> None: ...
+    def read(self, digests: Sequence[bytes]) -> None: ...
+
     def whole(self, digest: bytes, own: Payload) -> Payload | None:
         part = self.kept.get(digest)
         return None if part is None else tuple(np.concatenate(pair, axis=3) for pair in zip(own, part, strict=True))

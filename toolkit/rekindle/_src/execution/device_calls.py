@@ -47,7 +47,9 @@ class Recorder(Protocol):
     def gather(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         """Each process keeps its part of the pages, under these names."""
 
-    def collect(self, ids: np.ndarray) -> None: ...
+    def collect(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
+        """Each process gets whole pages, and may be told to write its parts of them under these names."""
+
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         """Pages are filled with the parts that each process has kept."""
 
@@ -181,11 +183,11 @@ class DeviceCalls:
             self._recorder.gather(ids, digests)
         return self._reading(program, ids)
 
-    def collect(self, ids: np.ndarray) -> paged.Payload:
+    def collect(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
         """The same, where every process gets the whole pages."""
         program = self.program(self._mover(COLLECT if self.programs.parts.several else GATHER, ids))
         if self._recorder is not None:
-            self._recorder.collect(ids)
+            self._recorder.collect(ids, digests)
         return self._reading(program, ids)
 
     def _reading(self, program: Any, ids: np.ndarray) -> paged.Payload:

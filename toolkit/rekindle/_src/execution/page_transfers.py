@@ -57,16 +57,18 @@ class PageTransfers:
             for batch in self._shards.batches(moves, self._sizes)
         ]
 
-    def read_whole(self, pages: Sequence[int]) -> list[paged.Payload]:
+    def read_whole(self, moves: Sequence[PageMove]) -> list[paged.Payload]:
         """Copies of the content of pages, whole ones also where several processes have them."""
         payloads: dict[int, paged.Payload] = {}
-        moves = tuple(PageMove(page, b"") for page in pages)
-        for batch, payload in [(one, self._calls.collect(one.ids)) for one in self._shards.batches(moves, self._sizes)]:
+        batches = self._shards.batches(moves, self._sizes)
+        for batch, payload in [
+            (one, self._calls.collect(one.ids, [move.digest for move in one.moves if move.digest])) for one in batches
+        ]:
             self._calls.arrive(payload)
             arrays = self._whole.to_host(payload)
             for move, at in zip(batch.moves, batch.places, strict=True):
                 payloads[move.page] = tuple(array[at : at + 1].copy() for array in arrays)
-        return [payloads[page] for page in pages]
+        return [payloads[move.page] for move in moves]
 
     def store(self, leaving: Leaving) -> None:
         """Hand what was read out to the host tier; waits for the copies."""

@@ -19,7 +19,7 @@ import numpy as np
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.core.program_wait import ProgramWait
-from rekindle._src.core.records import Request, Row, RowResult, StepPlan, StepResult
+from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
 from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, waits
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
@@ -216,9 +216,10 @@ class Runner:
                 )
         self._calls.replace_weights(leaves)
 
-    def read_pages(self, pages: Sequence[int]) -> list[paged.Payload]:
-        """Copies of the content of pages; called between steps."""
-        return self._transfers.read_whole(pages)
+    def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> list[paged.Payload]:
+        """Copies of the content of pages; called between steps. Other processes learn their `digests`."""
+        named = digests or [b""] * len(pages)
+        return self._transfers.read_whole([PageMove(*one) for one in zip(pages, named, strict=True)])
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""

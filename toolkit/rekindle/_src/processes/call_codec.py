@@ -10,6 +10,7 @@ import numpy as np
 
 from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.kvcache.digest import DIGEST_SIZE
+from rekindle._src.kvcache.persist.segment import Page, decode, encode, pages_of, records_of
 from rekindle._src.processes.numbers import Reader, packed, zipped
 from rekindle._src.processes.results import sampling
 from rekindle._src.processes.step_codec import StepCodec
@@ -20,7 +21,7 @@ from rekindle._src.programs.keys import Key
 from rekindle._src.programs.page_parts import PageParts, PayloadLayout
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import NOWHERE, admission_sizes
-from rekindle.errors import ProcessLost
+from rekindle.errors import ProcessLost, StoreError
 
 _NAME, _COUNT = struct.Struct("<B"), struct.Struct("<I")
 
@@ -89,17 +90,8 @@ class CallCodec:
         reader.end()
         return ints, floats
 
-    def collect(self, ids: np.ndarray) -> bytes:
-        return packed(ids)
-
-    def read_collect(self, content: bytes) -> np.ndarray:
-        reader = Reader(content)
-        ids = self._ids(reader)
-        reader.end()
-        return ids
-
     def moved(self, ids: np.ndarray, digests: Sequence[bytes]) -> bytes:
-        """A gather or scatter: device pages, and what those of them that are not padding are kept as."""
+        """A gather, collect or scatter: device pages, and what those of them that are not padding are kept as."""
         return packed(ids) + self.named_pages(digests)
 
     def read_moved(self, content: bytes) -> tuple[np.ndarray, list[bytes]]:
@@ -117,6 +109,16 @@ class CallCodec:
         if len(content) % DIGEST_SIZE:
             raise ProcessLost(f"{len(content)} bytes name no pages, whose names have {DIGEST_SIZE}")
         return [content[at : at + DIGEST_SIZE] for at in range(0, len(content), DIGEST_SIZE)]
+
+    def stored(self, pages: Sequence[Page]) -> bytes:
+        """What is known of pages that are written to disk."""
+        return encode({}, records_of(pages, self._programs.kv[0].page_size))
+
+    def read_stored(self, content: bytes) -> list[Page]:
+        try:
+            return pages_of(decode(content)[1])
+        except StoreError as error:
+            raise ProcessLost(f"pages are to be written that can't be read: {error}") from None
 
     def part(self, digest: bytes, part: paged.Payload | None) -> bytes:
         """A page's part with its name; without a part it says that there is none."""

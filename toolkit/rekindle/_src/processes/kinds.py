@@ -6,6 +6,9 @@ AGREED        what all processes agreed upon        LOADED    programs and weigh
 PREPARE       make a program ready                  READY     it is ready
 STEP … RENEW  calls of programs, in their order     DONE      what a step gave, as a checksum
 KEEP          a page's part for host memory
+READ          pages that are wanted from disk       HAVE      which parts of them are there
+STORE         pages whose parts are to be written
+FORGET        what is on disk is to be removed
 DROP          pages that leave host memory
 FETCH         a page that is wanted whole           PART      the part of it that is there
 LOAD_WEIGHTS  read other weights                    WEIGHTS   what was read
@@ -62,6 +65,10 @@ class Kind(enum.IntEnum):
     DROP = 29
     FETCH = 30
     PART = 31
+    READ = 32
+    HAVE = 33
+    STORE = 34
+    FORGET = 35
 
 
 # Bytes of a message's content. Nothing is allocated for a longer one.
@@ -97,4 +104,8 @@ LIMITS = {
     Kind.DROP: _MIB,
     Kind.FETCH: 64,
     Kind.PART: 1 << 30,
+    Kind.READ: 64 * _MIB,
+    Kind.HAVE: 64 * _MIB,
+    Kind.STORE: 64 * _MIB,
+    Kind.FORGET: 0,
 }

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rekindle._src.execution.device_calls import DeviceCalls
+from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.processes.call_codec import CallCodec, StepCall
 from rekindle._src.processes.channel import Channel
 from rekindle._src.processes.facts import as_json, from_json
@@ -50,12 +51,15 @@ class Replay:
         weights: Loaded,
         load: Callable[[str], Loaded],
         *,
+        disk: DiskTier | None = None,
         lost: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
-        """`load` reads other weights by their name. `lost` is called in another thread when the leader is gone."""
+        """`load` reads other weights by their name. `disk` is for this process's parts of pages. `lost` is called in
+        another thread when the leader is gone.
+        """
         self._channel, self._programs, self._load, self._lost = channel, programs, load, lost
         self._codec = codec = CallCodec(programs)
-        self._pages = KeptPages(codec.parts, lambda digest, part: channel.send(Kind.PART, codec.part(digest, part)))
+        self._pages = KeptPages(codec, channel.send, disk)
         self._weights = weights
         self._loaded: Loaded | None = None  # other ones that may take their place
         self._calls: DeviceCalls | None = None
@@ -132,7 +136,8 @@ class Replay:
             case Kind.ADMIT:
                 self._made.admit(self._made.program(ADMIT), *codec.read_admit(content))
             case Kind.COLLECT:
-                self._made.collect(codec.read_collect(content))
+                ids, digests = codec.read_moved(content)
+                self._pages.collected(digests, self._made.collect(ids, digests))
             case Kind.GATHER:
                 ids, digests = codec.read_moved(content)
                 self._pages.expect(digests, self._made.gather(ids, digests))
@@ -142,13 +147,17 @@ class Replay:
                 self._made.scatter(ids, pages, digests)
             case Kind.KEEP:
                 digest, part = codec.read_part(content)
-                if part is None:
-                    raise ProcessLost("a page came without content")
                 self._pages.keep(digest, part)
             case Kind.DROP:
                 self._pages.drop(codec.read_named_pages(content))
             case Kind.FETCH:
                 self._pages.fetch(content)
+            case Kind.READ:
+                self._pages.read(codec.read_named_pages(content))
+            case Kind.STORE:
+                self._pages.store(codec.read_stored(content))
+            case Kind.FORGET:
+                self._pages.forget()
             case Kind.LOAD_WEIGHTS:
                 self._load_weights(content)
             case Kind.TAKE_WEIGHTS:
@@ -157,6 +166,7 @@ class Replay:
                 self._made.replace_weights(self._loaded.leaves)
                 self._weights.delete()
                 self._weights, self._loaded = self._loaded, None
+                self._pages.belong_to(self._weights.fingerprint)
             case Kind.DROP_WEIGHTS:
                 if self._loaded is not None:
                     self._loaded.delete()

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from rekindle._src.kvcache.digest import DIGEST_SIZE
+from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.processes.call_codec import CallCodec
 from rekindle._src.processes.kinds import LIMITS, Kind
 from rekindle._src.programs import kv_layout as paged
@@ -23,6 +24,7 @@ from rekindle._src.programs.page_parts import layout_of
 from rekindle.errors import ProcessLost, RekindleError
 
 MOST_NAMES = LIMITS[Kind.DROP] // DIGEST_SIZE
+MOST_STORED = 1024  # pages of a message that has them written
 
 
 class Connections(Protocol):
@@ -35,7 +37,7 @@ class Connections(Protocol):
 
 
 class SharedPages:
-    """Implements `kvcache.tiers.divided_host.Others`."""
+    """Implements `Others` of `kvcache.tiers.divided_host` and `OtherDisks` of `kvcache.tiers.divided_disk`."""
 
     def __init__(self, followers: Connections, codec: CallCodec, heads: Mapping[int, np.ndarray]) -> None:
         """`heads` are those of a page that each follower's devices have."""
@@ -43,6 +45,7 @@ class SharedPages:
         self._lock = threading.Lock()  # what is expected changes with the message that says so
         self._asking = threading.Lock()
         self._expected: set[bytes] = set()  # on their way from the devices
+        self._there: dict[int, set[bytes]] = {}  # what each follower has read from its disk, and not kept yet
 
     def gathered(self, digests: Sequence[bytes], send: Callable[[], None]) -> None:
         """Pages are about to leave the devices, which `send` says."""
@@ -62,10 +65,36 @@ class SharedPages:
         return self._codec.parts.cut(whole)
 
     def keep(self, digest: bytes, whole: paged.Payload) -> None:
-        """Give each follower its part of a page. Raises ProcessLost if one is gone."""
+        """Give each follower its part of a page, unless it has read it. Raises ProcessLost if one is gone."""
         for process, heads in self._heads.items():
-            content = self._codec.part(digest, self._codec.parts.cut(whole, heads))
+            there = digest in self._there.get(process, ())
+            if there:
+                self._there[process].discard(digest)
+            content = self._codec.part(digest, None if there else self._codec.parts.cut(whole, heads))
             self._followers.send_to(process, Kind.KEEP, content)
+
+    def forget_read(self) -> None:
+        """Followers are about to read other pages, and forget those that they were not told to keep."""
+        self._there = {}
+
+    def read(self, digests: Sequence[bytes]) -> None:
+        """Have the followers read their parts from disk; one caller at a time. Raises ProcessLost if one is gone."""
+        answers = self._followers.ask_each(Kind.READ, self._codec.named_pages(digests), Kind.HAVE)
+        self._there = {process: set(self._codec.read_named_pages(told)) for process, told in answers.items()}
+
+    def store(self, pages: Sequence[Page]) -> None:
+        """Have all followers write their parts of pages, as far as they have them still."""
+        with contextlib.suppress(RekindleError):
+            for at in range(0, len(pages), MOST_STORED):
+                content = self._codec.stored(pages[at : at + MOST_STORED])
+                for process in self._heads:
+                    self._followers.send_to(process, Kind.STORE, content)
+
+    def forget(self) -> None:
+        """Have all followers remove what they have on disk."""
+        with contextlib.suppress(RekindleError):
+            for process in self._heads:
+                self._followers.send_to(process, Kind.FORGET, b"")
 
     def drop(self, digests: Sequence[bytes]) -> None:
         """Have all followers drop pages. One that is gone has dropped them, and ends the session elsewhere."""

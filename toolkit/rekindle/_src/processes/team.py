@@ -137,8 +137,8 @@ class Team:
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
         self._tell(Kind.ADMIT, self._encoder().admit(ints, floats))
 
-    def collect(self, ids: np.ndarray) -> None:
-        self._tell(Kind.COLLECT, self._encoder().collect(ids))
+    def collect(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
+        self._tell(Kind.COLLECT, self._encoder().moved(ids, digests))
 
     def gather(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         content = self._encoder().moved(ids, digests)

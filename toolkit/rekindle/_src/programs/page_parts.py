@@ -31,6 +31,13 @@ class PageParts:
             self._own = np.unique(self._places // parts.copies)
             self.layout = layout_of(self.whole, len(self._own))
 
+    @property
+    def own_heads(self) -> list[int]:
+        """The kv heads of a whole page that this process's part has."""
+        if self._parts.several:
+            return [int(head) for head in self._own]
+        return list(range(self.whole[0][0][PAYLOAD_HEADS]))
+
     def heads(self, process: int) -> np.ndarray:
         """The kv heads of a whole page that the devices of a process have."""
         return np.unique(self._parts.heads_of(process, self._kv) // self._parts.copies)
@@ -50,6 +57,11 @@ class PageParts:
                 array[:, :, :, np.searchsorted(self._own, heads)] = np.asarray(shard.data)
             found.append(array)
         return found
+
+    def collected(self, payload: paged.Payload) -> list[np.ndarray]:
+        """This process's part of pages that `collect` gave, which are whole; waits for them."""
+        whole = tuple(self._parts.to_host(payload))
+        return list(self.cut(whole))
 
     def leaving(self, part: paged.Payload) -> paged.Payload:
         """A page as `scatter` takes it, of which this process's part is filled in."""

@@ -16,6 +16,7 @@ from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import CostModel, HostTier, Tiers
 from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.divided_disk import DividedDiskTier
 from rekindle._src.kvcache.tiers.divided_host import DividedHostTier
 from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import LoadedModel
@@ -178,7 +179,11 @@ def _tiers(model: LoadedModel, config: EngineConfig, name: str, team: Team | Non
     assert config.page_size is not None, "resolved"
     disk, identity = None, page_identity(model, config, name)
     if config.disk_memory:
-        disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, identity)
+        folder = cache_folder(config.cache_dir)
+        if team is None:
+            disk = DiskTier(folder, config.disk_memory, identity)
+        else:
+            disk = DividedDiskTier(folder, config.disk_memory, identity, team.pages)
     host = HostTier(config.host_memory) if team is None else DividedHostTier(config.host_memory, team.pages)
     return Tiers(host, CostModel(config.page_size), disk, identity=identity)
 

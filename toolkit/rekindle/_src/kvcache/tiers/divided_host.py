@@ -25,6 +25,9 @@ class Others(Protocol):
     def keep(self, digest: bytes, whole: Payload) -> None: ...
     def drop(self, digests: Sequence[bytes]) -> None: ...
     def whole(self, digest: bytes, own: Payload) -> Payload | None: ...
+    def forget_read(self) -> None: ...
+    def read(self, digests: Sequence[bytes]) -> None:
+        """Have each read what it has of these pages on its own disk; `keep` sends the others then."""
 
 
 class DividedHostTier(HostTier):
@@ -47,6 +50,12 @@ class DividedHostTier(HostTier):
         with self._telling:
             if self._others.arrived(digest):
                 super().put(digest, part)
+
+    def coming(self, digests: Sequence[bytes]) -> None:
+        with self._telling:  # what was read before and not put yet is not counted on any more
+            self._others.forget_read()
+        if digests:
+            self._others.read(digests)
 
     def peek(self, digest: bytes) -> Payload | None:
         part = super().peek(digest)

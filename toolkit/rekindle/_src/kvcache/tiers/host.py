@@ -76,6 +76,9 @@ class HostTier:
         """Keep a copy of what left this process's devices."""
         self.put(digest, part)
 
+    def coming(self, digests: Sequence[bytes]) -> None:
+        """These payloads are being read from disk, and will be put."""
+
     def get(self, digest: bytes) -> Payload:
         """A payload; KeyError if it is gone. Reading does not count as use: the tree says with `touch` what is used."""
         with self._lock:

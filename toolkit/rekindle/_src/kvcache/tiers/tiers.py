@@ -234,7 +234,9 @@ class Tiers:
         there: list[bytes] = []
         try:
             runs = disk.runs(digest for digest in digests if digest not in host)
-            for found in readers.map(lambda run: disk.load_run(run, host.memory), runs):
+            loaded = readers.map(lambda run: disk.load_run(run, host.memory), runs)
+            host.coming([digest for run in runs for digest in run.digests])
+            for found in loaded:
                 for digest, payload in found:
                     if unasked:
                         self._unasked.add(digest)  # before a request can take it
