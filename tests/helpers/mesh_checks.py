@@ -298,6 +298,15 @@ def collectives_are_measured(folder: Path) -> None:
             print(f"{mesh}: {1e3 * seconds / stats.steps:.2f} ms a step, {share:.0%}", flush=True)
             assert seconds > 0 and share == seconds / stats.device_seconds
             assert "time in collectives" in stats._repr_html_() and "collective_share" in str(stats)
+            done = session.generate_sync(PROMPT, max_tokens=2)
+            why = session.explain(done).text
+            assert stats.mesh is not None and f"its steps run on {stats.mesh.named}, with " in why, why
+            assert "of the steps' time in collectives" in why and ("data shard" in why) == (mesh is BOTH), why
+            dashboard = session.watch()
+            drawn = dashboard.draw()
+            dashboard.stop()
+            assert f"{stats.mesh.size} devices" in drawn and "time in collectives" in drawn, drawn
+            assert ("data shards" in drawn and "1: 0 running" in drawn) == (mesh is BOTH), drawn
 
 
 @check

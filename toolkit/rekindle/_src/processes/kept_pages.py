@@ -35,7 +35,7 @@ class KeptPages:
         self._expected: dict[bytes, object] = {}  # by digest, the gather that brings it
         self._read: dict[bytes, paged.Payload] = {}  # from disk; the leader has been told, and says what is kept
         self._collected: OrderedDict[bytes, paged.Payload] = OrderedDict()  # may be written
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.problem: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="rekindle pages", daemon=True)
         self._thread.start()
@@ -132,7 +132,7 @@ class KeptPages:
         """Remove what is on disk for these weights."""
         disk = self._disk
         if disk is not None:
-            self._jobs.put(lambda: (disk.clear(), None)[1])
+            self._jobs.put(disk.clear)
 
     def close(self) -> None:
         """Forget everything in memory, and end the thread, which writes first what it has been given."""
