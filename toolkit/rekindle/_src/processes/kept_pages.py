@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import logging
 import queue
 import sys
 import threading
@@ -18,7 +18,6 @@ from rekindle._src.processes.kinds import Kind
 from rekindle._src.programs import kv_layout as paged
 from rekindle.errors import ProcessLost, StoreError
 
-log = logging.getLogger("rekindle.processes")
 CLOSE_SECONDS = 5.0  # for what is to be written when the session ends
 WAIT_SECONDS = 0.5  # between two looks whether the thread that reads pages still runs
 COLLECTED_BYTES = 128 << 20  # of pages that were read from the devices and not written yet; the oldest go first
@@ -130,9 +129,7 @@ class KeptPages:
 
     def forget(self) -> None:
         """Remove what is on disk for these weights."""
-        disk = self._disk
-        if disk is not None:
-            self._jobs.put(disk.clear)
+        self._jobs.put(self._clear)
 
     def close(self) -> None:
         """Forget everything in memory, and end the thread, which writes first what it has been given."""
@@ -158,6 +155,11 @@ class KeptPages:
                 disk.write(pairs)
         except (OSError, StoreError) as error:
             disk.say("write", f"parts of pages are not saved, and will come from the leader: {error}")
+
+    def _clear(self) -> None:
+        if self._disk is not None:
+            with contextlib.suppress(OSError):  # what stays is content-addressed, and leaves with the budget
+                self._disk.clear()
 
     def _load(self, digests: Sequence[bytes]) -> None:
         found: dict[bytes, paged.Payload] = {}
