@@ -27,7 +27,9 @@ A, B = b"a" * 16, b"b" * 16
 
 
 def part(value: float, pages: int = 1) -> tuple[np.ndarray, ...]:
-    return (np.full((pages, 1, 2, 1, 4), value, np.float32) + np.arange(pages, dtype=np.float32).reshape(-1, 1, 1, 1, 1),)
+    return (
+        np.full((pages, 1, 2, 1, 4), value, np.float32) + np.arange(pages, dtype=np.float32).reshape(-1, 1, 1, 1, 1),
+    )
 
 
 class Device:
