@@ -213,17 +213,18 @@ def tiers_and_preemption(folder: Path) -> None:
     stem = rng.integers(3, 150, 17).tolist()
     prompts = [stem[: int(rng.integers(0, 18))] + rng.integers(3, 150, 9).tolist() for _ in range(24)]
     more: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 32, "max_queue": 64}
-    ask: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    greedy: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    asked: list[dict[str, Any]] = [greedy, greedy, {**greedy, "temperature": 0.8, "seed": 7, "top_p": 0.9}]
     with opened(model, None, device_pages=200, **more) as session:
-        expected = [session.generate_sync(prompt, **ask).token_ids for prompt in prompts]
-    for mesh in (2, 4):
+        expected = [[session.generate_sync(prompt, **ask).token_ids for prompt in prompts] for ask in asked]
+    for mesh in (2, 4, 8):
         with opened(model, mesh, device_pages=13, **more) as session:
             tiers = session._cache_writer.tiers
             assert tiers is not None
             tiers.costs.mode = "always"  # copying is preferred to computing
-            for _ in range(2):
+            for ask, wanted in zip(asked, expected, strict=True):
                 found = session.generate_sync(prompts, **ask)
-                assert [one.token_ids for one in found] == expected, mesh
+                assert [one.token_ids for one in found] == wanted, (mesh, ask)
             stats = session.stats()
             print(f"{mesh}: {stats.preemptions} preemptions, {stats.pages_out} pages out, {stats.pages_in} in")
             assert stats.preemptions and stats.pages_out and stats.pages_in
