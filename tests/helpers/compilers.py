@@ -120,6 +120,11 @@ class Compiled:
                 found.append(devices.transpose(order or range(len(dims))).reshape(shape).tolist())
         return found
 
+    def branched(self, kind: str) -> int:
+        """How many collectives of a kind run within branches, loops or whatever else the program calls."""
+        called = self.text[: self.text.index("\nENTRY")]
+        return len(re.findall(rf" {kind}(?:-start)?\(", called))
+
     def between(self, name: str) -> int | None:
         """How many kernels run from one kernel of this name to the next: those of a layer."""
         names = [thunk.name for thunk in self.thunks if thunk.kind not in ("kCommandBuffer", "kConditional", "kWhile")]

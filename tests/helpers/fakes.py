@@ -297,7 +297,7 @@ class FakeRunner:
     def program(self, plan: StepPlan) -> str:
         return "fake"
 
-    def read_pages(self, pages: Sequence[int]) -> list[tuple[KV, ...]]:
+    def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> list[tuple[KV, ...]]:
         return [(self.memory[page][None].copy(),) for page in pages]
 
     def statistics(self) -> FakeFigures:

@@ -213,17 +213,18 @@ def tiers_and_preemption(folder: Path) -> None:
     stem = rng.integers(3, 150, 17).tolist()
     prompts = [stem[: int(rng.integers(0, 18))] + rng.integers(3, 150, 9).tolist() for _ in range(24)]
     more: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 32, "max_queue": 64}
-    ask: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    greedy: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    asked: list[dict[str, Any]] = [greedy, greedy, {**greedy, "temperature": 0.8, "seed": 7, "top_p": 0.9}]
     with opened(model, None, device_pages=200, **more) as session:
-        expected = [session.generate_sync(prompt, **ask).token_ids for prompt in prompts]
-    for mesh in (2, 4):
+        expected = [[session.generate_sync(prompt, **ask).token_ids for prompt in prompts] for ask in asked]
+    for mesh in (2, 4, 8):
         with opened(model, mesh, device_pages=13, **more) as session:
             tiers = session._cache_writer.tiers
             assert tiers is not None
             tiers.costs.mode = "always"  # copying is preferred to computing
-            for _ in range(2):
+            for ask, wanted in zip(asked, expected, strict=True):
                 found = session.generate_sync(prompts, **ask)
-                assert [one.token_ids for one in found] == expected, mesh
+                assert [one.token_ids for one in found] == wanted, (mesh, ask)
             stats = session.stats()
             print(f"{mesh}: {stats.preemptions} preemptions, {stats.pages_out} pages out, {stats.pages_in} in")
             assert stats.preemptions and stats.pages_out and stats.pages_in
@@ -298,6 +299,15 @@ def collectives_are_measured(folder: Path) -> None:
             print(f"{mesh}: {1e3 * seconds / stats.steps:.2f} ms a step, {share:.0%}", flush=True)
             assert seconds > 0 and share == seconds / stats.device_seconds
             assert "time in collectives" in stats._repr_html_() and "collective_share" in str(stats)
+            done = session.generate_sync(PROMPT, max_tokens=2)
+            why = session.explain(done).text
+            assert stats.mesh is not None and f"its steps run on {stats.mesh.named}, with " in why, why
+            assert "of the steps' time in collectives" in why and ("data shard" in why) == (mesh is BOTH), why
+            dashboard = session.watch()
+            drawn = dashboard.draw()
+            dashboard.stop()
+            assert f"{stats.mesh.size} devices" in drawn and "time in collectives" in drawn, drawn
+            assert ("data shards" in drawn and "1: 0 running" in drawn) == (mesh is BOTH), drawn
 
 
 @check

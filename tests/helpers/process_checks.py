@@ -33,6 +33,7 @@ import pytest  # noqa: E402
 import rekindle  # noqa: E402
 from helpers import checkpoints, mesh_models  # noqa: E402
 from helpers.mesh_models import PROMPT, difference  # noqa: E402
+from rekindle._src.kvcache.tiers.divided_host import DividedHostTier  # noqa: E402
 from rekindle._src.processes import joining  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
 
@@ -233,6 +234,54 @@ def preemption_and_tiers(folder: Path) -> None:
     with alone(folder, model, device_pages=200, **more) as session:
         expected = [one.token_ids for one in session.generate_sync(prompts, **ask)]
     assert found == [expected, expected]
+
+
+@check
+def parts_of_pages(folder: Path) -> None:
+    """Run twice. Every process keeps the heads of its own devices, whether a page came from them or from the leader's
+    disk; what is saved is whole, so one device restores it, and several processes do."""
+    disk: dict[str, Any] = {"disk_memory": 1 << 26, "cache_dir": str(folder / "cache0")}
+    model, marker = checkpoint(folder), folder / "saved"
+    prompts = [[(seed * index) % 150 + 3 for index in range(33)] for seed in (7, 11, 13, 17, 19, 23)]
+    ask: dict[str, Any] = {"max_tokens": 6, "logprobs": 3}
+    restore = "parts" if marker.exists() else None
+    with opened(folder, model, device_pages=13, restore=restore, **disk) as (session, _):
+        tiers = session._cache_writer.tiers
+        assert tiers is not None and isinstance(tiers.host, DividedHostTier)
+        tiers.costs.mode = "always"  # copying is preferred to computing
+        team = tiers.host._others._followers  # type: ignore[attr-defined]
+        rounds = []
+        for _ in range(2):
+            sent = team.bytes_sent
+            rounds.append([session.generate_sync(prompt, **ask) for prompt in prompts])
+            told = session.stats()
+            print(f"{told.pages_out} pages out, {told.pages_in} in, {team.bytes_sent - sent} bytes sent", flush=True)
+            page = sum(leaf.nbytes for leaf in next(iter(tiers.host._payloads.values())))
+            if told.pages_in:  # twice: neither what comes back from memory nor what comes from disk is sent
+                assert team.bytes_sent - sent < told.pages_in * page / 2, "pages travel between processes"
+        again = 32 if restore else 0
+        assert [one.usage.cached_tokens for one in rounds[0]] == [again] * len(prompts)
+        assert [one.usage.cached_tokens for one in rounds[1]] == [32] * len(prompts)
+        digest, part = next(iter(tiers.host._payloads.items()))
+        whole = tiers.host.peek(digest)
+        assert whole is not None
+        assert [leaf.shape[3] for leaf in part] == [1] * len(part), "its devices have one of two heads"
+        assert [leaf.shape[3] for leaf in whole] == [2] * len(part)
+        if restore is None:
+            saved = session.save("parts").result_sync()
+            assert saved.pages == 24 and not saved.skipped, saved
+            session.cache.clear(tier="memory").result_sync()
+            assert len(tiers.host) == 0
+            assert difference(rounds[1], [session.generate_sync(prompt, **ask) for prompt in prompts]) < CLOSE
+        session.check_integrity()
+    with alone(folder, model, restore="parts", **disk) as session:
+        found = [session.generate_sync(prompt, **ask) for prompt in prompts]
+        assert [one.usage.cached_tokens for one in found] == [32] * len(prompts)
+    with alone(folder, model) as session:
+        expected = [session.generate_sync(prompt, **ask) for prompt in prompts]
+    for one in (*rounds, found):
+        assert difference(expected, one) < CLOSE
+    marker.touch()
 
 
 @check

@@ -78,7 +78,7 @@ def both(programs: Programs) -> Iterator[Both]:
         return Loaded(placement.model(model).leaves, model.fingerprint, lambda: None)
 
     channel = Channel(far, Keys(BACK, OUT), silence=30)
-    replay = Replay(channel, programs, weights(MODEL), lambda name: weights({"other": OTHER}[name]), process=0)
+    replay = Replay(channel, programs, weights(MODEL), lambda name: weights({"other": OTHER}[name]))
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -91,7 +91,7 @@ def both(programs: Programs) -> Iterator[Both]:
     thread = threading.Thread(target=run, daemon=True)
     channel.send(Kind.LOADED)
     team.begin(programs)
-    team.followers[0].heads = programs.parts.heads_of(0, programs.kv)  # all of them, as the only process of JAX
+    team.pages._heads[1] = np.arange(MODEL.config.num_kv_heads)  # all of them, as the only process of JAX
     thread.start()
     runner = Runner(placement.model(MODEL), programs.config, programs=programs, host_tier=DictTier(), recorder=team)
     yield Both(Driver(runner), team, replay, thread, raised)
@@ -123,13 +123,14 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
     assert set(lives[3].outputs) <= {7, 9, 11}
     both.compare()
     pages = lives[0].pages[:2].tolist()
-    moves = tuple(PageMove(page, bytes([page])) for page in pages)
+    moves = tuple(PageMove(page, bytes([page]) * 16) for page in pages)
     driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), offload=moves)))
     back = tuple(PageMove(page, move.digest) for page, move in zip((37, 38), moves, strict=True))
     driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), restore=back)))
     for live in lives:
         driver.remove(live)
     driver.solo(prompt_of(7, 5), Sampling(max_tokens=2))
+    compare_kept(both, [move.digest for move in moves])
     both.compare()
     kv = both.replay._calls.kv if both.replay._calls else ()
     for leaf in jax.tree.leaves(kv):
@@ -138,6 +139,30 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
     both.team.close()
     both.thread.join(10)
     assert not both.raised, both.raised
+
+
+def compare_kept(both: Both, digests: list[bytes]) -> None:
+    """The follower keeps the parts that its leader keeps, sends them, takes others, and drops what it is told to."""
+    kept, shared, host = both.replay._pages, both.team.pages, both.driver.runner.host_tier
+    assert host is not None
+    for digest in digests:
+        whole = shared.whole(digest, host.get(digest))  # waits until the follower has come that far
+        assert whole is not None
+        for one, other, mine in zip(whole, kept.get(digest), host.get(digest), strict=True):
+            np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(one, mine)
+    first, other = digests[0], b"x" * 16
+    shared.keep(other, host.get(first))
+    shared.drop([first])
+    assert shared.whole(first, host.get(first)) is None and shared.whole(other, host.get(first)) is not None
+    assert len(kept) == len(digests) and kept.nbytes == len(digests) * sum(leaf.nbytes for leaf in host.get(first))
+
+
+def test_a_page_that_is_not_kept_ends_the_follower(both: Both) -> None:
+    both.settle()
+    both.team.scatter(np.array([1, 0, 0, 0], np.int32), [b"n" * 16])
+    both.thread.join(10)
+    assert isinstance(both.raised[0], ProcessLost) and "which is not kept here" in str(both.raised[0])
 
 
 def test_new_memory_and_other_weights(both: Both, programs: Programs) -> None:

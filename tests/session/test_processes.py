@@ -65,6 +65,12 @@ def test_a_restart_loads_the_programs_of_each_process(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_each_process_keeps_its_parts_of_pages(folder: Path) -> None:
+    for _ in range(2):
+        checked(folder, "parts_of_pages")
+
+
+@pytest.mark.slow
 def test_followers_end_with_their_leader(folder: Path) -> None:
     with subprocess.Popen(
         [sys.executable, str(SCRIPT), str(folder), "waits_for_its_end"], stdout=subprocess.PIPE, text=True

@@ -136,7 +136,7 @@ class RunnerLike(Protocol):
         """The name of the program that runs a plan."""
         ...
 
-    def read_pages(self, pages: Sequence[int]) -> Sequence[tuple[Any, ...]]:
+    def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> Sequence[tuple[Any, ...]]:
         """Copies of what pages hold: for each of them one array per leaf of the KV cache. No step is in flight."""
         ...
 

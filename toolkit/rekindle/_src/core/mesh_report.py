@@ -29,12 +29,17 @@ class MeshReport(html.Record):
         """Devices in all."""
         return len(self.devices)
 
-    def __str__(self) -> str:
+    @property
+    def named(self) -> str:
+        """The devices in a few words."""
         axes = " × ".join(f"{name} {count}" for name, count in self.axes.items())
-        shared = f", {self.kv_copies} with the same ones" if self.kv_copies > 1 else ""
         among = f" of {self.processes} processes" if self.processes > 1 else ""
+        return f"{html.count(self.size, 'device')}{among} ({axes})"
+
+    def __str__(self) -> str:
+        shared = f", {self.kv_copies} with the same ones" if self.kv_copies > 1 else ""
         return (
-            f"{html.count(self.size, 'device')}{among} ({axes}): each has {html.count(self.heads, 'head')}, "
+            f"{self.named}: each has {html.count(self.heads, 'head')}, "
             f"{html.count(self.kv_heads, 'kv head')}{shared}, {self.weight_bytes / 2**20:,.1f} MiB of weights"
         )
 

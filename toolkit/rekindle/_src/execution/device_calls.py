@@ -17,7 +17,7 @@ import numpy as np
 from rekindle._src.core.guides import Mask
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import GATHER, SCATTER, TABLES, Helper
+from rekindle._src.programs.helpers import COLLECT, GATHER, SCATTER, TABLES, Helper
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.page_tables import PUT
 from rekindle._src.programs.programs import Programs
@@ -45,8 +45,15 @@ class Recorder(Protocol):
         """The second half of the guided step that was told last."""
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None: ...
-    def gather(self, ids: np.ndarray) -> None: ...
-    def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload]) -> None: ...
+    def gather(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
+        """Each process keeps its part of the pages, under these names."""
+
+    def collect(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
+        """Each process gets whole pages, and may be told to write its parts of them under these names."""
+
+    def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
+        """Pages are filled with the parts that each process has kept."""
+
     def renew(self) -> None:
         """New pages and state."""
 
@@ -172,11 +179,24 @@ class DeviceCalls:
             self._failed(error)
             raise
 
-    def gather(self, ids: np.ndarray) -> paged.Payload:
-        """Begin to read pages out, as many as there are `ids` for each shard, and to copy them to the host."""
+    def gather(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
+        """Begin to read pages out, as many as there are `ids` for each shard, and to copy them to the host.
+
+        Each process gets what its devices have of them, and other processes keep theirs under the `digests`.
+        """
         program = self.program(self._mover(GATHER, ids))
         if self._recorder is not None:
-            self._recorder.gather(ids)
+            self._recorder.gather(ids, digests)
+        return self._reading(program, ids)
+
+    def collect(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
+        """The same, where every process gets the whole pages."""
+        program = self.program(self._mover(COLLECT if self.programs.parts.several else GATHER, ids))
+        if self._recorder is not None:
+            self._recorder.collect(ids, digests)
+        return self._reading(program, ids)
+
+    def _reading(self, program: Any, ids: np.ndarray) -> paged.Payload:
         try:
             payload: paged.Payload = program(self.kv, ids)
             if self._copies:
@@ -187,12 +207,15 @@ class DeviceCalls:
             raise
         return payload
 
-    def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload]) -> None:
-        """Fill pages, at most as many as there are `ids` for each shard; the rest of these is 0."""
+    def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload], digests: Sequence[bytes] = ()) -> None:
+        """Fill pages, at most as many as there are `ids` for each shard; the rest of these is 0.
+
+        Other processes fill in what they have kept under the `digests`.
+        """
         key = self._mover(SCATTER, ids)
         program = self.program(key)
         if self._recorder is not None:
-            self._recorder.scatter(ids, pages)
+            self._recorder.scatter(ids, digests)
         padded = (*pages, *[pages[0]] * (key.pages - len(pages)))  # padding goes to page 0
         try:
             self.kv = program(self.kv, ids, padded)

@@ -12,6 +12,7 @@ from rekindle._src.core.records import LostPage, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.data_shards import Batch
+from rekindle._src.programs.page_parts import PageParts
 from rekindle.errors import StoreError
 
 MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
@@ -23,7 +24,10 @@ class PayloadStore(Protocol):
     """Page payloads by digest, off the device; called from the dispatching and the fetching thread."""
 
     def put(self, digest: bytes, payload: paged.Payload) -> None:
-        """Keep a copy: the arrays are views into the memory of a whole transfer."""
+        """Keep a copy: the arrays are views into the memory of a whole transfer.
+
+        Of several processes each puts the part of a page that its devices have, and gets it.
+        """
 
     def get(self, digest: bytes) -> paged.Payload:
         """Raises KeyError when it is gone."""
@@ -38,23 +42,43 @@ class PageTransfers:
 
     def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
         self._calls, self._host_tier = calls, host_tier
-        self._parts, self._shards = calls.programs.parts, calls.programs.shards
+        self._whole, self._shards = calls.programs.parts, calls.programs.shards
+        self._parts = PageParts(self._whole, calls.programs.kv)
         self._sizes = calls.programs.moved_pages
-        self._layout = self._parts.payload_layout(calls.programs.kv)
+        self._layout = self._parts.layout
         self._restores = 0
 
     def read_out(self, moves: Sequence[PageMove]) -> Leaving:
         """Begin to copy pages out of the device, before a later step may overwrite them."""
         if not moves:
             return []
-        return [(batch, self._calls.gather(batch.ids)) for batch in self._shards.batches(moves, self._sizes)]
+        return [
+            (batch, self._calls.gather(batch.ids, [move.digest for move in batch.moves]))
+            for batch in self._shards.batches(moves, self._sizes)
+        ]
+
+    def read_whole(self, moves: Sequence[PageMove]) -> list[paged.Payload]:
+        """Copies of the content of pages, as views of what was read at once.
+
+        They are whole ones also where several processes have parts of them.
+        """
+        payloads: dict[int, paged.Payload] = {}
+        batches = self._shards.batches(moves, self._sizes)
+        for batch, payload in [
+            (one, self._calls.collect(one.ids, [move.digest for move in one.moves if move.digest])) for one in batches
+        ]:
+            self._calls.arrive(payload)
+            arrays = self._whole.to_host(payload)
+            for move, at in zip(batch.moves, batch.places, strict=True):
+                payloads[move.page] = tuple(array[at : at + 1] for array in arrays)
+        return [payloads[move.page] for move in moves]
 
     def store(self, leaving: Leaving) -> None:
         """Hand what was read out to the host tier; waits for the copies."""
         for batch, payload in leaving:
             assert self._host_tier is not None, "a page was offloaded without a host tier"
             self._calls.arrive(payload)
-            arrays = self._parts.to_host(payload)
+            arrays = self._parts.arrived(payload)
             for move, place in zip(batch.moves, batch.places, strict=True):
                 self._host_tier.put(move.digest, tuple(array[place : place + 1] for array in arrays))
 
@@ -77,9 +101,8 @@ class PageTransfers:
         start = time.perf_counter()
         for batch in self._shards.batches(tuple(found), self._sizes):
             pages = {place: found[move] for move, place in zip(batch.moves, batch.places, strict=True)}
-            self._calls.scatter(
-                batch.ids, [self._parts.to_device(page) for page in self._by_shard(pages, len(batch.ids))]
-            )
+            leaving = [self._parts.leaving(page) for page in self._by_shard(pages, len(batch.ids))]
+            self._calls.scatter(batch.ids, leaving, [move.digest for move in batch.moves])
         if measured and found:
             self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
@@ -69,6 +70,7 @@ class Dashboard(Live):
                 html.count(figures["mesh"].size, "device") if "mesh" in figures else "",
                 told_share(figures),
             ),
+            *([_shards(figures["shards"])] if "shards" in figures else []),
             self._timeline.draw(),
         ]
         if figures.get("pages_total"):
@@ -92,3 +94,12 @@ class Dashboard(Live):
             return []
         sizes = {"device": stats.device_bytes, "host": stats.host_bytes, "disk": stats.disk_bytes}
         return [html.line("cached pages", *(f"{tier} {size / 2**20:.1f} MiB" for tier, size in sizes.items()))]
+
+
+def _shards(shards: Iterable[Any]) -> str:
+    """What the data shards of a mesh have."""
+    each = (
+        f"{number}: {one.running} running, {one.waiting} waiting, {one.pages_free} pages free"
+        for number, one in enumerate(shards)
+    )
+    return html.line("data shards", *each)

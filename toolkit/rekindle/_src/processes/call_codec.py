@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rekindle._src.core.guides import Mask, mask_words
+from rekindle._src.kvcache.digest import DIGEST_SIZE
+from rekindle._src.kvcache.persist.segment import Page, decode, encode, pages_of, records_of
 from rekindle._src.processes.numbers import Reader, packed, zipped
 from rekindle._src.processes.results import sampling
 from rekindle._src.processes.step_codec import StepCodec
@@ -16,10 +18,10 @@ from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import FORWARD, Bucket
 from rekindle._src.programs.helpers import FEW
 from rekindle._src.programs.keys import Key
-from rekindle._src.programs.partitioning import PAYLOAD_HEADS
+from rekindle._src.programs.page_parts import PageParts, PayloadLayout
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import NOWHERE, admission_sizes
-from rekindle.errors import ProcessLost
+from rekindle.errors import ProcessLost, StoreError
 
 _NAME, _COUNT = struct.Struct("<B"), struct.Struct("<I")
 
@@ -41,6 +43,7 @@ class CallCodec:
         self._steps = StepCodec(config.max_requests, programs.width, programs.kv[0].page_size)
         self._ints, self._floats = admission_sizes(programs.width * programs.kv[0].page_size)
         self._words = mask_words(programs.model.vocab_size)
+        self.parts = PageParts(programs.parts, programs.kv)
 
     def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray) -> bytes:
         return _named(key) + self._steps.encode(self._programs.layout(key), ints, floats)
@@ -87,39 +90,52 @@ class CallCodec:
         reader.end()
         return ints, floats
 
-    def gather(self, ids: np.ndarray) -> bytes:
-        return packed(ids)
+    def moved(self, ids: np.ndarray, digests: Sequence[bytes]) -> bytes:
+        """A gather, collect or scatter: device pages, and what those of them that are not padding are kept as."""
+        return packed(ids) + self.named_pages(digests)
 
-    def read_gather(self, content: bytes) -> np.ndarray:
+    def read_moved(self, content: bytes) -> tuple[np.ndarray, list[bytes]]:
         reader = Reader(content)
         ids = self._ids(reader)
-        reader.end()
-        return ids
+        digests = self.read_named_pages(content[reader.at :])
+        if len(digests) > FEW:
+            raise ProcessLost(f"{len(digests)} pages are named, {FEW} are the most")
+        return ids, digests
 
-    def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload], heads: np.ndarray) -> bytes:
-        """`heads` are those of a page that the receiver's devices have; no others travel."""
-        arrays = [np.ascontiguousarray(np.take(leaf, heads, axis=PAYLOAD_HEADS)) for page in pages for leaf in page]
-        return packed(ids) + _NAME.pack(len(pages)) + b"".join(array.tobytes() for array in arrays)
+    def named_pages(self, digests: Sequence[bytes]) -> bytes:
+        return b"".join(digests)
 
-    def read_scatter(self, content: bytes, heads: np.ndarray) -> tuple[np.ndarray, list[paged.Payload]]:
-        """Ids and whole pages, of which the `heads` are filled in."""
+    def read_named_pages(self, content: bytes) -> list[bytes]:
+        if len(content) % DIGEST_SIZE:
+            raise ProcessLost(f"{len(content)} bytes name no pages, whose names have {DIGEST_SIZE}")
+        return [content[at : at + DIGEST_SIZE] for at in range(0, len(content), DIGEST_SIZE)]
+
+    def stored(self, pages: Sequence[Page]) -> bytes:
+        """What is known of pages that are written to disk."""
+        return encode({}, records_of(pages, self._programs.kv[0].page_size))
+
+    def read_stored(self, content: bytes) -> list[Page]:
+        try:
+            return pages_of(decode(content)[1])
+        except StoreError as error:
+            raise ProcessLost(f"pages are to be written that can't be read: {error}") from None
+
+    def part(self, digest: bytes, part: paged.Payload | None) -> bytes:
+        """A page's part with its name; without a part it says that there is none."""
+        return digest + b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in part or ())
+
+    def read_part(self, content: bytes, layout: PayloadLayout | None = None) -> tuple[bytes, paged.Payload | None]:
+        """Without a layout, this process's own part."""
         reader = Reader(content)
-        ids = self._ids(reader)
-        (count,) = reader.unpack(_NAME)
-        if not 0 < count <= FEW:
-            raise ProcessLost(f"{count} pages came, {FEW} are the most")
-        pages: list[Any] = []
-        for _ in range(count):
-            leaves = []
-            for shape, dtype in paged.payload_layout(self._programs.kv):
-                part = (*shape[:PAYLOAD_HEADS], len(heads), *shape[PAYLOAD_HEADS + 1 :])
-                found = np.frombuffer(reader.take(int(np.prod(part)) * np.dtype(dtype).itemsize), dtype)
-                whole = np.zeros(shape, dtype)
-                whole[:, :, :, heads] = found.reshape(part)
-                leaves.append(whole)
-            pages.append(tuple(leaves))
+        digest = reader.take(DIGEST_SIZE)
+        if reader.at == len(content):
+            return digest, None
+        leaves = []
+        for shape, dtype in layout or self.parts.layout:
+            found = np.frombuffer(reader.take(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype)
+            leaves.append(found.reshape(shape))
         reader.end()
-        return ids, pages
+        return digest, tuple(leaves)
 
     def _ids(self, reader: Reader) -> np.ndarray:
         ids = reader.ints(FEW, self._programs.kv[0].num_pages)

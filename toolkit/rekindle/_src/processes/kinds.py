@@ -5,6 +5,12 @@ WELCOME       the session's options and model       FACTS     what has to be the
 AGREED        what all processes agreed upon        LOADED    programs and weights are there
 PREPARE       make a program ready                  READY     it is ready
 STEP … RENEW  calls of programs, in their order     DONE      what a step gave, as a checksum
+KEEP          a page's part for host memory
+READ          pages that are wanted from disk       HAVE      which parts of them are there
+STORE         pages whose parts are to be written
+FORGET        what is on disk is to be removed
+DROP          pages that leave host memory
+FETCH         a page that is wanted whole           PART      the part of it that is there
 LOAD_WEIGHTS  read other weights                    WEIGHTS   what was read
 TAKE_WEIGHTS  and use them; DROP_WEIGHTS: don't
 PING          still there                           PING      still there
@@ -56,6 +62,15 @@ class Kind(enum.IntEnum):
     PAGES = 25
     SENT = 26
     MAPPED = 27
+    COLLECT = 28
+    KEEP = 29
+    DROP = 30
+    FETCH = 31
+    PART = 32
+    READ = 33
+    HAVE = 34
+    STORE = 35
+    FORGET = 36
 
 
 # Bytes of a message's content. Nothing is allocated for a longer one.
@@ -73,7 +88,7 @@ LIMITS = {
     Kind.CHOOSE: 64 * _MIB,
     Kind.ADMIT: 16 * _MIB,
     Kind.GATHER: _KIB,
-    Kind.SCATTER: 1 << 30,
+    Kind.SCATTER: _KIB,
     Kind.RENEW: 0,
     Kind.DONE: 16,
     Kind.LOAD_WEIGHTS: 64 * _KIB,
@@ -87,4 +102,13 @@ LIMITS = {
     Kind.PAGES: _MIB,
     Kind.SENT: 0,
     Kind.MAPPED: 0,
+    Kind.COLLECT: _KIB,
+    Kind.KEEP: 1 << 30,
+    Kind.DROP: _MIB,
+    Kind.FETCH: 64,
+    Kind.PART: 1 << 30,
+    Kind.READ: 64 * _MIB,
+    Kind.HAVE: 64 * _MIB,
+    Kind.STORE: 64 * _MIB,
+    Kind.FORGET: 0,
 }

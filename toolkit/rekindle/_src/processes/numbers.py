@@ -29,6 +29,11 @@ class Reader:
     def __init__(self, content: bytes) -> None:
         self._content, self._at = content, 0
 
+    @property
+    def at(self) -> int:
+        """How many bytes were read."""
+        return self._at
+
     def take(self, count: int) -> bytes:
         """The next `count` bytes."""
         if count > len(self._content) - self._at:

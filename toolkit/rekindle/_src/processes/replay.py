@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rekindle._src.execution.device_calls import DeviceCalls
+from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.processes.call_codec import CallCodec, StepCall
 from rekindle._src.processes.channel import Channel
 from rekindle._src.processes.facts import as_json, from_json
+from rekindle._src.processes.kept_pages import KeptPages
 from rekindle._src.processes.kinds import Kind
 from rekindle._src.processes.results import DONE, checksum
 from rekindle._src.programs.helpers import ADMIT
@@ -48,14 +50,16 @@ class Replay:
         programs: Programs,
         weights: Loaded,
         load: Callable[[str], Loaded],
-        process: int,
         *,
+        disk: DiskTier | None = None,
         lost: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
-        """`load` reads other weights by their name. `lost` is called in another thread when the leader is gone."""
+        """`load` reads other weights by their name. `disk` is for this process's parts of pages. `lost` is called in
+        another thread when the leader is gone.
+        """
         self._channel, self._programs, self._load, self._lost = channel, programs, load, lost
-        self._codec = CallCodec(programs)
-        self._heads = programs.parts.heads_of(process, programs.kv)
+        self._codec = codec = CallCodec(programs)
+        self._pages = KeptPages(codec, channel.send, disk)
         self._weights = weights
         self._loaded: Loaded | None = None  # other ones that may take their place
         self._calls: DeviceCalls | None = None
@@ -80,6 +84,7 @@ class Replay:
             self._make(kind, content)
         self._results.put(None)
         reading.join()
+        self._pages.close()
         if self._calls is not None:
             self._calls.free()
         self._weights.delete()
@@ -107,8 +112,9 @@ class Replay:
                 pass
 
     def _make(self, kind: Kind, content: bytes) -> None:
-        if self._problem is not None:
-            raise self._problem
+        problem = self._problem or self._pages.problem
+        if problem is not None:
+            raise problem
         codec = self._codec
         match kind:
             case Kind.PREPARE:
@@ -129,10 +135,29 @@ class Replay:
                 self._told(calls.choose(key, calls.program(key), scores, upload, masks), chosen)
             case Kind.ADMIT:
                 self._made.admit(self._made.program(ADMIT), *codec.read_admit(content))
+            case Kind.COLLECT:
+                ids, digests = codec.read_moved(content)
+                self._pages.collected(digests, self._made.collect(ids, digests))
             case Kind.GATHER:
-                self._made.gather(codec.read_gather(content))
+                ids, digests = codec.read_moved(content)
+                self._pages.expect(digests, self._made.gather(ids, digests))
             case Kind.SCATTER:
-                self._made.scatter(*codec.read_scatter(content, self._heads))
+                ids, digests = codec.read_moved(content)
+                pages = [codec.parts.leaving(self._pages.get(digest)) for digest in digests]
+                self._made.scatter(ids, pages, digests)
+            case Kind.KEEP:
+                digest, part = codec.read_part(content)
+                self._pages.keep(digest, part)
+            case Kind.DROP:
+                self._pages.drop(codec.read_named_pages(content))
+            case Kind.FETCH:
+                self._pages.fetch(content)
+            case Kind.READ:
+                self._pages.read(codec.read_named_pages(content))
+            case Kind.STORE:
+                self._pages.store(codec.read_stored(content))
+            case Kind.FORGET:
+                self._pages.forget()
             case Kind.LOAD_WEIGHTS:
                 self._load_weights(content)
             case Kind.TAKE_WEIGHTS:
@@ -141,6 +166,7 @@ class Replay:
                 self._made.replace_weights(self._loaded.leaves)
                 self._weights.delete()
                 self._weights, self._loaded = self._loaded, None
+                self._pages.belong_to(self._weights.fingerprint)
             case Kind.DROP_WEIGHTS:
                 if self._loaded is not None:
                     self._loaded.delete()

@@ -16,7 +16,7 @@ from rekindle._src.processes.channel import Channel
 from rekindle._src.processes.facts import Facts, as_json, compare, decoded, from_json
 from rekindle._src.processes.kinds import Kind
 from rekindle._src.processes.results import DONE, checksum
-from rekindle._src.programs import kv_layout as paged
+from rekindle._src.processes.shared_pages import SharedPages
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.programs import Programs
@@ -33,7 +33,6 @@ class Follower:
     def __init__(self, process: int, channel: Channel) -> None:
         self.process, self.channel = process, channel
         self.answers: dict[Kind, collections.deque[bytes]] = collections.defaultdict(collections.deque)
-        self.heads: np.ndarray = np.zeros(0, np.int64)  # of a page, those that its devices have
 
 
 class Team:
@@ -46,7 +45,9 @@ class Team:
     def __init__(self, channels: Mapping[int, Channel]) -> None:
         self.lost: RekindleError | None = None
         self.followers = [Follower(process, channels[process]) for process in sorted(channels)]
+        self._numbered = {follower.process: follower for follower in self.followers}
         self._codec: CallCodec | None = None
+        self._pages: SharedPages | None = None
         self._changed = threading.Condition()
         self._watchers: list[Callable[[BaseException], object]] = []
         self._closing = False
@@ -89,9 +90,15 @@ class Team:
         """Wait until all followers have their weights; calls may be made from then on."""
         for _ in self._answers(Kind.LOADED):
             pass
-        self._codec = CallCodec(programs)
-        for follower in self.followers:
-            follower.heads = programs.parts.heads_of(follower.process, programs.kv)
+        self._codec = codec = CallCodec(programs)
+        heads = {follower.process: codec.parts.heads(follower.process) for follower in self.followers}
+        self._pages = SharedPages(self, codec, heads)
+
+    @property
+    def pages(self) -> SharedPages:
+        """The parts of pages that all processes keep in host memory."""
+        assert self._pages is not None, "followers are not ready"
+        return self._pages
 
     def watch(self, watcher: Callable[[BaseException], object]) -> None:
         """Call `watcher`, from any thread, when something goes wrong; at once if it has already."""
@@ -130,13 +137,15 @@ class Team:
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
         self._tell(Kind.ADMIT, self._encoder().admit(ints, floats))
 
-    def gather(self, ids: np.ndarray) -> None:
-        self._tell(Kind.GATHER, self._encoder().gather(ids))
+    def collect(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
+        self._tell(Kind.COLLECT, self._encoder().moved(ids, digests))
 
-    def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload]) -> None:
-        codec = self._encoder()
-        for follower in self.followers:
-            self._send(follower, Kind.SCATTER, codec.scatter(ids, pages, follower.heads))
+    def gather(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
+        content = self._encoder().moved(ids, digests)
+        self.pages.gathered(digests, lambda: self._tell(Kind.GATHER, content))
+
+    def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
+        self._tell(Kind.SCATTER, self._encoder().moved(ids, digests))
 
     def renew(self) -> None:
         self._tell(Kind.RENEW)
@@ -202,6 +211,18 @@ class Team:
             self._part(Kind.CLOSE)
         for follower in self.followers:
             follower.channel.close()
+
+    def send_to(self, process: int, kind: Kind, content: bytes) -> None:
+        """Send one follower a message. Raises ProcessLost, also while the session is being closed."""
+        if self._closing:
+            raise ProcessLost("the session was closed")
+        self._send(self._numbered[process], kind, content)
+
+    def ask_each(self, kind: Kind, content: bytes, answer: Kind) -> dict[int, bytes]:
+        """Send all followers a message; returns their answers. One caller at a time for each kind of answer."""
+        for process in self._numbered:
+            self.send_to(process, kind, content)
+        return {follower.process: found for follower, found in self._answers(answer)}
 
     # -- its threads
 
@@ -279,9 +300,10 @@ class Team:
 
     def _answer(self, follower: Follower, kind: Kind) -> bytes:
         with self._changed:
-            self._changed.wait_for(lambda: self.lost is not None or follower.answers[kind])
+            self._changed.wait_for(lambda: self.lost is not None or self._closing or follower.answers[kind])
             if not follower.answers[kind]:
                 self.check()
+                raise ProcessLost("the session was closed")
             return follower.answers[kind].popleft()
 
     def _lose(self, error: RekindleError, farewell: bytes = b"") -> None:

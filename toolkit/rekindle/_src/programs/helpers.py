@@ -20,7 +20,7 @@ class Helper:
     """A program that is not a step.
 
     "memory" makes pages and state, "admit" writes a request's history into its slot, "tables" writes whole page tables,
-    "gather" and "scatter" move pages.
+    "gather" and "scatter" move pages; "collect" is a gather that gives each process of several the whole pages.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Helper:
 
 
 MEMORY, ADMIT, TABLES = Helper("memory"), Helper("admit"), Helper("tables")
-GATHER, SCATTER = Helper("gather", FEW), Helper("scatter", FEW)
+GATHER, SCATTER, COLLECT = Helper("gather", FEW), Helper("scatter", FEW), Helper("collect", FEW)
 
 
 def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:

@@ -122,10 +122,8 @@ class Partitioning:
         """How many devices have the same kv heads."""
         return 1 if self.placement is None else self.placement.partition.kv_copies(self.placement.config)
 
-    def leaving(self, recipe: Recipe) -> Recipe:
-        """A recipe that gives a payload. Where a process has some of the devices only, each gets the whole payload."""
-        if not self.several:
-            return recipe
+    def whole_everywhere(self, recipe: Recipe) -> Recipe:
+        """A recipe that gives a payload, of which each of several processes gets the whole."""
 
         def whole(*arguments: Any) -> Any:
             return jax.tree.map(
@@ -151,7 +149,7 @@ class Partitioning:
         return heads
 
     def to_host(self, payload: paged.Payload) -> list[np.ndarray[Any, Any]]:
-        """What `gather` gave, in host memory and with each kv head once; waits for it."""
+        """A payload that this process has as a whole, in host memory and with each kv head once; waits for it."""
         arrays = [np.asarray(leaf) for leaf in payload]
         return arrays if self.copies == 1 else [array[:, :, :, :: self.copies] for array in arrays]
 

@@ -142,7 +142,8 @@ class Programs:
     @property
     def _unguided_keys(self) -> tuple[Key, ...]:
         sizes = self.moved_pages[::-1] if self.config.host_memory or self.config.disk_memory else ()
-        moves = [Helper(kind, pages) for kind in ("gather", "scatter") for pages in sizes]
+        kinds = ("gather", "scatter", "collect") if self.parts.several else ("gather", "scatter")
+        moves = [Helper(kind, pages) for kind in kinds for pages in sizes]
         tables = (TABLES,) if self.resident else ()
         return (*self._lattice, MEMORY, ADMIT, *tables, *moves)
 

@@ -16,7 +16,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import page_tables, request_state
 from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
-from rekindle._src.programs.helpers import ADMIT, GATHER, MEMORY, TABLES
+from rekindle._src.programs.helpers import ADMIT, COLLECT, GATHER, MEMORY, TABLES
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Lies, Partitioning, Recipe
@@ -71,8 +71,9 @@ class Recipes:
             rows = _ints(page_tables.PUT * (1 + self.width))
             return Recipe(page_tables.put, (self.state.tables, rows), (0,), (ROWS, ROWS), ROWS)
         ids = _ints(key.pages)
-        if key.kind == GATHER.kind:
-            return self.parts.leaving(Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD))
+        if key.kind in (GATHER.kind, COLLECT.kind):
+            gather = Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD)
+            return gather if key.kind == GATHER.kind else self.parts.whole_everywhere(gather)
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
         return Recipe(paged.scatter, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
 

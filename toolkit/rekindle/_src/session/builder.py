@@ -16,6 +16,8 @@ from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import CostModel, HostTier, Tiers
 from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.divided_disk import DividedDiskTier
+from rekindle._src.kvcache.tiers.divided_host import DividedHostTier
 from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
@@ -78,10 +80,10 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
     config, loaded, programs, warming, prefer_ready = parts
     owned, model = loaded is not request.model, loaded.config
     name = model.model_type if isinstance(request.model, LoadedModel) else str(request.model)
-    tiers = _tiers(loaded, config, name)
     if team is not None:
         request.shown.stage = "the other processes"
         team.begin(programs)  # when all have their weights
+    tiers = _tiers(loaded, config, name, team)
     own = programs.config
     runner = Runner(loaded, own, host_tier=tiers, programs=programs, prefer_ready=prefer_ready, recorder=team)
     scheduler, cache = make_scheduling(config, loaded, programs, tiers)
@@ -173,15 +175,20 @@ def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampl
     return found
 
 
-def _tiers(model: LoadedModel, config: EngineConfig, name: str) -> Tiers | None:
+def _tiers(model: LoadedModel, config: EngineConfig, name: str, team: Team | None) -> Tiers | None:
     """The tiers below the device; None without a prefix cache."""
     if not config.prefix_cache:
         return None
     assert config.page_size is not None, "resolved"
     disk, identity = None, page_identity(model, config, name)
     if config.disk_memory:
-        disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, identity)
-    return Tiers(HostTier(config.host_memory), CostModel(config.page_size), disk, identity=identity)
+        folder = cache_folder(config.cache_dir)
+        if team is None:
+            disk = DiskTier(folder, config.disk_memory, identity)
+        else:
+            disk = DividedDiskTier(folder, config.disk_memory, identity, team.pages)
+    host = HostTier(config.host_memory) if team is None else DividedHostTier(config.host_memory, team.pages)
+    return Tiers(host, CostModel(config.page_size), disk, identity=identity)
 
 
 def _shortage(request: OpenRequest, error: BaseException) -> str:

@@ -389,6 +389,6 @@ class CacheWriter:
                     pairs.append((one.page, payload))
 
         reply: OneShot[Any] = OneShot()
-        job = partial(runner.read_pages, [one.on_device for one in part])
+        job = partial(runner.read_pages, [one.on_device for one in part], [one.page.digest for one in part])
         wait(self._host.send(Exclusive(job, check, reply), reply))
         return pairs

@@ -7,7 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.kvcache.persist.segment import LeafSpec
+from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.divided_disk import part_identity
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.processes import joining
 from rekindle._src.processes.channel import Channel
@@ -16,8 +21,9 @@ from rekindle._src.processes.greeting import Place
 from rekindle._src.processes.kinds import Kind
 from rekindle._src.processes.replay import LONGEST_ERROR, Loaded, Replay
 from rekindle._src.processes.team import PING_SECONDS
+from rekindle._src.programs.page_parts import PageParts
 from rekindle._src.session.parts import OpenRequest, Parts, make_parts
-from rekindle._src.session.weights import delete, replacement
+from rekindle._src.session.weights import delete, page_identity, replacement
 from rekindle.errors import ProcessLost, RekindleError
 from rekindle_kernels import configure
 
@@ -49,7 +55,7 @@ def follow(
         parts.warming.opened()
         channel.send(Kind.LOADED)
         say(f"it has its part of {model or session['model']}")
-        replay = Replay(channel, parts.programs, _loaded(parts.model), _loader(parts), place.process, lost=lost)
+        replay = Replay(channel, parts.programs, _loaded(parts.model), _loader(parts), disk=_disk(parts), lost=lost)
         replay.run()
         parts.warming.stop()
         parts.programs.close()
@@ -83,6 +89,18 @@ def _made(
     config = EngineConfig.of({**options, "coordinator": coordinator, "cache_dir": cache_dir, "quiet": True})
     configure(cache_folder=cache_folder())
     return make_parts(OpenRequest(model or str(session.get("model")), config), agree)
+
+
+def _disk(parts: Parts) -> DiskTier | None:
+    """Where this process keeps its parts of pages."""
+    config, mine = parts.config, PageParts(parts.programs.parts, parts.programs.kv)
+    if not (config.prefix_cache and config.disk_memory):
+        return None
+    leaves = [LeafSpec(tuple(shape[1:]), str(np.dtype(dtype))) for shape, dtype in mine.layout]
+    identity = part_identity(page_identity(parts.model, config), mine.own_heads, leaves)
+    disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, identity)
+    disk.scan()
+    return disk
 
 
 def _loaded(model: LoadedModel) -> Loaded:

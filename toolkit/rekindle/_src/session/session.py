@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
+from rekindle._src.core.mesh_report import told_share
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.dispatch import Dispatch
@@ -163,7 +165,12 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
             raise InvalidRequest(
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
             )
-        return found
+        mesh = self._engine.mesh
+        if mesh is None:
+            return found
+        share = told_share(self.stats().as_dict())
+        devices = f"its steps run on {mesh.named}{f', with {share}' if share else ''}"
+        return dataclasses.replace(found, text=f"{found.text}; {devices}")
 
     def allowed(self, request: Handle[Any] | Completion, *, at: int | None = None) -> AllowedTokens:
         """The tokens that the grammar of a structured text allows behind its first `at` tokens; None is all of them."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.kvcache.tiers.host_slots import Slots
@@ -39,6 +40,7 @@ class HostTier:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.slots = Slots()
+        self.memory: Callable[[int], NDArray[np.uint8]] = self.slots.take  # for payloads that are put as their `own`
         self._lock = threading.Lock()
         self._payloads: OrderedDict[bytes, Payload] = OrderedDict()
         self._holds: Counter[bytes] = Counter()
@@ -69,6 +71,13 @@ class HostTier:
                 self._payloads.move_to_end(digest, last=False)
             self._bytes += size(payload)
             self._stored += 1
+
+    def put_part(self, digest: bytes, part: Payload) -> None:
+        """Keep a copy of what left this process's devices."""
+        self.put(digest, part)
+
+    def coming(self, digests: Sequence[bytes]) -> None:
+        """These payloads are being read from disk, and will be put."""
 
     def get(self, digest: bytes) -> Payload:
         """A payload; KeyError if it is gone. Reading does not count as use: the tree says with `touch` what is used."""
@@ -108,6 +117,8 @@ class HostTier:
             if payload is not None:
                 self._bytes -= size(payload)
                 self._dropped += 1
+        if payload is not None:
+            self._dropped_now([digest])
 
     def trim(self, to: int | None = None) -> int:
         """Drop the least recently used payloads without a hold until `to` bytes are left; returns how many."""
@@ -127,6 +138,7 @@ class HostTier:
                 del self._payloads[digest]
             self._bytes = left
             self._dropped += len(gone)
+        self._dropped_now(gone)
         if to is not None:
             self.slots.reclaim()
         return len(gone)
@@ -134,10 +146,12 @@ class HostTier:
     def clear(self) -> None:
         """Forget everything, holds included."""
         with self._lock:
+            gone = list(self._payloads)
             self._payloads.clear()
             self._holds.clear()
             self._bytes = 0
             self.generation += 1
+        self._dropped_now(gone)
         self.slots.reclaim()
 
     def statistics(self) -> HostStatistics:
@@ -146,6 +160,9 @@ class HostTier:
             return HostStatistics(
                 len(self._payloads), self._bytes, self.budget, held, self._stored, self._read, self._dropped
             )
+
+    def _dropped_now(self, digests: Sequence[bytes]) -> None:
+        """Payloads are gone from here."""
 
     def _copy(self, payload: Payload) -> Payload:
         slot, at = self.slots.take(size(payload)), 0

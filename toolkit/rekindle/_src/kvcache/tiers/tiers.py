@@ -110,7 +110,7 @@ class Tiers:
     # -- what the runner does
 
     def put(self, digest: bytes, payload: Payload) -> None:
-        self.host.put(digest, payload)
+        self.host.put_part(digest, payload)
 
     def get(self, digest: bytes) -> Payload:
         if digest in self._unasked:
@@ -234,7 +234,9 @@ class Tiers:
         there: list[bytes] = []
         try:
             runs = disk.runs(digest for digest in digests if digest not in host)
-            for found in readers.map(lambda run: disk.load_run(run, host.slots.take), runs):
+            loaded = readers.map(lambda run: disk.load_run(run, host.memory), runs)
+            host.coming([digest for run in runs for digest in run.digests])
+            for found in loaded:
                 for digest, payload in found:
                     if unasked:
                         self._unasked.add(digest)  # before a request can take it

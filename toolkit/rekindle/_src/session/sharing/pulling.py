@@ -74,7 +74,7 @@ class Puller:
         try:
             if missing.digests:
                 with Source(address, identity) as source:
-                    for index, payload in source.fetch(missing.digests, missing.keys, host.slots.take):
+                    for index, payload in source.fetch(missing.digests, missing.keys, host.memory):
                         host.put(missing.digests[index], payload, own=True)
                         arrived.add(index)
         except ProcessLost:
@@ -106,7 +106,7 @@ class Puller:
                 here = self._here([(keys[page.digest], page.digest) for page in listed])
                 known = {page.digest: page for page in listed}
                 wanted = [digest for digest in likeliest(listed) if digest not in here]
-                for index, payload in source.fetch(wanted, [keys[digest] for digest in wanted], host.slots.take):
+                for index, payload in source.fetch(wanted, [keys[digest] for digest in wanted], host.memory):
                     host.put(wanted[index], payload, own=True, cold=True)
                     arrived.append(known[wanted[index]])
                 there = here | {page.digest for page in arrived}

@@ -1,0 +1,79 @@
+"""Host memory where several processes share a model: each keeps its own part of a page, and this one leads.
+
+The budget is that of each process. What comes from the devices comes as parts, in every process its own. Whole pages,
+from disk or other sessions, are divided on their way in, and put together for those who save or share them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from rekindle._src.kvcache.tiers.host import HostTier, Payload
+from rekindle._src.kvcache.tiers.host_slots import Slots
+
+
+class Others(Protocol):
+    """The other processes, which keep their parts of what this one keeps."""
+
+    def arrived(self, digest: bytes) -> bool:
+        """A part came from the devices; whether it is still to be kept."""
+        ...
+
+    def own(self, whole: Payload) -> Payload: ...
+    def keep(self, digest: bytes, whole: Payload) -> None: ...
+    def drop(self, digests: Sequence[bytes]) -> None: ...
+    def whole(self, digest: bytes, own: Payload) -> Payload | None: ...
+    def forget_read(self) -> None: ...
+    def read(self, digests: Sequence[bytes]) -> None:
+        """Have each read what it has of these pages on its own disk; `keep` sends the others then."""
+
+
+class DividedHostTier(HostTier):
+    """A host tier of parts, whose `put` takes whole pages, and whose `peek` gives them."""
+
+    def __init__(self, budget: int, others: Others) -> None:
+        super().__init__(budget)
+        self._others = others
+        # A page is kept and dropped everywhere in one order: what changes here is told before anything else changes.
+        self._telling = threading.RLock()
+        self.memory = Slots().take  # whole pages are of another size than the parts that stay
+
+    def put(self, digest: bytes, payload: Payload, *, own: bool = False, cold: bool = False) -> None:
+        with self._telling:
+            if not self.touch(digest):
+                self._others.keep(digest, payload)
+                super().put(digest, self._others.own(payload), cold=cold)
+
+    def put_part(self, digest: bytes, part: Payload) -> None:
+        with self._telling:
+            if self._others.arrived(digest):
+                super().put(digest, part)
+
+    def coming(self, digests: Sequence[bytes]) -> None:
+        with self._telling:  # what was read before and not put yet is not counted on any more
+            self._others.forget_read()
+        if digests:
+            self._others.read(digests)
+
+    def peek(self, digest: bytes) -> Payload | None:
+        part = super().peek(digest)
+        return None if part is None else self._others.whole(digest, part)
+
+    def discard(self, digest: bytes) -> None:
+        with self._telling:
+            super().discard(digest)
+
+    def trim(self, to: int | None = None) -> int:
+        if self.nbytes <= (self.budget if to is None else to):
+            return 0
+        with self._telling:
+            return super().trim(to)
+
+    def clear(self) -> None:
+        with self._telling:
+            super().clear()
+
+    def _dropped_now(self, digests: Sequence[bytes]) -> None:
+        self._others.drop(digests)
