@@ -200,3 +200,20 @@ def test_products_in_groups_compile(
     assert not made.moves(weight.size * weight.dtype.itemsize // 2)
     if rows >= 64 and x.dtype.itemsize == 2:
         assert kernel.wgmma, "many rows do not use the matrix instructions"
+
+
+@pytest.mark.parametrize("rows", [512, 16384])  # of 128 experts, 8 to a token
+def test_products_of_experts_in_groups_compile(rows: int, row: Row) -> None:
+    if compilers.folder("gpu") is None:
+        pytest.skip(f"there is no compiler for gpu: {compilers.FETCH}")
+    of, shape = jax.ShapeDtypeStruct, (128, 1536, 2048)
+    weight, scale = of(int4.weight_shape(shape), jnp.uint8), of(int4.scale_shape(shape, 32), jnp.float16)
+    with compilers.target("gpu"), deprecated.known():
+        x, sizes = of((rows, shape[2]), jnp.bfloat16), of((128,), jnp.int32)
+        made = compilers.compiled(jax.jit(grouped_linear).lower(x, weight, sizes, scale=scale), "gpu")
+    kernel, temp = made.kernels["int4_grouped"], made.memory.temp_size_in_bytes
+    said = f"{kernel.registers} registers {kernel.spilled} spilled {kernel.shared >> 10} KiB"
+    row("gpu", f"int4_grouped-{rows}", said, f"temp {temp >> 10} KiB")
+    assert kernel.spilled == 0
+    assert kernel.shared <= SHARED
+    assert temp <= 2 * rows * shape[2] * 2 + 2**20, "the matrices are copied"

@@ -49,10 +49,8 @@ def tile_for(x: jax.ShapeDtypeStruct, outputs: int, words: int) -> Tile:
     rows = max(16, min(128, 1 << (count - 1).bit_length()))
     if x.dtype.itemsize == 4:
         tile = Tile(min(rows, 32), 32, 16, num_warps=4, num_stages=2)
-    elif rows < FEW_ROWS:
-        tile = Tile(rows, 64, 32, num_warps=4, num_stages=4)
-    elif rows == FEW_ROWS:
-        tile = Tile(rows, 64, 32, num_warps=4, num_stages=3)
+    elif rows <= FEW_ROWS:
+        tile = Tile(rows, 64, 32, num_warps=4, num_stages={16: 4, 32: 3, 64: 2}[rows])
     else:
         tile = Tile(rows, 128, 16, num_warps=8, num_stages=2)
     if count > FEW_ROWS:
@@ -81,29 +79,30 @@ def supports(call: LinearCall) -> str | None:
     return None
 
 
-def _kernel(
+def summed(
     x_ref: jax.Ref,  # [J, M, W]
     words_ref: jax.Ref,  # int32 [N / 16, W * 16]
     scale_ref: jax.Ref,  # [N / 16, groups * 16]
     minimum_ref: jax.Ref | None,
-    out_ref: jax.Ref,  # [S, M, N]
+    turns: tuple[jax.Array | int, jax.Array | int],  # of the loop over words, half open
     *,
+    rows: jax.Array,
+    real: jax.Array | None,  # which of the rows are to be read; None: all
+    columns: jax.Array,  # outputs
+    exists: jax.Array | None,
+    first: jax.Array | int,  # row of `words_ref` that has output 0
     tile: Tile,
     words_of_group: int,
     emulated: bool,
-) -> None:
-    each, count, words = x_ref.shape
-    part, outputs = pl.program_id(2), out_ref.shape[2]
-    rows = pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
-    columns = pl.program_id(0) * tile.outputs + jnp.arange(tile.outputs)
-    real = None if count % tile.rows == 0 else rows < count
-    exists = None if outputs % tile.outputs == 0 else columns < outputs
+) -> jax.Array:
+    """The products of a tile of rows and outputs, float32, added up over so many turns; inside a kernel."""
+    each, words = x_ref.shape[0], x_ref.shape[2]
     block = lax.div(columns, jnp.int32(int4.OUTPUTS))
     lane = columns - block * int4.OUTPUTS
 
     def column(ref: jax.Ref, at: jax.Array, inside: jax.Array | None) -> jax.Array:
         """The entries `at` [W] of each output, [W, N]."""
-        index = block[None, :], at[:, None] * int4.OUTPUTS + lane[None, :]
+        index = first + block[None, :], at[:, None] * int4.OUTPUTS + lane[None, :]
         mask = both(None if inside is None else inside[:, None], None if exists is None else exists[None, :])
         if mask is None:
             return plgpu.load(ref.at[index])
@@ -117,13 +116,13 @@ def _kernel(
         groups = lax.div(at, jnp.int32(words_of_group))
         scale = column(scale_ref, groups, inside).astype(jnp.float32)
         minimum = None if minimum_ref is None else column(minimum_ref, groups, inside).astype(jnp.float32)
+        mask = both(None if real is None else real[:, None], None if inside is None else inside[None, :])
         for number in range(each):
             q = _input(stored, number, each)
             if minimum is None:
                 values = (q - (0 if each == 4 else int4.OFFSET)).astype(jnp.float32) * scale
             else:
                 values = q.astype(jnp.float32) * scale + minimum
-            mask = both(None if real is None else real[:, None], None if inside is None else inside[None, :])
             index = number, rows[:, None], at[None, :]
             if mask is None:
                 x = plgpu.load(x_ref.at[index])
@@ -132,11 +131,32 @@ def _kernel(
             total = total + product(x, values.astype(x.dtype), contract_right=0, emulated=emulated)
         return total
 
+    return lax.fori_loop(*turns, step, jnp.zeros((tile.rows, tile.outputs), jnp.float32))
+
+
+def _kernel(
+    x_ref: jax.Ref,  # [J, M, W]
+    words_ref: jax.Ref,
+    scale_ref: jax.Ref,
+    minimum_ref: jax.Ref | None,
+    out_ref: jax.Ref,  # [S, M, N]
+    *,
+    tile: Tile,
+    words_of_group: int,
+    emulated: bool,
+) -> None:
+    _, count, words = x_ref.shape
+    part, outputs = pl.program_id(2), out_ref.shape[2]
+    rows = pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
+    columns = pl.program_id(0) * tile.outputs + jnp.arange(tile.outputs)
     turns = -(-words // tile.words)
     share = -(-turns // tile.parts)
-    begin = part * share
-    end = jnp.minimum(begin + share, turns)
-    total = lax.fori_loop(begin, end, step, jnp.zeros((tile.rows, tile.outputs), jnp.float32))
+    total = summed(
+        x_ref, words_ref, scale_ref, minimum_ref, (part * share, jnp.minimum((part + 1) * share, turns)),
+        rows=rows, real=None if count % tile.rows == 0 else rows < count,
+        columns=columns, exists=None if outputs % tile.outputs == 0 else columns < outputs, first=0,
+        tile=tile, words_of_group=words_of_group, emulated=emulated,
+    )  # fmt: skip
     mask = jnp.broadcast_to((rows < count)[:, None] & (columns < outputs)[None, :], total.shape)
     plgpu.store(out_ref.at[part, rows[:, None], columns[None, :]], total.astype(out_ref.dtype), mask=mask)
 
@@ -149,6 +169,22 @@ def _input(stored: jax.Array, number: int, each: int) -> jax.Array:
     return lax.shift_right_logical(stored, jnp.int32(bits)) & 15
 
 
+def inputs_in_word(weight: jax.Array) -> int:
+    """J of a stored matrix."""
+    return 8 if weight.dtype == jnp.uint8 else 4
+
+
+def as_words(weight: jax.Array) -> jax.Array:
+    """A stored matrix, or a stack of them one under the other, as int32 [N / 16, W * 16]; nothing is copied."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    return rows if rows.dtype == jnp.int32 else lax.bitcast_convert_type(rows.reshape(len(rows), -1, 4), jnp.int32)
+
+
+def laid_out(x: jax.Array, each: int) -> jax.Array:
+    """Rows [M, K] as [J, M, W]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, each), -1, 0)
+
+
 def multiply(
     x: jax.Array,  # [M, K]
     weight: jax.Array,
@@ -159,25 +195,20 @@ def multiply(
     interpret: bool = False,
 ) -> jax.Array:
     """x · the matrix that `rekindle_kernels.int4` describes → [M, N] in `dtype`, or in float32 where it is in parts."""
-    count, inputs = x.shape
-    blocks, outputs = weight.shape[0], weight.shape[0] * int4.OUTPUTS
-    group = int4.group_of(weight, scale)
-    each = 8 if weight.dtype == jnp.uint8 else 4
-    if weight.dtype == jnp.uint8:
-        weight = lax.bitcast_convert_type(weight.reshape(blocks, -1, 4), jnp.int32)
-    words = inputs // each
-    tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), outputs, words)
-    laid = jnp.moveaxis(x.reshape(count, words, each), -1, 0)
+    (count, inputs), outputs = x.shape, weight.shape[0] * int4.OUTPUTS
+    each = inputs_in_word(weight)
+    words_of_group = int4.group_of(weight, scale) // each
+    tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), outputs, inputs // each)
     scale, minimum = int4.numbers(scale, inputs), None if minimum is None else int4.numbers(minimum, inputs)
     made = jax.ShapeDtypeStruct((tile.parts, count, outputs), dtype if tile.parts == 1 else jnp.float32)
     parts: jax.Array = pl.pallas_call(
-        functools.partial(_kernel, tile=tile, words_of_group=group // each, emulated=interpret),
+        functools.partial(_kernel, tile=tile, words_of_group=words_of_group, emulated=interpret),
         grid=(-(-outputs // tile.outputs), -(-count // tile.rows), tile.parts),
         out_shape=made,
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         name="int4_linear",
-    )(laid, weight, scale, minimum)
+    )(laid_out(x, each), as_words(weight), scale, minimum)
     return parts[0] if tile.parts == 1 else jnp.sum(parts, axis=0)
 
 
