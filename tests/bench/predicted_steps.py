@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import jax
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from helpers.compilers import Thunk
 from rekindle._src.bench.plan import DEVICES
 from rekindle._src.bench.shapes import hf_config
 from rekindle._src.models.base import abstract_model
@@ -81,6 +83,17 @@ def predicted(
     return Predicted(nbytes, kernels, counted.syncs, seconds, kernels * KERNEL_SECONDS)
 
 
+def outside_branches(thunks: Sequence[Thunk]) -> int:
+    """Kernels and copies that run in every step: those outside of conditionals and loops, which are for few rows."""
+    count, branch = 0, None
+    for thunk in thunks:
+        if branch is not None and thunk.depth > branch:
+            continue
+        branch = thunk.depth if thunk.kind in ("kConditional", "kWhile") else None
+        count += thunk.kind not in ("kCommandBuffer", "kConditional", "kWhile")
+    return count
+
+
 def counted_now(shape: str) -> Counted:
     """Count in steps of one and of two layers, compiled for an H100."""
     from helpers import compilers
@@ -100,7 +113,7 @@ def counted_now(shape: str) -> Counted:
             )  # fmt: skip
             programs = Programs(config, *abstract_model(config, "bfloat16", None), engine)
             made = compilers.compiled(programs.build(Bucket(64, 0)), "gpu", compiler_options())
-        totals.append(sum(one.kind not in ("kCommandBuffer", "kConditional", "kWhile") for one in made.thunks))
+        totals.append(outside_branches(made.thunks))
         syncs = len(made.host_steps) - 1
     return Counted(totals[1] - totals[0], 2 * totals[0] - totals[1], syncs)
 
