@@ -76,14 +76,15 @@ def multiply(
     tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), experts)
     words_of_group = int4.group_of(weight, scale) // each
     table = tile_table(sizes, count, tile.rows)
-    scale, minimum = (
+    numbers = [
         None if one is None else int4.numbers(one.reshape(-1, one.shape[-1]), inputs) for one in (scale, minimum)
-    )
-    return pl.pallas_call(
+    ]
+    made: jax.Array = pl.pallas_call(
         functools.partial(_kernel, tile=tile, words_of_group=words_of_group, emulated=interpret),
         grid=(-(-outputs // tile.outputs), table.shape[1]),
         out_shape=jax.ShapeDtypeStruct((count, outputs), dtype),
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         name="int4_grouped",
-    )(laid_out(x, each), as_words(weight), scale, minimum, table)
+    )(laid_out(x, each), as_words(weight), *numbers, table)
+    return made
