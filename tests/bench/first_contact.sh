@@ -31,6 +31,7 @@ d = jax.devices()[0]
 assert d.platform == "'"$([ "$platform" = cuda ] && echo gpu || echo "$platform")"'", d
 names = "device_kind", "compute_capability", "core_count"
 print(json.dumps({"jax": jax.__version__} | {name: str(getattr(d, name, "")) for name in names}))' || exit 1
+part predicted 30 python tests/bench/predicted_steps.py
 part kernels 170 python -m pytest -q -x -m gpu tests/kernels
 right=$?
 part sessions 90 python -m pytest -q -m gpu tests/session/test_on_gpu.py

@@ -213,7 +213,7 @@ def _resources(dump: Path, ptxas: Path, shared: Mapping[str, int]) -> dict[str, 
     for file in dump.glob("*.ptx"):
         text = file.read_text()
         for name in re.findall(r"\.entry (\w+)\(", text):
-            if not name.startswith(("paged_", "write_kv", "grouped_")):
+            if not name.startswith(("paged_", "write_kv", "grouped_", "int4_")):
                 continue
             said = subprocess.run(
                 [ptxas, "-v", "-arch=sm_90a", file, "-o", os.devnull], capture_output=True, text=True, check=True

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle_kernels import GroupedCall, grouped_linear
+from rekindle_kernels import GroupedCall, grouped_linear, int4
 from rekindle_kernels.ops.grouped import GROUPED_LINEAR
 from rekindle_kernels.pallas.gpu import grouped as gpu
 
@@ -46,6 +46,28 @@ def test_each_row_meets_the_matrix_of_its_expert(
     np.testing.assert_allclose(got[:rows], want, rtol=tolerance, atol=tolerance * 100)
 
 
+@pytest.mark.parametrize(("bits", "group", "minimums"), [(4, 32, False), (4, 64, True), (8, 16, True)])
+@pytest.mark.parametrize("sizes", [[3, 0, 1, 5], [0, 40, 0, 1]], ids=str)
+def test_experts_in_groups_are_multiplied_as_they_are_stored(
+    sizes: list[int], bits: int, group: int, minimums: bool
+) -> None:
+    random, shape = np.random.default_rng(0), (4, 80, 256)
+    q = random.integers(0, 16, shape) if bits == 4 else random.integers(-128, 128, shape)
+    weight = jnp.asarray(int4.pack(q.astype(np.uint8 if bits == 4 else np.int8)))
+    scale, minimum = (
+        jnp.asarray(int4.pack_scales(random.standard_normal((4, 80, 256 // group)).astype(np.float16)))
+        for _ in range(2)
+    )
+    x = jnp.asarray(random.standard_normal((sum(sizes) + 2, 256)), jnp.bfloat16)
+    given = {"scale": scale, "minimum": minimum if minimums else None}
+    got, want = (
+        np.asarray(grouped_linear(x, weight, jnp.array(sizes, jnp.int32), implementation=name, **given))
+        for name in ("pallas_gpu_interpret", "xla")
+    )
+    real = sum(sizes)
+    np.testing.assert_allclose(got[:real], want[:real], rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
 def test_there_is_a_tile_for_every_row_and_none_twice() -> None:
     rng = np.random.default_rng(1)
     for _ in range(30):
@@ -72,3 +94,6 @@ def test_what_the_kernel_does_not_take_is_left_to_xla() -> None:
     assert GROUPED_LINEAR.choose(call("bfloat16", "int8")).name == "pallas_gpu"
     assert GROUPED_LINEAR.choose(call("bfloat16", "float32")).name == "xla"
     assert "31 bits" in str(gpu.supports(call("bfloat16", "bfloat16", experts=64)))
+    stored = jax.ShapeDtypeStruct((8, 256, 32768), jnp.uint8)
+    groups = GroupedCall("gpu", jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16), stored, "float16")
+    assert GROUPED_LINEAR.choose(groups).name == "pallas_gpu"

@@ -16,10 +16,12 @@ import pytest
 
 from helpers.kernel_cases import CASES, Case, build, in_wide_queries, tolerance
 from rekindle_kernels import (
+    LinearOptions,
     deprecated,
     gather_pages,
     grouped_linear,
     init_pages,
+    int4,
     linear,
     paged_attention,
     top_k,
@@ -134,3 +136,16 @@ def test_offloaded_pages_come_back() -> None:
     kv = kv._replace(pages=jax.random.normal(jax.random.key(0), kv.pages.shape, jnp.bfloat16))
     taken = gather_pages(kv, jnp.array([3, 1]))
     np.testing.assert_array_equal(np.asarray(taken.pages), np.asarray(kv.pages)[[3, 1]])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 300])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_in_groups_are_exact(rows: int, bits: int) -> None:
+    random = np.random.default_rng(bits)
+    q = random.integers(0, 16, (256, 1024)) if bits == 4 else random.integers(-128, 128, (256, 1024))
+    weight = jnp.asarray(int4.pack(q.astype(np.uint8 if bits == 4 else np.int8)))
+    scale = jnp.asarray(int4.pack_scales(2.0 ** random.integers(-3, 3, (256, 32)).astype(np.float16)))
+    x = jnp.asarray(random.integers(-8, 9, (rows, 1024)), jnp.bfloat16)
+    run = partial(linear, scale=scale, options=LinearOptions("int4"), dtype=jnp.float32)
+    got, want = (jax.jit(partial(run, implementation=name))(x, weight) for name in ("pallas_gpu", "xla"))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))  # sums of these numbers are exact

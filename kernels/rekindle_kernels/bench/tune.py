@@ -27,9 +27,9 @@ from rekindle_kernels.pallas.tpu import attention as tpu
 
 GROUP, KV_HEADS = 4, 8
 Choices = Mapping[str, Sequence[int]]
-# What is tried for each field. Fewer than five stages give decode one buffer of keys and values, so far as it compiles.
+# What is tried for each field. Decode has a buffer of keys and values less than it has stages, of two it has one.
 DECODE: Choices = {
-    "num_stages": (2, 3, 5, 6, 7),
+    "num_stages": (2, 3, 4, 5, 6),
     "block_k": (16, 32, 64, 128),
     "num_warps": (2, 4, 8),
     "waves": (1, 2, 4, 5),

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from rekindle_kernels.ops.registry import Registry, current_platform
 
-GROUPED_LINEAR = Registry("grouped_linear")  # run(x, weight, sizes, dtype) -> [M, O]
+GROUPED_LINEAR = Registry("grouped_linear")  # run(x, weight, sizes, scale, minimum, dtype) -> [M, O]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class GroupedCall:
     platform: str
     x: jax.ShapeDtypeStruct
     weight: jax.ShapeDtypeStruct
+    scale: str | None = None  # the dtype of its scales, if it is stored as `rekindle_kernels.int4` says
 
 
 def grouped_linear(
@@ -30,6 +31,8 @@ def grouped_linear(
     weight: jax.Array,
     sizes: jax.Array,
     *,
+    scale: jax.Array | None = None,
+    minimum: jax.Array | None = None,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
     platform: str | None = None,
@@ -37,9 +40,11 @@ def grouped_linear(
     """x [M, I] → [M, O] in `dtype`: `sizes[0]` rows times `weight[0]`, then `sizes[1]` times `weight[1]`, …
 
     What becomes of rows beyond the sum of `sizes` is undefined. Weights of int8 are widened to x's type, exactly; with
-    rows of int8 as well, sums are integers and `dtype` is int32.
+    rows of int8 as well, sums are integers and `dtype` is int32. With a `scale`, and perhaps a `minimum`, these are the
+    arrays of `rekindle_kernels.int4`, for a stack of matrices.
     """
     x_shape, shape = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, weight))
-    call = GroupedCall(platform or current_platform(), x_shape, shape)
-    found: jax.Array = GROUPED_LINEAR.choose(call, implementation).run(x, weight, sizes, jnp.dtype(dtype))
+    call = GroupedCall(platform or current_platform(), x_shape, shape, None if scale is None else scale.dtype.name)
+    run = GROUPED_LINEAR.choose(call, implementation).run
+    found: jax.Array = run(x, weight, sizes, scale, minimum, jnp.dtype(dtype))
     return found

@@ -20,7 +20,7 @@ XLA_LINEAR, XLA_NORM, XLA_ROPE = "rekindle_kernels.xla.linear", "rekindle_kernel
 XLA_GROUPED = "rekindle_kernels.xla.grouped"
 XLA_SAMPLING, XLA_TOP_K = "rekindle_kernels.xla.sampling", "rekindle_kernels.xla.top_k"
 GPU_ATTENTION, GPU_WRITE = "rekindle_kernels.pallas.gpu.attention", "rekindle_kernels.pallas.gpu.write_kv"
-GPU_GROUPED = "rekindle_kernels.pallas.gpu.grouped"
+GPU_GROUPED, GPU_INT4 = "rekindle_kernels.pallas.gpu.grouped", "rekindle_kernels.pallas.gpu.int4"
 TPU_ATTENTION = "rekindle_kernels.pallas.tpu.attention"
 REFERENCE = "rekindle_kernels.reference"
 CPU, GPU, TPU, ANYWHERE = ("cpu",), ("gpu",), ("tpu",), ("cpu", "gpu", "tpu")
@@ -39,8 +39,10 @@ WRITE_KV.register("native", NATIVE, "WRITE_KV", platforms=CPU)
 WRITE_KV.register("xla", XLA_MEMORY, "WRITE_KV", platforms=ANYWHERE)
 WRITE_KV.register("pallas_gpu_interpret", GPU_WRITE, "INTERPRETED")
 
+LINEAR.register("pallas_gpu", GPU_INT4, "LINEAR", platforms=GPU)
 LINEAR.register("native", NATIVE, "LINEAR", platforms=CPU)
 LINEAR.register("xla", XLA_LINEAR, "LINEAR", platforms=ANYWHERE)
+LINEAR.register("pallas_gpu_interpret", GPU_INT4, "INTERPRETED")
 
 GROUPED_LINEAR.register("pallas_gpu", GPU_GROUPED, "GROUPED", platforms=GPU)
 GROUPED_LINEAR.register("xla", XLA_GROUPED, "GROUPED", platforms=ANYWHERE)

@@ -116,27 +116,44 @@ class Paged(NamedTuple):
     table: Any  # int32 [N, W]
 
 
+class Keys(NamedTuple):
+    """Where a block of keys lies."""
+
+    pages: jax.Array  # int32 [B]
+    slots: jax.Array  # int32 [B], within the pages
+    readable: jax.Array | None  # bool [B], None: all of them are keys of the sequence
+
+
+def page_ids(paged: Paged, sequence: jax.Array, positions: jax.Array, readable: jax.Array | None) -> jax.Array:
+    """The pages of the keys at `positions` [B]; 0 where they are not to be read."""
+    at = sequence, lax.div(positions, jnp.int32(paged.pages.shape[-2]))
+    return (
+        plgpu.load(paged.table.at[at]) if readable is None else plgpu.load(paged.table.at[at], mask=readable, other=0)
+    )
+
+
+def slots_of(paged: Paged, positions: jax.Array) -> jax.Array:
+    """Where the keys at `positions` lie in their pages."""
+    page_size = jnp.int32(paged.pages.shape[-2])
+    return positions - lax.div(positions, page_size) * page_size
+
+
 def attend(
     paged: Paged,
     q: jax.Array,  # [M, D]
     state: Softmax,
     scoring: Scoring,
+    keys: Keys,
     *,
-    sequence: jax.Array,
     head: jax.Array,
-    positions: jax.Array,  # int32 [B], the keys' positions in the sequence
-    readable: jax.Array | None,  # bool [B], None: all of them are keys of the sequence
     visible: jax.Array | None,  # bool [M, B] or [1, B], None: every row sees every key
 ) -> Softmax:
     """Take one block of keys into the softmax."""
-    page_size = paged.pages.shape[-2]
-    index = lax.div(positions, jnp.int32(page_size))
-    slots = positions - index * page_size
+    pages, slots, readable = keys
 
     def load(ref: jax.Ref, *at: jax.Array | np.int32) -> jax.Array:
         return plgpu.load(ref.at[at]) if readable is None else plgpu.load(ref.at[at], mask=readable, other=0)
 
-    pages = load(paged.table, sequence, index)
     k = load_rows(paged.pages, (pages, K, head, slots), readable).astype(q.dtype)
     raw = scoring.dot(q, k, contract_right=1)
     if paged.scales is not None:

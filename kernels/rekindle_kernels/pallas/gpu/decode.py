@@ -43,15 +43,21 @@ def _decode_kernel(
     heads = head * group + members
     length = lens_ref[row]
 
-    def step(index: jax.Array, state: block.Softmax) -> block.Softmax:
+    def block_at(index: jax.Array) -> tuple[jax.Array, jax.Array]:
         positions = index * config.block_k + jnp.arange(config.block_k)
         readable = positions < length
         if scoring.sliding_window is not None:
             readable &= positions >= length - scoring.sliding_window
-        return block.attend(
-            paged, q, state, scoring,
-            sequence=row, head=head, positions=positions, readable=readable, visible=readable[None, :],
-        )  # fmt: skip
+        return positions, readable
+
+    # Page ids are loaded a turn before their keys: keys whose address is loaded in the same turn have to wait for it,
+    # and Triton then keeps one buffer of them only. (At most a block behind `end` is looked up, and not read.)
+    def step(index: jax.Array, carried: tuple[block.Softmax, jax.Array]) -> tuple[block.Softmax, jax.Array]:
+        state, pages = carried
+        following = block.page_ids(paged, row, *block_at(index + 1))
+        positions, readable = block_at(index)
+        keys = block.Keys(pages, block.slots_of(paged, positions), readable)
+        return block.attend(paged, q, state, scoring, keys, head=head, visible=readable[None, :]), following
 
     q = block.load_rows(q_ref, (row, heads), real)
     sinks = None
@@ -61,7 +67,7 @@ def _decode_kernel(
     state = block.start(members.shape[0], block.padded(head_dim), sinks)
     if sinks is not None:
         state = state._replace(total=jnp.where(items_ref[work.LEADS, item] == 1, state.total, 0.0))
-    state = lax.fori_loop(begin, end, step, state)
+    state, _ = lax.fori_loop(begin, end, step, (state, block.page_ids(paged, row, *block_at(begin))))
     columns = jnp.arange(block.padded(head_dim))[None, :]
     mask = real[:, None] & (columns < head_dim)
     if top_ref is None or total_ref is None:

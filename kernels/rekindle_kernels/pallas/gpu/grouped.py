@@ -15,11 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from rekindle_kernels import int4
 from rekindle_kernels.ops.grouped import GroupedCall
 from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.pallas.gpu import int4_grouped
 from rekindle_kernels.pallas.gpu.block import both, product
+from rekindle_kernels.pallas.gpu.expert_tiles import END, FIRST, OWNER, tile_table
 
-OWNER, FIRST, END = range(3)  # rows of the tile table: expert, its tile's first row, the row behind its last one
 TYPES = ("bfloat16", "float16", "float32", "int8")
 
 
@@ -46,22 +48,15 @@ def tile_for(x: jax.ShapeDtypeStruct, experts: int) -> Tile:
 def supports(call: GroupedCall) -> str | None:
     """The reason why the kernel can't serve the call, or None."""
     names = call.x.dtype.name, call.weight.dtype.name
-    if names[0] not in TYPES or names[1] not in (names[0], "int8"):
+    if call.scale is not None:
+        if names[0] not in int4_grouped.TYPES:
+            return f"rows are {names[0]}, not one of {', '.join(int4_grouped.TYPES)}"
+    elif names[0] not in TYPES or names[1] not in (names[0], "int8"):
         return f"rows are {names[0]} and matrices {names[1]}"
-    if max(call.weight.size, call.x.shape[0] * call.weight.shape[1]) >= 2**31:
+    shape = call.weight.shape if call.scale is None else int4.matrix_shape(call.weight)
+    if max(call.weight.size, call.x.shape[0] * shape[1]) >= 2**31:
         return f"{call.weight.size} weights are more than 31 bits count"
     return None
-
-
-def tile_table(sizes: jax.Array, rows: int, tile: int) -> jax.Array:
-    """The tiles of all experts, int32 [3, tiles]; those that are left over have no rows."""
-    experts = sizes.shape[0]
-    tiles = (sizes + tile - 1) // tile
-    ends, behind = jnp.cumsum(tiles), jnp.cumsum(sizes)
-    number = jnp.arange(rows // tile + min(experts, rows), dtype=jnp.int32)  # an expert wastes less than one
-    owner = jnp.minimum(jnp.sum(number[:, None] >= ends[None, :], axis=1), experts - 1)
-    first = (behind - sizes)[owner] + (number - (ends - tiles)[owner]) * tile
-    return jnp.stack([owner, first, behind[owner]]).astype(jnp.int32)
 
 
 def _kernel(
@@ -105,9 +100,18 @@ def _kernel(
 
 
 def grouped(
-    x: jax.Array, weight: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False
+    x: jax.Array,
+    weight: jax.Array,
+    sizes: jax.Array,
+    scale: jax.Array | None,
+    minimum: jax.Array | None,
+    dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """`ops.grouped.grouped_linear` as one kernel."""
+    if scale is not None:
+        return int4_grouped.multiply(x, weight, scale, minimum, sizes, dtype, interpret=interpret)
     tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), weight.shape[0])
     table = tile_table(sizes, x.shape[0], tile.rows)
     outputs = weight.shape[1]

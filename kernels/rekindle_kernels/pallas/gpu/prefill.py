@@ -68,10 +68,9 @@ def _prefill_kernel(
             if scoring.sliding_window is not None:
                 readable &= columns > nearest - scoring.sliding_window
                 visible &= columns[None, :] > positions[:, None] - scoring.sliding_window
-        return block.attend(
-            paged, q, state, scoring,
-            sequence=sequence, head=head, positions=columns, readable=readable, visible=visible,
-        )  # fmt: skip
+        pages = block.page_ids(paged, sequence, columns, readable)
+        keys = block.Keys(pages, block.slots_of(paged, columns), readable)
+        return block.attend(paged, q, state, scoring, keys, head=head, visible=visible)
 
     q = block.load_rows(q_ref, (query + token, heads), real)
     state = block.start(config.block_m, block.padded(head_dim), None if sinks_ref is None else sinks_ref[heads])

@@ -16,6 +16,7 @@ import numpy as np
 
 from rekindle._src.core.guides import Mask
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs import pinned_pages
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.helpers import COLLECT, GATHER, SCATTER, TABLES, Helper
 from rekindle._src.programs.keys import Key
@@ -199,7 +200,9 @@ class DeviceCalls:
     def _reading(self, program: Any, ids: np.ndarray) -> paged.Payload:
         try:
             payload: paged.Payload = program(self.kv, ids)
-            if self._copies:
+            if self.programs.pinned:
+                payload = pinned_pages.begin_to_host(self.programs.parts, payload)
+            elif self._copies:
                 for leaf in payload:
                     leaf.copy_to_host_async()
         except BaseException as error:
@@ -222,6 +225,12 @@ class DeviceCalls:
         except BaseException as error:
             self._failed(error)
             raise
+
+    def scatter_pinned(self, ids: np.ndarray, payload: Sequence[np.ndarray]) -> None:
+        """Fill the pages `ids` from one payload for all of them, whose arrays are not written any more."""
+        assert self._recorder is None, "processes exchange pages one by one"
+        program = self.program(self._mover(SCATTER, ids))
+        self.kv = program(self.kv, ids, pinned_pages.begin_to_device(self.programs.parts, payload))
 
     def _mover(self, key: Helper, ids: np.ndarray) -> Helper:
         return Helper(key.kind, len(ids) // self.programs.shards.count)

@@ -11,6 +11,7 @@ import numpy as np
 from rekindle._src.core.records import LostPage, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs import pinned_pages
 from rekindle._src.programs.data_shards import Batch
 from rekindle._src.programs.page_parts import PageParts
 from rekindle.errors import StoreError
@@ -101,13 +102,21 @@ class PageTransfers:
         start = time.perf_counter()
         for batch in self._shards.batches(tuple(found), self._sizes):
             pages = {place: found[move] for move, place in zip(batch.moves, batch.places, strict=True)}
-            leaving = [self._parts.leaving(page) for page in self._by_shard(pages, len(batch.ids))]
-            self._calls.scatter(batch.ids, leaving, [move.digest for move in batch.moves])
+            self._fill(batch, pages)
         if measured and found:
             self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"
             self._host_tier.copied(len(found), time.perf_counter() - start)
         return tuple(lost)
+
+    def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
+        """Fill the pages of a batch, each with the payload for its place among them."""
+        if self._calls.programs.pinned:
+            doubled = {place: self._parts.leaving(page) for place, page in pages.items()}
+            self._calls.scatter_pinned(batch.ids, pinned_pages.join(doubled, len(batch.ids)))
+        else:
+            leaving = [self._parts.leaving(page) for page in self._by_shard(pages, len(batch.ids))]
+            self._calls.scatter(batch.ids, leaving, [move.digest for move in batch.moves])
 
     def _by_shard(self, pages: Mapping[int, paged.Payload], places: int) -> list[paged.Payload]:
         """The pages by place, of so many `places`, as `scatter` takes them: the first ones of all shards, and so on."""

@@ -74,9 +74,9 @@ class Partitioning:
         if self.placement is None:
             return function
         operands = tuple(
-            self._spec(kind, argument) for kind, argument in zip(recipe.operands, recipe.arguments, strict=True)
+            self.spec(kind, argument) for kind, argument in zip(recipe.operands, recipe.arguments, strict=True)
         )
-        made = jax.tree.map(self._spec, recipe.results)
+        made = jax.tree.map(self.spec, recipe.results)
         wrapped: Callable[..., Any] = jax.shard_map(
             function, mesh=self.placement.mesh, in_specs=operands, out_specs=made, check_vma=False
         )
@@ -159,7 +159,8 @@ class Partitioning:
             return payload
         return tuple(np.repeat(leaf, self.copies, axis=PAYLOAD_HEADS) for leaf in payload)
 
-    def _spec(self, kind: Lies, argument: Any = None) -> Any:
+    def spec(self, kind: Lies, argument: Any = None) -> Any:
+        """How what lies so is divided; `argument` are the leaves of WEIGHTS."""
         assert self.placement is not None, "one device"
         if kind is WEIGHTS:
             return self.placement.specs(argument)
@@ -174,7 +175,7 @@ class Partitioning:
 
     def _placed(self, kind: Lies, argument: Any) -> Any:
         assert self.placement is not None, "one device"
-        placement, spec = self.placement, self._spec(kind, argument)
+        placement, spec = self.placement, self.spec(kind, argument)
         if kind is WEIGHTS:
             return tuple(
                 jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(one))

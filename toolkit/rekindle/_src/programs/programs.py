@@ -24,7 +24,7 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.placement import Placement
-from rekindle._src.programs import buckets, page_tables, request_state
+from rekindle._src.programs import buckets, page_tables, pinned_pages, request_state
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.data_shards import DataShards
@@ -91,6 +91,7 @@ class Programs:
         width = self.width if self.resident else None
         self.state = request_state.abstract_state(config.max_requests, model.vocab_size, width)
         self.moved_pages = moved_pages(self.parts, self.kv)  # pages of a transfer, the largest number first
+        self.pinned = pinned_pages.used(self.parts)  # pages come and go through pinned memory of the host
         self.traces = 0
         self.compilations = 0
         self._plain = False  # new programs are made without the kernels that are still being compiled
@@ -110,6 +111,7 @@ class Programs:
             parts=self.parts,
             width=self.width,
             resident=self.resident,
+            pinned=self.pinned,
         )
         self._layered = Layered(self._recipes, counted=self._counted, compiled=self._count_compiled, store=store)
         self._building: dict[Key, threading.Lock] = {}

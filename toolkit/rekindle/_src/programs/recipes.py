@@ -14,7 +14,7 @@ from rekindle._src.core.guides import mask_words
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import page_tables, request_state
+from rekindle._src.programs import page_tables, pinned_pages, request_state
 from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
 from rekindle._src.programs.helpers import ADMIT, COLLECT, GATHER, MEMORY, TABLES
 from rekindle._src.programs.keys import Key
@@ -40,6 +40,7 @@ class Recipes:
     parts: Partitioning
     width: int  # pages of the longest sequence
     resident: bool  # page tables stay on the device
+    pinned: bool  # pages come and go through pinned memory of the host
 
     def layout(self, bucket: Bucket) -> Layout:
         most = self.config.max_requests
@@ -74,6 +75,9 @@ class Recipes:
         if key.kind in (GATHER.kind, COLLECT.kind):
             gather = Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD)
             return gather if key.kind == GATHER.kind else self.parts.whole_everywhere(gather)
+        if self.pinned:
+            payload = jax.eval_shape(paged.gather, self.kv, ids)
+            return Recipe(pinned_pages.scatter, (self.kv, ids, payload), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
         return Recipe(paged.scatter, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
 

@@ -13,7 +13,7 @@ import rekindle_kernels
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.nn.linear import Linear, Matrix, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import LinearOptions, gated, int4, narrow_dtype, quantize_rows
+from rekindle_kernels import LinearOptions, gated, narrow_dtype, quantize_rows
 
 
 class Stack(Matrix):
@@ -52,8 +52,7 @@ class Stack(Matrix):
         weight, packed, minimum = self.arrays
         if self.packing is not None:
             assert packed is not None, "integers have scales"
-            values = int4.dequantized(weight, packed, minimum, x.dtype)
-            return rekindle_kernels.grouped_linear(x, values, sizes).astype(x.dtype)
+            return rekindle_kernels.grouped_linear(x, weight, sizes, scale=packed, minimum=minimum).astype(x.dtype)
         if self.quantize is None:
             return rekindle_kernels.grouped_linear(x.astype(weight.dtype), weight, sizes).astype(x.dtype)
         owner = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])

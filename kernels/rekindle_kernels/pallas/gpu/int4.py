@@ -1,0 +1,237 @@
+"""GPU product of rows with a matrix of four or eight bits in groups, which is widened in registers.
+
+XLA writes a 16-bit copy of the whole matrix before each product, four times its bytes, and reads that again. Here a
+program loads words of the stored matrix as they lie, widens them, and multiplies.
+
+Axes: M rows, K inputs, N outputs, W words of an output, J inputs in a word (8 of four bits, 4 of eight), S parts of K.
+A word has J consecutive inputs of one output, so input j of each word makes a matrix [W, N] of its own. The rows are
+laid out to match, [J, M, W], and the J products are added up.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from rekindle_kernels import int4, tuning
+from rekindle_kernels.ops.linear import LinearCall, LinearOptions
+from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.pallas.gpu.block import both, product
+
+TYPES = ("bfloat16", "float16", "float32")
+FEW_ROWS = 64  # up to so many, reading the matrix is what takes the time
+WAVES = 2  # programs per multiprocessor that few rows are divided into
+LEAST_TURNS = 4  # of a program's loop
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How much a program computes, and takes at once."""
+
+    rows: int
+    outputs: int
+    words: int
+    num_warps: int
+    num_stages: int
+    parts: int = 1  # S
+
+
+def tile_for(x: jax.ShapeDtypeStruct, outputs: int, words: int) -> Tile:
+    """The tile for rows x [M, K]; few of them have narrow ones, and the inputs in parts where there are too few tiles
+    to fill a GPU. Checked by compiling for an H100."""
+    count = x.shape[0]
+    rows = max(16, min(128, 1 << (count - 1).bit_length()))
+    if x.dtype.itemsize == 4:
+        tile = Tile(min(rows, 32), 32, 16, num_warps=4, num_stages=2)
+    elif rows <= FEW_ROWS:
+        tile = Tile(rows, 64, 32, num_warps=4, num_stages={16: 4, 32: 3, 64: 2}[rows])
+    else:
+        tile = Tile(rows, 128, 16, num_warps=8, num_stages=2)
+    if count > FEW_ROWS:
+        return tile
+    programs = -(-outputs // tile.outputs) * -(-count // tile.rows)
+    turns = -(-words // tile.words)
+    wanted = -(-WAVES * tuning.multiprocessors() // programs)
+    share = -(-turns // max(1, min(wanted, turns // LEAST_TURNS)))
+    return replace(tile, parts=-(-turns // share))
+
+
+def supports(call: LinearCall) -> str | None:
+    """The reason why the kernel can't serve the call, or None."""
+    if call.quantize != "int4":
+        return "the matrix is not in groups"
+    if call.x.dtype.name not in TYPES:
+        return f"rows are {call.x.dtype.name}, not one of {', '.join(TYPES)}"
+    if call.norm:
+        return "it takes rows that are normed"
+    if call.gate is not None:
+        return "it gates nothing"
+    if len(call.weight.shape) != 2:
+        return "it takes one matrix"
+    if max(call.weight.size, call.rows * call.outputs) >= 2**31:
+        return f"{call.weight.size} columns of weights, or {call.rows} rows of results, are more than 31 bits count"
+    return None
+
+
+def summed(
+    x_ref: jax.Ref,  # [J, M, W]
+    words_ref: jax.Ref,  # int32 [N / 16, W * 16]
+    scale_ref: jax.Ref,  # [N / 16, groups * 16]
+    minimum_ref: jax.Ref | None,
+    turns: tuple[jax.Array | int, jax.Array | int],  # of the loop over words, half open
+    *,
+    rows: jax.Array,
+    real: jax.Array | None,  # which of the rows are to be read; None: all
+    columns: jax.Array,  # outputs
+    exists: jax.Array | None,
+    first: jax.Array | int,  # row of `words_ref` that has output 0
+    tile: Tile,
+    words_of_group: int,
+    emulated: bool,
+) -> jax.Array:
+    """The products of a tile of rows and outputs, float32, added up over so many turns; inside a kernel."""
+    each, words = x_ref.shape[0], x_ref.shape[2]
+    block = lax.div(columns, jnp.int32(int4.OUTPUTS))
+    lane = columns - block * int4.OUTPUTS
+
+    def column(ref: jax.Ref, at: jax.Array, inside: jax.Array | None) -> jax.Array:
+        """The entries `at` [W] of each output, [W, N]."""
+        index = first + block[None, :], at[:, None] * int4.OUTPUTS + lane[None, :]
+        mask = both(None if inside is None else inside[:, None], None if exists is None else exists[None, :])
+        if mask is None:
+            return plgpu.load(ref.at[index])
+        mask = jnp.broadcast_to(mask, (tile.words, tile.outputs))
+        return plgpu.load(ref.at[index], mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
+
+    def step(turn: jax.Array, total: jax.Array) -> jax.Array:
+        at = turn * tile.words + jnp.arange(tile.words)
+        inside = None if words % tile.words == 0 else at < words
+        stored = column(words_ref, at, inside)
+        groups = lax.div(at, jnp.int32(words_of_group))
+        scale = column(scale_ref, groups, inside).astype(jnp.float32)
+        minimum = None if minimum_ref is None else column(minimum_ref, groups, inside).astype(jnp.float32)
+        mask = both(None if real is None else real[:, None], None if inside is None else inside[None, :])
+        for number in range(each):
+            q = _input(stored, number, each)
+            if minimum is None:
+                values = (q - (0 if each == 4 else int4.OFFSET)).astype(jnp.float32) * scale
+            else:
+                values = q.astype(jnp.float32) * scale + minimum
+            index = number, rows[:, None], at[None, :]
+            if mask is None:
+                x = plgpu.load(x_ref.at[index])
+            else:
+                x = plgpu.load(x_ref.at[index], mask=jnp.broadcast_to(mask, (tile.rows, tile.words)), other=0.0)
+            total = total + product(x, values.astype(x.dtype), contract_right=0, emulated=emulated)
+        return total
+
+    return lax.fori_loop(*turns, step, jnp.zeros((tile.rows, tile.outputs), jnp.float32))
+
+
+def _kernel(
+    x_ref: jax.Ref,  # [J, M, W]
+    words_ref: jax.Ref,
+    scale_ref: jax.Ref,
+    minimum_ref: jax.Ref | None,
+    out_ref: jax.Ref,  # [S, M, N]
+    *,
+    tile: Tile,
+    words_of_group: int,
+    emulated: bool,
+) -> None:
+    _, count, words = x_ref.shape
+    part, outputs = pl.program_id(2), out_ref.shape[2]
+    rows = pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
+    columns = pl.program_id(0) * tile.outputs + jnp.arange(tile.outputs)
+    turns = -(-words // tile.words)
+    share = -(-turns // tile.parts)
+    total = summed(
+        x_ref, words_ref, scale_ref, minimum_ref, (part * share, jnp.minimum((part + 1) * share, turns)),
+        rows=rows, real=None if count % tile.rows == 0 else rows < count,
+        columns=columns, exists=None if outputs % tile.outputs == 0 else columns < outputs, first=0,
+        tile=tile, words_of_group=words_of_group, emulated=emulated,
+    )  # fmt: skip
+    mask = jnp.broadcast_to((rows < count)[:, None] & (columns < outputs)[None, :], total.shape)
+    plgpu.store(out_ref.at[part, rows[:, None], columns[None, :]], total.astype(out_ref.dtype), mask=mask)
+
+
+def _input(stored: jax.Array, number: int, each: int) -> jax.Array:
+    """Input `number` of each word, int32: 0 to 15 of four bits, -128 to 127 of eight."""
+    if each == 4:
+        return lax.shift_right_arithmetic(lax.shift_left(stored, jnp.int32(24 - 8 * number)), jnp.int32(24))
+    bits = 8 * (number % 4) + 4 * (number // 4)
+    return lax.shift_right_logical(stored, jnp.int32(bits)) & 15
+
+
+def inputs_in_word(weight: jax.Array) -> int:
+    """J of a stored matrix."""
+    return 8 if weight.dtype == jnp.uint8 else 4
+
+
+def as_words(weight: jax.Array) -> jax.Array:
+    """A stored matrix, or a stack of them one under the other, as int32 [N / 16, W * 16]; nothing is copied."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    return rows if rows.dtype == jnp.int32 else lax.bitcast_convert_type(rows.reshape(len(rows), -1, 4), jnp.int32)
+
+
+def laid_out(x: jax.Array, each: int) -> jax.Array:
+    """Rows [M, K] as [J, M, W]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, each), -1, 0)
+
+
+def multiply(
+    x: jax.Array,  # [M, K]
+    weight: jax.Array,
+    scale: jax.Array,
+    minimum: jax.Array | None,
+    dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """x · the matrix that `rekindle_kernels.int4` describes → [M, N] in `dtype`, or in float32 where it is in parts."""
+    (count, inputs), outputs = x.shape, weight.shape[0] * int4.OUTPUTS
+    each = inputs_in_word(weight)
+    words_of_group = int4.group_of(weight, scale) // each
+    tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), outputs, inputs // each)
+    scale, minimum = int4.numbers(scale, inputs), None if minimum is None else int4.numbers(minimum, inputs)
+    made = jax.ShapeDtypeStruct((tile.parts, count, outputs), dtype if tile.parts == 1 else jnp.float32)
+    parts: jax.Array = pl.pallas_call(
+        functools.partial(_kernel, tile=tile, words_of_group=words_of_group, emulated=interpret),
+        grid=(-(-outputs // tile.outputs), -(-count // tile.rows), tile.parts),
+        out_shape=made,
+        compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
+        interpret=interpret,
+        name="int4_linear",
+    )(laid_out(x, each), as_words(weight), scale, minimum)
+    return parts[0] if tile.parts == 1 else jnp.sum(parts, axis=0)
+
+
+def run(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    minimum: jax.Array | None,
+    residual: jax.Array | None,
+    count: jax.Array | None,
+    norm: jax.Array | None,
+    options: LinearOptions,
+    dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """`ops.linear.linear`; every row is computed, whatever `count` says."""
+    assert scale is not None, "integers have scales"
+    y = multiply(x.reshape(-1, x.shape[-1]), weight, scale, minimum, dtype, interpret=interpret)
+    y = y.reshape(*x.shape[:-1], y.shape[-1]).astype(dtype)
+    return y if residual is None else residual + y
+
+
+LINEAR = Implementation("pallas_gpu", run, supports)
+# The same kernel as plain JAX operations, on any device: slow, for tests.
+INTERPRETED = Implementation("pallas_gpu_interpret", functools.partial(run, interpret=True), supports)

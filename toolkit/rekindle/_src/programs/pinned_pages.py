@@ -1,0 +1,73 @@
+"""Pages on their way between a device and the host, through memory of the host that the device itself reads and writes.
+
+A transfer is one piece for each array of a layer, and nothing waits for it. From ordinary memory the runtime would copy
+every page to pinned memory of its own, one after the other. A CPU has no use for any of this, and where a session has
+several processes, pages are exchanged one by one.
+
+The copies are no part of the programs that gather and scatter pages. XLA for an H100 and for a v5e does compile a
+gather whose result lies in such memory, but that program ends when the copy has ended, and the next step waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.partitioning import PAYLOAD, Partitioning
+from rekindle_kernels import current_platform
+
+KIND = "pinned_host"
+
+
+def used(parts: Partitioning) -> bool:
+    """Whether pages come and go through such memory: where there is one, and it is no CPU's."""
+    if current_platform() == "cpu" or parts.several:
+        return False
+    return any(memory.kind == KIND for memory in _device(parts).addressable_memories())
+
+
+def begin_to_host(parts: Partitioning, payload: paged.Payload) -> paged.Payload:
+    """Begin to copy what a gather gives. Reading the copies as numpy arrays waits for them."""
+    return tuple(jax.device_put(list(payload), _sharding(parts, KIND)))
+
+
+def begin_to_device(parts: Partitioning, payload: Sequence[np.ndarray[Any, Any]]) -> paged.Payload:
+    """Begin to copy a payload to the device; its arrays may not be written any more."""
+    pinned = jax.device_put(list(payload), _sharding(parts, KIND))
+    return tuple(jax.device_put(pinned, _sharding(parts)))
+
+
+def join(pages: Mapping[int, paged.Payload], places: int) -> list[np.ndarray[Any, Any]]:
+    """One payload of so many `places` with each page in its own; the others are zeros."""
+    joined = []
+    for index, leaf in enumerate(next(iter(pages.values()))):
+        array = np.empty((places, *leaf.shape[1:]), leaf.dtype)
+        for place in range(places):
+            array[place] = pages[place][index][0] if place in pages else 0
+        joined.append(array)
+    return joined
+
+
+def scatter(kv: paged.KV, ids: Array, payload: paged.Payload) -> paged.KV:
+    """Write the pages of a payload [n, layers, …] to the pages `ids` [n]; ids that pad the transfer are 0."""
+    return paged.scatter(kv, ids, [tuple(leaf[at : at + 1] for leaf in payload) for at in range(ids.shape[0])])
+
+
+def _sharding(parts: Partitioning, kind: str | None = None) -> Sharding:
+    """How a payload lies in memory of a kind, by default the devices' own: each device has its part."""
+    if parts.placement is None:
+        return SingleDeviceSharding(_device(parts), memory_kind=kind)
+    return NamedSharding(parts.placement.mesh, parts.spec(PAYLOAD), memory_kind=kind)
+
+
+def _device(parts: Partitioning) -> Any:
+    if parts.placement is not None:
+        return parts.placement.mesh.devices.flat[0]
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.devices(device)[0] if device is None or isinstance(device, str) else device
