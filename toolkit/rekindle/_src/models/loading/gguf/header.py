@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from rekindle._src.core import freed_memory
 from rekindle._src.core.plain_files import open_plain
 from rekindle._src.models.loading.gguf.block_types import TYPES, UNREAD, BlockType
 from rekindle._src.models.loading.gguf.cursor import Cursor
@@ -63,7 +64,9 @@ def read_header(path: Path) -> GgufHeader:
 
 def forget_headers() -> None:
     """Drop headers that are remembered: one with a vocabulary of 151,000 tokens has 25 MB."""
-    _read.cache_clear()
+    if _read.cache_info().currsize:
+        _read.cache_clear()
+        freed_memory.give_back()
 
 
 @functools.lru_cache(maxsize=2)
