@@ -42,7 +42,7 @@ from rekindle_kernels.native.language.memory import LINE, WORD, prefetch, set_wo
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call, splat, store
 
 ROWS = 16  # of a tile
-PANEL = 512  # inputs whose weights are unpacked at a time: with a tile of rows they stay in the first cache
+PANEL = 256  # inputs whose weights are unpacked at a time: with a tile of rows they stay in the first cache
 DEPTH = 64  # inputs of a tile, or those of a group if it has fewer
 _ROWS_AT, _WEIGHTS_AT = 6, 7  # registers; four others have the sums of a pair of groups, for two blocks of outputs
 _INPUT = UNPACKED // 8  # bytes of an unpacked input of two blocks

@@ -46,6 +46,11 @@ def add_products(builder: Any, sums: int, rows: int, weights: int) -> None:
     _emit(builder, _bytes(_F2, 0x5E, 0xC0 | sums << 3 | rows, third=weights))
 
 
+def add_products_of_pairs(builder: Any, sums: int, rows: int, columns: int) -> None:
+    """Products of two bfloat16 in each word, added to float32."""
+    _emit(builder, _bytes(_F3, 0x5C, 0xC0 | sums << 3 | rows, third=columns))
+
+
 def _on_address(code: str) -> Any:
     @intrinsic
     def instruction(typing_context: Any, address: Any) -> Any:
