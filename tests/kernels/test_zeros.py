@@ -14,6 +14,11 @@ SIZE = 16 << 20
 pytestmark = pytest.mark.skipif(not zeros.supported(), reason="MADV_DONTNEED")
 
 
+def mapped() -> np.ndarray:
+    """Memory of its own, as the C library's."""
+    return np.frombuffer(mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
 def resident() -> int:
     """Bytes of this process's own memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -21,7 +26,7 @@ def resident() -> int:
 
 
 def test_written_memory_is_zero_again_and_takes_none() -> None:
-    memory = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8)
+    memory = mapped()
     memory[:] = 7
     before = resident()
     zeros.clear(memory.ctypes.data + 5, SIZE - 9)
@@ -31,7 +36,7 @@ def test_written_memory_is_zero_again_and_takes_none() -> None:
 
 
 def test_the_first_tokens_take_small_pages() -> None:
-    memory = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8)
+    memory = mapped()
     start = -memory.ctypes.data % (2 << 20)  # where a huge page could begin
     zeros.clear(memory.ctypes.data + start, SIZE - start)
     before = resident()
