@@ -107,6 +107,17 @@ def four_bit_floats(rng: Random, outputs: int, inputs: int, *, nvidia: bool) -> 
     return parts, (values.astype(np.float32) * wide.astype(np.float32)).astype(np.float32)
 
 
+def modelopt_floats(rng: Random, outputs: int, inputs: int) -> Made:
+    q = rng.integers(0, 16, (outputs, inputs))
+    scale = (rng.random((outputs, inputs // 16)) * 300).astype(ml_dtypes.float8_e4m3fn)
+    whole = np.float32(0.0003)
+    wide = spread((scale.astype(np.float32) * whole).astype(np.float32), 16)
+    parts = {
+        "weight": (q[:, 0::2] | (q[:, 1::2] << 4)).astype(np.uint8), "weight_scale": scale, "weight_scale_2": whole,
+    }  # fmt: skip
+    return {name: np.asarray(part) for name, part in parts.items()}, np.array(E2M1, np.float32)[q] * wide
+
+
 def group_config(form: str, **weights: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
@@ -154,6 +165,15 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Random, int, int], Made]]] = {
         lambda r, o, i: small(r, o, i, dtype=E5M2, scale_shape=(1,), name="weight_scale"),
     ),
     "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [48, 40]}, fp8_blocks),
+    "fp8 of FBGEMM": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        lambda r, o, i: small(r, o, i, dtype=FP8, scale_shape=(o, 1), name="weight_scale"),
+    ),
+    "fp8 of ModelOpt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        lambda r, o, i: small(r, o, i, dtype=FP8, scale_shape=(), name="weight_scale"),
+    ),
+    "NVFP4 of ModelOpt": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, modelopt_floats),
     "MXFP4": (group_config("mxfp4-pack-quantized", num_bits=4), lambda r, o, i: four_bit_floats(r, o, i, nvidia=False)),
     "NVFP4": (group_config("nvfp4-pack-quantized", num_bits=4), lambda r, o, i: four_bit_floats(r, o, i, nvidia=True)),
 }  # fmt: skip

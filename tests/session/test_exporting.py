@@ -17,6 +17,7 @@ from rekindle._src.bench import reference
 from rekindle._src.cli.main import main
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading.checkpoint import inspect, load
+from rekindle._src.models.loading.gguf import header
 from rekindle._src.session.exporting import export
 from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling
@@ -64,6 +65,7 @@ def test_a_session_computes_with_the_four_bits_of_a_file(tmp_path: Path) -> None
     with rekindle.open_sync(file, max_requests=2, max_model_len=256, quiet=True) as session:
         done = session.generate_sync(PROMPT, max_tokens=24, ignore_eos=True)
         assert len(done.token_ids) == 24 and done.text.startswith((",", " "))
+        assert header._read.cache_info().currsize == 0, "an open session needs the file's vocabulary no more"
 
 
 def test_metadata_has_the_types_without_which_llama_cpp_opens_no_file(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 
 from rekindle_kernels.native.build import builds, unavailable_reason
 from rekindle_kernels.native.calling import call
+from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import DECODE, PREFILL
 from rekindle_kernels.native.products import DTYPES
@@ -54,10 +57,15 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.A
     if T > R or deterministic:
         queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
         prompts = {"ends": inputs.cu_q_lens, "prompts": inputs.num_prefills, "decoded": out}
-        settings |= {"queries": queries, "together": deterministic}
+        settings |= {"queries": queries, "together": deterministic, "amx": has_amx()}
         (out,) = call(PREFILL.variant(kv.dtype.name, D), {**operands, **prompts}, settings)
     assert out is not None, "a step without tokens"
     return out.astype(q.dtype)
+
+
+def has_amx() -> bool:
+    """Whether prompts over pages of bfloat16 may use AMX; Linux gives it to a process that asks."""
+    return has_feature("amx-bf16") and sys.platform == "linux"
 
 
 def supports(wanted: AttentionCall) -> str | None:

@@ -110,7 +110,7 @@ DECODE = KernelSpec(
 )
 # `ends` [prompts + 1] says where each prompt's tokens end, counted from the first one's; `prompts` how many there are.
 # `decoded` are the results of the rows that decode, into whose memory the prompts' go. `queries` are those of a tile;
-# `together` is 1 where the kernel takes the rows that decode too.
+# `together` is 1 where the kernel takes the rows that decode too, `amx` where the processor has these instructions.
 PREFILL = KernelSpec(
     "prefill",
     operands=(
@@ -120,7 +120,7 @@ PREFILL = KernelSpec(
         Operand("decoded", "T H D", optional=True),
     ),
     results=(Result("out", "T H D", into="decoded"),),
-    settings={**_ATTENTION_SETTINGS, "queries": "int32", "together": "int32"},
+    settings={**_ATTENTION_SETTINGS, "queries": "int32", "together": "int32", "amx": "int32"},
     parameters=DTYPE_AND_HEAD_DIM,
 )
 

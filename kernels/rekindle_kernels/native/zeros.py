@@ -18,6 +18,7 @@ from rekindle_kernels.native.xla_abi import BUFFER, CALL_FRAME
 
 NAME = "zeros"
 PAGE = mmap.PAGESIZE
+SMALL = 1 << 20  # bytes that stay on small pages: a huge one of each layer was 56 MB for the first token
 
 
 def supported() -> bool:
@@ -48,8 +49,8 @@ def clear(address: int, size: int) -> None:
     if stop <= start or libc.madvise(*whole, mmap.MADV_DONTNEED):  # locked memory can't be given back
         ctypes.memset(address, 0, size)
         return
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        libc.madvise(*whole, mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE") and stop - start > SMALL:
+        libc.madvise(ctypes.c_void_p(start + SMALL), ctypes.c_size_t(stop - start - SMALL), mmap.MADV_HUGEPAGE)
     ctypes.memset(address, 0, start - address)
     ctypes.memset(stop, 0, address + size - stop)
 

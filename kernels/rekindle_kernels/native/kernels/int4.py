@@ -48,6 +48,7 @@ from rekindle_kernels.native.kernels.int4_tile import (
     unpacker,
 )
 from rekindle_kernels.native.kernels.rms_norm import normalise
+from rekindle_kernels.native.language.amx import allowed
 from rekindle_kernels.native.language.dot_products import store_i8
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout, wait_for_blocks
 from rekindle_kernels.native.language.jit import inline, jit
@@ -269,7 +270,7 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
         rows = job.rows
         job.tiles = 0
         if tiled and rows >= TILED and frame.settings.amx > 0:
-            job.tiles = int4_amx.allowed()
+            job.tiles = allowed()
         step = int4_amx.ROWS if job.tiles > 0 else ROWS
         job.stride = (job.width + 4 * NUMBERS * job.groups + LINE - 1) // LINE * LINE
         job.packed = malloc((rows + step - 1) // step * step * job.stride)  # the last tile is whole

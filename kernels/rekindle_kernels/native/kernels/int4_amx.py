@@ -1,16 +1,17 @@
-"""Many rows times a 4-bit matrix by AMX: tiles of 16 rows, two blocks of 16 outputs and three groups of inputs.
+"""Many rows times a 4-bit matrix by AMX: tiles of 16 rows, two blocks of 16 outputs and pairs of groups of inputs.
 
 A tile register holds 16 rows of 64 bytes. One instruction adds to 16 x 16 integers the products of 16 rows and 16
 outputs over 64 inputs; rows are taken as they were packed, weights as `int4_tile.unpack` leaves them. What a group adds
 up to is exact, and it is scaled and added to earlier groups as in `int4_tile`, rounding in the same places. So results
 are the same to the last bit as without AMX, and a caller may choose either by what is faster.
 
-Instructions are written as bytes, and code for any processor with AVX-512 holds them. They run where the caller says
-that the processor has them and the system, asked by `allowed`, lets this process use them.
+The code for any processor with AVX-512 has these instructions. They run where the caller says that the processor has
+them and the system, asked by `language.amx.allowed`, lets this process use them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,105 +28,183 @@ from rekindle_kernels.native.kernels.int4_tile import (
     scale_reader,
     unpacker,
 )
+from rekindle_kernels.native.language.amx import (
+    add_products,
+    configuration,
+    configure,
+    load_tile,
+    store_tile,
+    zero_tile,
+)
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD, prefetch, set_word
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call, splat, store
 
 ROWS = 16  # of a tile
-PANEL = 1024  # inputs whose weights are unpacked at a time: two blocks of outputs then lie in the first cache
+PANEL = 256  # inputs whose weights are unpacked at a time: with a tile of rows they stay in the first cache
 DEPTH = 64  # inputs of a tile, or those of a group if it has fewer
-GROUPS = 3  # whose sums, for two blocks of outputs, are in six of the eight registers
-_ROWS_AT, _WEIGHTS_AT = 6, 7  # the other two
+_ROWS_AT, _WEIGHTS_AT = 6, 7  # registers; four others have the sums of a pair of groups, for two blocks of outputs
 _INPUT = UNPACKED // 8  # bytes of an unpacked input of two blocks
 _SUMS = ROWS * LANES * 4  # bytes of the sums of one block
 ZERO = np.float32(0)
+_INTS = ir.VectorType(ir.IntType(32), LANES)
 
-# Memory of a block of work: the shapes of the tile registers, those of before, integers as they leave the registers,
-# unpacked weights, and the sums of all rows.
+# Memory of a block of work: the shapes of the tile registers, those of before, integers of two pairs as they leave the
+# registers, unpacked weights, and the sums of all rows.
 _BEFORE = LINE
 INTEGERS = 2 * LINE
-_WEIGHTS = INTEGERS + 2 * GROUPS * _SUMS
-_TOTALS = _WEIGHTS + (PANEL + 128) * _INPUT
+_WEIGHTS = INTEGERS + 8 * _SUMS
+_TOTALS = _WEIGHTS + (PANEL + 256) * _INPUT
 
 
-# -- instructions: the operands of prefixes are none, 66, F3 and F2
+class _Groups:
+    """Writes the code that adds groups of inputs to the sums of tiles of ROWS rows and two blocks of outputs.
 
-_NONE, _66, _F3, _F2 = range(4)
-
-
-def _bytes(prefix: int, opcode: int, operands: int, *more: int, third: int = 0) -> str:
-    code = [0xC4, 0xE2, (~third & 15) << 3 | prefix, opcode, operands, *more]
-    return ".byte " + ", ".join(map(hex, code))
-
-
-def _emit(builder: Any, code: str, *addresses: Any) -> None:
-    """An instruction, with its addresses in rax and rcx."""
-    kind = ir.FunctionType(ir.VoidType(), [WORD] * len(addresses))
-    registers = ["{rax}", "{rcx}"][: len(addresses)]
-    builder.asm(kind, code, ",".join([*registers, "~{memory}"]), addresses, side_effect=True)
-
-
-def _zero(builder: Any, tile: int) -> None:
-    _emit(builder, _bytes(_F2, 0x49, 0xC0 | tile << 3))
-
-
-def _load(builder: Any, tile: int, address: Any, stride: Any) -> None:
-    _emit(builder, _bytes(_F2, 0x4B, 0x04 | tile << 3, 0x08), address, stride)
-
-
-def _store(builder: Any, tile: int, address: Any, stride: Any) -> None:
-    _emit(builder, _bytes(_F3, 0x4B, 0x04 | tile << 3, 0x08), address, stride)
-
-
-def _add_products(builder: Any, sums: int, rows: int, weights: int) -> None:
-    """Products of signed bytes."""
-    _emit(builder, _bytes(_F2, 0x5E, 0xC0 | sums << 3 | rows, third=weights))
-
-
-def _on_address(code: str) -> Any:
-    @intrinsic
-    def instruction(typing_context: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit(builder, code, args[0])
-            return context.get_dummy_value()
-
-        return types.void(types.int64), codegen
-
-    return instruction
-
-
-_configure, _configuration = _on_address(_bytes(_NONE, 0x49, 0x00)), _on_address(_bytes(_66, 0x49, 0x00))
-
-
-@intrinsic
-def allowed(typing_context: Any) -> Any:
-    """1 if this process may use tile registers, which Linux allows a process that asks for it; else 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        arch_prctl, ask, tile_data = WORD(158), WORD(0x1023), WORD(18)
-        kind = ir.FunctionType(WORD, [WORD] * 3)
-        registers = "={rax},0,{rdi},{rsi},~{rcx},~{r11},~{memory},~{flags}"
-        answer = builder.asm(kind, "syscall", registers, [arch_prctl, ask, tile_data], side_effect=True)
-        return builder.zext(builder.icmp_signed("==", answer, WORD(0)), WORD)
-
-    return types.int64(), codegen
-
-
-# -- a tile
-
-
-def _tile(count: int, scale: str) -> Any:
-    """`tile(x, stride, first, groups, per, depth, weights, scales, minimums, further, integers, totals)`: adds to
-    totals [2, ROWS, 16] what `count` groups from `first` on give.
-
-    `per` tiles of `depth` inputs make a group. Unpacked weights of the first of these groups begin at `weights`; other
-    operands are those of `int4_tile.multiply_tile`.
+    A pair of groups is multiplied into four registers, and these are stored. To scale and add what was stored takes as
+    long and other parts of the processor, so `pairs` writes the two in turn: a pair is multiplied while the one before
+    it is scaled. The processor would not look so far ahead by itself.
     """
-    ints = ir.VectorType(ir.IntType(32), LANES)
+
+    def __init__(self, builder: Any, scale: str, *operands: Any) -> None:
+        self._builder = builder
+        self._x, self._stride, self._first, self._groups, self._per, self._depth = operands[:6]
+        self._weights, self._scales, self._minimums, self._further, self._integers, self._totals = operands[6:]
+        self._group = builder.mul(self._per, self._depth)  # inputs
+        self._fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
+        self._scales_at = scale_reader(builder, scale, self._group)
+
+    def single(self) -> None:
+        """The first group, for the first tile of rows."""
+        zero = WORD(0)
+        self._multiply(zero, zero, 0, 0)
+        for register in range(2):
+            self._leave(register, zero)
+        for low in self._minimums_or_none():
+            self._add_rows(self._factors(zero, 1, low), zero, zero, zero, range(ROWS))
+
+    def pairs(self, count: Any, tiles: Any) -> None:
+        """So many pairs of groups, one after the other, for so many tiles of rows; one or more of both."""
+        builder, zero, one = self._builder, WORD(0), WORD(1)
+        pair_at, tile_at = (cgutils.alloca_once_value(builder, zero) for _ in range(2))
+        for each in range(2):
+            self._multiply(zero, zero, each, 2 * each)
+        for register in range(4):
+            self._leave(register, zero)
+        steps = builder.sub(builder.mul(count, tiles), one)
+        for low in self._minimums_or_none():
+            with cgutils.for_range(builder, steps) as loop:
+                pair, tile, half = builder.load(pair_at), builder.load(tile_at), builder.and_(loop.index, one)
+                following = builder.add(pair, one)
+                is_next = builder.icmp_unsigned("==", following, count)
+                builder.store(builder.select(is_next, zero, following), pair_at)
+                builder.store(builder.add(tile, builder.zext(is_next, WORD)), tile_at)
+                factors = self._factors(pair, 2, low)
+                for quarter in range(4):
+                    if quarter < 2:
+                        self._multiply(builder.load(tile_at), builder.load(pair_at), quarter, 2 * quarter)
+                    else:
+                        for register in (2 * quarter - 4, 2 * quarter - 3):
+                            self._leave(register, builder.xor(half, one))
+                    self._add_rows(factors, tile, pair, half, range(ROWS // 4 * quarter, ROWS // 4 * (quarter + 1)))
+            pair, tile = builder.load(pair_at), builder.load(tile_at)
+            self._add_rows(self._factors(pair, 2, low), tile, pair, builder.and_(steps, one), range(ROWS))
+
+    def _at(self, start: Any, *steps: Any) -> Any:
+        for step in steps:
+            start = self._builder.add(start, step if isinstance(step, ir.Value) else WORD(step))
+        return start
+
+    def _minimums_or_none(self) -> Iterator[bool]:
+        """Writes what follows twice: for minimums, and for none."""
+        there = self._builder.icmp_signed("!=", self._minimums, WORD(0))
+        with self._builder.if_else(there) as (with_minimums, without):
+            with with_minimums:
+                yield True
+            with without:
+                yield False
+
+    def _rows_of(self, tile: Any) -> Any:
+        return self._at(self._x, self._builder.mul(tile, self._builder.mul(self._stride, WORD(ROWS))))
+
+    def _multiply(self, tile: Any, pair: Any, each: int, register: int) -> None:
+        """The products of a tile of rows and one group of a pair, into this register and the next."""
+        builder = self._builder
+        for block in range(2):
+            zero_tile(builder, register + block)
+        begin = builder.mul(self._group, self._at(builder.mul(pair, WORD(2)), each))
+        x = self._at(self._rows_of(tile), builder.mul(self._first, self._group))
+        with cgutils.for_range(builder, self._per) as loop:
+            inside = self._at(begin, builder.mul(loop.index, self._depth))
+            load_tile(builder, _ROWS_AT, self._at(x, inside), self._stride)
+            column = self._at(self._weights, builder.mul(inside, WORD(_INPUT)))
+            for block in range(2):
+                load_tile(builder, _WEIGHTS_AT, self._at(column, block * LINE), WORD(4 * _INPUT))
+                add_products(builder, register + block, _ROWS_AT, _WEIGHTS_AT)
+
+    def _place(self, register: int, half: Any) -> Any:
+        """Where a register is stored, in one half of the memory for integers or the other."""
+        return self._at(self._integers, self._builder.mul(half, WORD(4 * _SUMS)), register * _SUMS)
+
+    def _leave(self, register: int, half: Any) -> None:
+        store_tile(self._builder, register, self._place(register, half), WORD(LANES * 4))
+
+    def _factors(self, pair: Any, count: int, low: bool) -> list[list[Any]]:
+        """For each group of a pair and each block of outputs their scales and, if there are any, minimums."""
+        first = self._at(self._first, self._builder.mul(pair, WORD(2)))
+        return [
+            [
+                self._scales_at(self._at(start, self._further) if block else start, self._at(first, each))
+                for start in (self._scales, self._minimums)[: 1 + low]
+            ]
+            for each in range(count)
+            for block in range(2)
+        ]
+
+    def _add_rows(self, factors: list[list[Any]], tile: Any, pair: Any, half: Any, rows: range) -> None:
+        """Add what was stored of some rows of a tile, scaled, to their sums; the groups one after the other."""
+        builder, groups = self._builder, self._groups
+        first = self._at(self._first, builder.mul(pair, WORD(2)))
+        numbers = self._at(self._rows_of(tile), builder.mul(groups, self._group), builder.mul(first, WORD(4)))
+        totals = self._at(self._totals, builder.mul(tile, WORD(2 * _SUMS)))
+        with cgutils.for_range(builder, WORD(len(rows))) as loop:
+            row = self._at(loop.index, rows.start)
+            line, numbers = builder.mul(row, WORD(LANES * 4)), self._at(numbers, builder.mul(row, self._stride))
+
+            def number(which: int, each: int) -> Any:
+                address = self._at(numbers, builder.mul(groups, WORD(4 * which)), 4 * each)
+                kind = ir.FloatType()
+                return everywhere(builder, builder.load(builder.inttoptr(address, kind.as_pointer())), kind)
+
+            def vector(address: Any, kind: ir.Type) -> Any:
+                return builder.inttoptr(self._at(address, line), kind.as_pointer())
+
+            places = [vector(self._at(totals, block * _SUMS), FLOATS) for block in range(2)]
+            added = [builder.load(place, align=LINE) for place in places]
+            for each in range(len(factors) // 2):
+                unit = number(SCALE, each)
+                values = number(VALUES, each) if len(factors[0]) > 1 else None
+                for block in range(2):
+                    scale, *minimum = factors[2 * each + block]
+                    whole = builder.load(vector(self._place(2 * each + block, half), _INTS), align=LINE)
+                    scaled = builder.fmul(builder.sitofp(whole, FLOATS), unit)
+                    added[block] = self._fma(builder, scaled, scale, added[block])
+                    for least in minimum:
+                        added[block] = self._fma(builder, values, least, added[block])
+            for place, total in zip(places, added, strict=True):
+                builder.store(total, place, align=LINE)
+
+
+def _single(scale: str) -> Any:
+    """`single(x, stride, first, groups, per, depth, weights, scales, minimums, further, integers, totals)`: adds to
+    totals [2, ROWS, 16] what the group `first` gives.
+
+    `per` tiles of `depth` inputs make a group. Unpacked weights of that group begin at `weights`; other operands are
+    those of `int4_tile.multiply_tile`.
+    """
 
     @intrinsic
-    def tile(
+    def single(
         typing_context: Any,
         x: Any,
         stride: Any,
@@ -141,79 +220,43 @@ def _tile(count: int, scale: str) -> Any:
         totals: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x, stride, first, groups, per, depth, weights, scales, minimums, further, integers, totals = args
-            fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
-            group = builder.mul(per, depth)  # inputs
-            scales_at = scale_reader(builder, scale, group)
-
-            def at(start: Any, *steps: Any) -> Any:
-                for step in steps:
-                    start = builder.add(start, step if isinstance(step, ir.Value) else WORD(step))
-                return start
-
-            def vector(address: Any, kind: ir.Type = FLOATS) -> Any:
-                return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
-
-            def factors(start: Any, each: int, block: int) -> Any:
-                return scales_at(at(start, further) if block else start, at(first, each))
-
-            for each in range(count):
-                for block in range(2):
-                    _zero(builder, 2 * each + block)
-                begin = builder.mul(group, WORD(each))
-                with cgutils.for_range(builder, per) as loop:
-                    inside = at(begin, builder.mul(loop.index, depth))
-                    _load(builder, _ROWS_AT, at(x, builder.mul(first, group), inside), stride)
-                    column = at(weights, builder.mul(inside, WORD(_INPUT)))
-                    for block in range(2):
-                        _load(builder, _WEIGHTS_AT, at(column, block * LINE), WORD(4 * _INPUT))
-                        _add_products(builder, 2 * each + block, _ROWS_AT, _WEIGHTS_AT)
-            for number in range(2 * count):
-                _store(builder, number, at(integers, number * _SUMS), WORD(LANES * 4))
-
-            numbers = at(x, builder.mul(groups, group), builder.mul(first, WORD(4)))
-
-            def add_groups(minimums: Any) -> None:
-                high = [[factors(scales, each, block) for block in range(2)] for each in range(count)]
-                low = [[factors(minimums, each, b) for b in range(2)] for each in range(count if minimums else 0)]
-                with cgutils.for_range(builder, WORD(ROWS)) as loop:
-                    line = builder.mul(loop.index, WORD(LANES * 4))
-                    row = at(numbers, builder.mul(loop.index, stride))
-
-                    def number(which: int, each: int) -> Any:
-                        address = at(row, builder.mul(groups, WORD(4 * which)), 4 * each)
-                        kind = ir.FloatType()
-                        return everywhere(builder, builder.load(builder.inttoptr(address, kind.as_pointer())), kind)
-
-                    places = [
-                        builder.inttoptr(at(totals, block * _SUMS, line), FLOATS.as_pointer()) for block in range(2)
-                    ]
-                    added = [builder.load(place, align=4) for place in places]
-                    for each in range(count):
-                        unit = number(SCALE, each)
-                        values = number(VALUES, each) if low else None
-                        for block in range(2):
-                            whole = vector(at(integers, (2 * each + block) * _SUMS, line), ints)
-                            scaled = builder.fmul(builder.sitofp(whole, FLOATS), unit)
-                            added[block] = fma(builder, scaled, high[each][block], added[block])
-                            if low:
-                                added[block] = fma(builder, values, low[each][block], added[block])
-                    for place, total in zip(places, added, strict=True):
-                        builder.store(total, place, align=4)
-
-            with builder.if_else(builder.icmp_signed("!=", minimums, WORD(0))) as (with_minimums, without):
-                with with_minimums:
-                    add_groups(minimums)
-                with without:
-                    add_groups(None)
+            _Groups(builder, scale, *args).single()
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 12), codegen
 
-    return tile
+    return single
 
 
-# -- a block of work
+def _pairs(scale: str) -> Any:
+    """`pairs(…, count, tiles)`: the same of so many pairs of groups from `first` on, for so many tiles of rows."""
+
+    @intrinsic
+    def pairs(
+        typing_context: Any,
+        x: Any,
+        stride: Any,
+        first: Any,
+        groups: Any,
+        per: Any,
+        depth: Any,
+        weights: Any,
+        scales: Any,
+        minimums: Any,
+        further: Any,
+        integers: Any,
+        totals: Any,
+        count: Any,
+        tiles: Any,
+    ) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            *operands, count, tiles = args
+            _Groups(builder, scale, *operands).pairs(count, tiles)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 14), codegen
+
+    return pairs
 
 
 @inline
@@ -233,14 +276,20 @@ def begin(memory: int, group: int) -> None:
     set_word(memory, 2, line + (line << 32))
     set_word(memory, 3, line + (depth << 32) + (64 << 48))
     set_word(memory, 6, 0x10101010101010 + ((depth // 4) << 56))
-    _configuration(memory + _BEFORE)
-    _configure(memory)
+    configuration(memory + _BEFORE)
+    configure(memory)
 
 
 @jit
 def end(memory: int) -> None:
     """Leave the tile registers as they were."""
-    _configure(memory + _BEFORE)
+    configure(memory + _BEFORE)
+
+
+@inline
+def first_group(panel: int, panels: int, groups: int) -> int:
+    """The first group of a panel; all panels but the last have pairs of groups."""
+    return min(groups, first_unit(panel, panels, (groups + 1) // 2) * 2)
 
 
 @jit
@@ -257,7 +306,7 @@ def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
 
     `put(job, block, first, count, sums, behind)` writes results.
     """
-    one, two, three = (_tile(count, scale) for count in range(1, GROUPS + 1))
+    single, pairs = _single(scale), _pairs(scale)
     unpack, unpack_signed = unpacker(bits, offset if bits == 8 else 0), unpacker(bits, offset)
 
     @jit
@@ -272,9 +321,9 @@ def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
         per, nbytes = group // depth, job.block_bytes // groups
         for line in range((last - first + ROWS - 1) // ROWS * ROWS * 2):
             store(totals, line * LANES, splat(ZERO))
-        panels = (job.width + PANEL - 1) // PANEL
+        panels, blocks = (job.width + PANEL - 1) // PANEL, (last - first + ROWS - 1) // ROWS
         for panel in range(panels):
-            start, stop = first_unit(panel, panels, groups), first_unit(panel + 1, panels, groups)
+            start, stop = first_group(panel, panels, groups), first_group(panel + 1, panels, groups)
             here, tiles = weight + start * nbytes, (stop - start) * group // 8
             if minimum > 0:
                 unpack(here, unpacked, tiles)
@@ -283,20 +332,21 @@ def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
                 unpack_signed(here, unpacked, tiles)
                 unpack_signed(here + further, unpacked + LINE, tiles)
             ahead = weight + stop * nbytes if panel + 1 < panels else following
-            for r in range(first, last, ROWS):
-                x, sums = job.packed + r * stride, totals + (r - first) * 2 * LANES * 4
-                g = start
-                while g < stop:
-                    count, at = min(GROUPS, stop - g), unpacked + (g - start) * group * _INPUT
-                    if r == first and ahead > 0:  # little by little, while others are multiplied
-                        ask_for(ahead + (g - start) * nbytes, further, count * nbytes)
-                    if count == 3:
-                        three(x, stride, g, groups, per, depth, at, scales, minimum, further_scales, integers, sums)
-                    elif count == 2:
-                        two(x, stride, g, groups, per, depth, at, scales, minimum, further_scales, integers, sums)
-                    else:
-                        one(x, stride, g, groups, per, depth, at, scales, minimum, further_scales, integers, sums)
-                    g += count
+            if ahead > 0:
+                ask_for(ahead, further, (stop - start) * nbytes)
+            count, x = (stop - start) // 2, job.packed + first * stride
+            if count > 0:
+                pairs(
+                    x, stride, start, groups, per, depth, unpacked, scales, minimum, further_scales, integers, totals,
+                    count, blocks,
+                )  # fmt: skip
+            if start + 2 * count < stop:
+                at = unpacked + 2 * count * group * _INPUT
+                for tile in range(blocks):
+                    here, sums = x + tile * ROWS * stride, totals + tile * 2 * _SUMS
+                    single(
+                        here, stride, stop - 1, groups, per, depth, at, scales, minimum, further_scales, integers, sums
+                    )
         for r in range(first, last, ROWS):
             sums, count = totals + (r - first) * 2 * LANES * 4, min(ROWS, last - r)
             put(job, block, r, count, sums, _SUMS)

@@ -5,7 +5,7 @@ keys is turned, a tile of values brought in order, once for all of them, and bot
 four rows by four vectors. Tiles that no query sees are skipped.
 
 Products are of float32, or, where pages are bfloat16 and the processor multiplies two of them in a lane, of words that
-hold two: queries and weights are rounded to bfloat16 then, sums stay float32.
+hold two: queries and weights are rounded to bfloat16 then, sums stay float32. AMX multiplies sixteen rows of them.
 
 Axes: T tokens, H query heads, K kv heads, G = H/K, D head size, S page size, W page-table width, M rows of a tile.
 """
@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native import cpu, kernel_table
+from rekindle_kernels.native.cpu import has_feature
+from rekindle_kernels.native.kernels import prefill_amx
 from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, Stored, describe, length_of
 from rekindle_kernels.native.kernels.prefill_softmax import softmax_function, unit_of
 from rekindle_kernels.native.kernels.prefill_tiles import KEYS, loader, products
+from rekindle_kernels.native.language.amx import allowed
 from rekindle_kernels.native.language.dot_products import store_rounded
 from rekindle_kernels.native.language.handler import Kernel, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
@@ -40,6 +43,7 @@ JOB = job_layout(
         "decoding": "rows that decode and have tiles like prompts; their tokens, lengths and pages come first",
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
         "tiles": "",
+        "unit": "rows that are multiplied together",
     },
     numbers=NUMBERS,
 )
@@ -53,7 +57,7 @@ class Tile(NamedTuple):
     token: int  # of the first query
     position: int  # of the first query
     rows: int
-    padded: int  # rows, up to a multiple of four
+    padded: int  # rows, up to a multiple of those that are multiplied together
 
 
 class Scratch(NamedTuple):
@@ -104,8 +108,8 @@ def list_tiles(job: Any, prompts: int) -> None:
     job.tiles = tiles
 
 
-def preparer(D: int) -> Any:
-    """`prepare(frame, job, threads)` for heads of that size."""
+def preparer(D: int, tiled: bool) -> Any:
+    """`prepare(frame, job, threads)` for heads of that size; `tiled` where the code for AMX is there."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
@@ -121,6 +125,9 @@ def preparer(D: int) -> Any:
         job.ends = frame.ends.data
         job.tokens = dim(frame.q, 0) - before
         job.queries = frame.settings.queries
+        job.unit = 4
+        if tiled and frame.settings.amx > 0 and allowed() > 0:
+            job.unit = prefill_amx.ROWS
         for at in range(end_of(job, prompts) * job.heads * D, job.tokens * job.heads * D):
             set_f32(job.out, at, ZERO)
         tiles = count_tiles(job, prompts)
@@ -132,6 +139,11 @@ def preparer(D: int) -> Any:
 
 
 @inline
+def padded(job: Any, rows: int) -> int:
+    return (rows + job.unit - 1) // job.unit * job.unit
+
+
+@inline
 def tile_of(job: Any, index: int) -> Tile:
     """The tile of a block. The last tiles of a prompt see the most keys and go first, so that threads end together."""
     K = job.kv_heads
@@ -139,11 +151,11 @@ def tile_of(job: Any, index: int) -> Tile:
     number, k = job.tiles - 1 - index // K, index % K
     s, begin = i32(job.work, 2 * number), i32(job.work, 2 * number + 1)
     if s < 0:
-        return Tile(s, k, s, length_of(job, s) - 1, G, (G + 3) // 4 * 4)
+        return Tile(s, k, s, length_of(job, s) - 1, G, padded(job, G))
     start = end_of(job, s)
     q_len, length = end_of(job, s + 1) - start, length_of(job, s)
     rows = min(job.queries, q_len - begin) * G
-    return Tile(s, k, start + begin, length - q_len + begin, rows, (rows + 3) // 4 * 4)
+    return Tile(s, k, start + begin, length - q_len + begin, rows, padded(job, rows))
 
 
 @inline
@@ -180,19 +192,20 @@ def starter(D: int, paired: bool) -> Any:
     return start
 
 
-def attender(D: int, paired: bool) -> Any:
-    """`attend(job, tile, scratch, m, key)`: four rows from m on see the tile of keys that begins at `key`."""
+def attender(D: int, paired: bool, tiled: bool) -> Any:
+    """`attend(job, tile, scratch, m, key)`: the rows from m on that are multiplied together see the tile of keys that
+    begins at `key`."""
     elements = 2 if paired else 1  # of a word
     words, key_words = D // elements, KEYS // elements  # of a query, of a row of weights
     product, row_vector = products(paired)
     softmax_row = softmax_function(D, paired)
+    by_keys, by_values = prefill_amx.products(D) if tiled else (None, None)
 
     @jit
-    def attend(job: Any, tile: Tile, scratch: Scratch, m: int, key: int) -> None:
+    def weigh(job: Any, tile: Tile, scratch: Scratch, first: int, end: int, key: int) -> None:
+        """Turn logits of rows into weights."""
         G, window = job.heads // job.kv_heads, job.window
-        logits = scratch.logits + m * KEYS * 4
-        product(scratch.q + m * words * 4, words, scratch.keys, KEYS, words, logits, KEYS, False)
-        for i in range(m, m + 4):
+        for i in range(first, end):
             sees = tile.position + min(i, tile.rows - 1) // G
             low = max(0, sees - window + 1 - key) if window > 0 else 0
             high = max(low, min(KEYS, sees + 1 - key))
@@ -205,6 +218,17 @@ def attender(D: int, paired: bool) -> Any:
                 scratch.sums + i * LANES * 4,
                 scratch.out + i * D * 4,
             )
+
+    @jit
+    def attend(job: Any, tile: Tile, scratch: Scratch, m: int, key: int) -> None:
+        logits = scratch.logits + m * KEYS * 4
+        if tiled and job.unit > 4:
+            by_keys(scratch.q + m * D * 2, scratch.keys, logits)
+            weigh(job, tile, scratch, m, min(m + job.unit, tile.rows), key)
+            by_values(logits, scratch.values, scratch.out + m * D * 4)
+            return
+        product(scratch.q + m * words * 4, words, scratch.keys, KEYS, words, logits, KEYS, False)
+        weigh(job, tile, scratch, m, m + 4, key)
         if D % KEYS == 0:
             for column in range(0, D, KEYS):
                 at = scratch.out + (m * D + column) * 4
@@ -246,8 +270,10 @@ def finisher(D: int, paired: bool) -> Any:
 def kernel(stored: Stored, paired: bool) -> Kernel:
     """Attention of prompts over their pages. `paired`: pages are bfloat16, and multiplied two by two."""
     D = stored.head_dim
-    prepare, load, start = preparer(D), loader(stored, paired), starter(D, paired)
-    attend, put_results = attender(D, paired), finisher(D, paired)
+    # Whether the code is there; a caller says whether it runs.
+    tiled = paired and (cpu.building_for is not None or has_feature("amx-bf16"))
+    prepare, load, start = preparer(D, tiled), loader(stored, paired), starter(D, paired)
+    attend, put_results = attender(D, paired, tiled), finisher(D, paired)
 
     @jit
     def block(job: Any, index: int) -> None:
@@ -257,12 +283,20 @@ def kernel(stored: Stored, paired: bool) -> Kernel:
         start(job, tile, scratch)
         last = min(length_of(job, tile.s), tile.position + tile.rows // G)
         first = max(0, tile.position - window + 1) if window > 0 else 0
+        shapes, unit = 0, job.unit
+        if tiled and unit > 4:
+            shapes = malloc(prefill_amx.MEMORY)
+            prefill_amx.begin(shapes)
         for key in range(first // KEYS * KEYS, last, KEYS):
             load(job, tile.s, tile.k, key, last, scratch.keys, scratch.values)
-            for m in range(0, tile.padded, 4):
-                if key > tile.position + min(tile.rows - 1, m + 3) // G:
-                    continue  # none of the four sees it
+            for number in range(tile.padded // unit):
+                m = number * unit
+                if key > tile.position + min(tile.rows - 1, m + unit - 1) // G:
+                    continue  # none of them sees it
                 attend(job, tile, scratch, m, key)
+        if tiled and unit > 4:
+            prefill_amx.end(shapes)
+            free(shapes)
         put_results(job, tile, scratch)
         free(scratch.q)
 

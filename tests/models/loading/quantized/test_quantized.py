@@ -50,7 +50,7 @@ def test_it_can_be_exported(kind: str, tmp_path: Path) -> None:
     ("config", "named"),
     [
         ("gptq", "quantization_config holds 'gptq'"),
-        ({"quant_method": "bitsandbytes"}, r"quant_method='bitsandbytes'.*awq, compressed-tensors, fp8, gptq"),
+        ({"quant_method": "bitsandbytes"}, r"quant_method='bitsandbytes'.*awq, compressed-tensors, fbgemm_fp8, fp8"),
         (AWQ | {"version": "gemv"}, r"quantization_config\.version='gemv'.*'gemm'"),
         (AWQ | {"bits": 3}, r"quantization_config\.bits=3"),
         (AWQ | {"group_size": 0}, r"quantization_config\.group_size=0"),
@@ -58,6 +58,7 @@ def test_it_can_be_exported(kind: str, tmp_path: Path) -> None:
         (GPTQ | {"checkpoint_format": "marlin"}, r"checkpoint_format='marlin'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size=\[128\]"),
         ({"quant_method": "fp8", "fmt": "int8"}, r"fmt='int8'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, r"quant_algo='W4A16_AWQ'.*'FP8', 'NVFP4'"),
         (group_config("marlin-24"), r"config_groups\.group_0\.format='marlin-24'"),
         (group_config("pack-quantized", num_bits=2), r"group_0\.weights\.num_bits=2"),
         (group_config("pack-quantized", num_bits=4, strategy="tensor"), r"group_0\.weights\.strategy='tensor'"),

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from rekindle._src.core import freed_memory
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.kvcache.pool import pages_for
@@ -395,6 +396,7 @@ class Programs:
                 self._layered.save()
             elif self._store is not None:
                 self._store.save(name, compiled, seconds)
+            freed_memory.give_back()  # the compiler's
 
         return compiled, keep
 

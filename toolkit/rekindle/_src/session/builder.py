@@ -20,6 +20,7 @@ from rekindle._src.kvcache.tiers.divided_disk import DividedDiskTier
 from rekindle._src.kvcache.tiers.divided_host import DividedHostTier
 from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.loading.gguf.header import forget_headers
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.collectives import collective_times
 from rekindle._src.programs.programs import Programs
@@ -121,6 +122,9 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
             programs.flush()
         return bool(missing)
 
+    sampling = _sampling(folder, config, request.model)
+    chat = ChatTemplate.load(folder) if folder is not None else None
+    forget_headers()
     return Engine(
         scheduler=scheduler,
         runner=runner,
@@ -130,11 +134,11 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
         program_wait=runner.program_wait,
         mesh=_mesh(programs, config),
         collective_seconds=_collectives(programs),
-        sampling=_sampling(folder, config, request.model),
+        sampling=sampling,
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
-        chat=ChatTemplate.load(folder) if folder is not None else None,
+        chat=chat,
         model=name,
         swap=weights.swap,
         recover=runner.recover,

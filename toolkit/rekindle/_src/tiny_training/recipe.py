@@ -106,7 +106,7 @@ class Recipe:
         }
 
 
-# What larger models have otherwise than the shipped one. They were not trained: the shipped weights are "tiny".
+# What larger models have otherwise than the shipped one, "tiny"; no weights of theirs are shipped.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "30m": {"hidden_size": 512, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1536},

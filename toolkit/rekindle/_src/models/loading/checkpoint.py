@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rekindle._src.core import freed_memory
 from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle._src.models.base import Graph, LoadedModel, abstract_model
 from rekindle._src.models.config import ModelConfig
@@ -229,6 +230,7 @@ def read(
     if kept is not None and alone and _worth_keeping(leaves, entries, maps=placement is None and prepared.maps(place)):
         whole = arrays if placement is None else placement.held(arrays, shapes)
         prepared.save(kept, graph, dtype, whole)
+    freed_memory.give_back()
     return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)
 
 

@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from rekindle._src.core import freed_memory
 from rekindle._src.core.plain_files import open_plain
 from rekindle._src.models.loading.gguf.block_types import TYPES, UNREAD, BlockType
 from rekindle._src.models.loading.gguf.cursor import Cursor
@@ -51,13 +52,21 @@ class GgufHeader(NamedTuple):
 def read_header(path: Path) -> GgufHeader:
     """The header of a file. Raises `CheckpointError` if it is truncated, inconsistent or of another format.
 
-    The last two are remembered while their files stay as they are: config, tokenizer and template come from one.
+    The last two are remembered until `forget_headers`, while their files stay as they are: config, tokenizer and
+    template come from one.
     """
     try:
         found = os.stat(path)
         return _read(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error}). Check the file.") from error
+
+
+def forget_headers() -> None:
+    """Drop headers that are remembered: one with a vocabulary of 151,000 tokens has 25 MB."""
+    if _read.cache_info().currsize:
+        _read.cache_clear()
+        freed_memory.give_back()
 
 
 @functools.lru_cache(maxsize=2)

@@ -129,3 +129,20 @@ def four_bit_floats(base: str, entries: Entries, group: int, *, nvidia: bool) ->
         _expect(whole, whole.shape if whole.shape in ((), (1,)) else (1,), "F32")
     rows = FourBitFloatRows(weight, scale, whole)
     return _entry(base, (outputs, inputs), "NVFP4" if nvidia else "MXFP4", rows, [weight, scale, whole])
+
+
+def modelopt_floats(base: str, entries: Entries, *, group: int) -> TensorEntry | None:
+    """A matrix of ModelOpt's NVFP4, whose scales are multiplied by one number for the whole tensor."""
+    weight, scale = entries.get(f"{base}.weight"), entries.get(f"{base}.weight_scale")
+    if weight is None or len(weight.shape) != 2:
+        return None
+    outputs, inputs = weight.shape[0], weight.shape[1] * 2
+    _expect(weight, (outputs, inputs // 2), "U8")
+    whole = entries.get(f"{base}.weight_scale_2")
+    if scale is None or whole is None:
+        missing = "weight_scale" if scale is None else "weight_scale_2"
+        raise CheckpointError(f"{weight.file}: {base}.{missing} is missing. Download it again.")
+    _expect(scale, (outputs, -(-inputs // group)), "F8_E4M3")
+    _expect(whole, whole.shape if whole.shape in ((), (1,)) else (1,), "F32")
+    rows = FourBitFloatRows(weight, scale, whole, divides=False)
+    return _entry(base, (outputs, inputs), "NVFP4", rows, [weight, scale, whole])

@@ -41,11 +41,14 @@ class ScaledRows:
 class FourBitFloatRows:
     """Floats of 4 bits (E2M1), two in each byte, with a scale for every 32 (MXFP4) or 16 (NVFP4) inputs.
 
-    Scales of MXFP4 are exponents of 8 bits. Those of NVFP4 are fp8, divided by one number for the whole tensor.
+    Scales of MXFP4 are exponents of 8 bits. Those of NVFP4 are fp8, and one number for the whole tensor divides them,
+    or multiplies them.
     """
 
-    def __init__(self, weight: TensorEntry, scale: TensorEntry, whole: TensorEntry | None = None) -> None:
-        self._weight, self._scale, self._whole = weight, scale, whole
+    def __init__(
+        self, weight: TensorEntry, scale: TensorEntry, whole: TensorEntry | None = None, *, divides: bool = True
+    ) -> None:
+        self._weight, self._scale, self._whole, self._divides = weight, scale, whole, divides
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
         values, scale = _E2M1[self._levels(start, stop)], self._scales(start, stop)
@@ -73,4 +76,4 @@ class FourBitFloatRows:
         if self._whole is None:
             return stored.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         whole = rows_of(self._whole._replace(shape=(1,)), 0, 1).astype(np.float32)
-        return stored.astype(np.float32) / whole
+        return stored.astype(np.float32) / whole if self._divides else stored.astype(np.float32) * whole

@@ -26,7 +26,7 @@ NOT_WEIGHTS = (
 )  # fmt: skip
 _ENDINGS = (
     "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx",
-    "weight_shape", "weight_scale_inv", "weight_global_scale",
+    "weight_shape", "weight_scale_inv", "weight_global_scale", "weight_scale_2",
 )  # fmt: skip
 
 
@@ -86,6 +86,17 @@ def _fp8(options: Options) -> Scheme:
     return functools.partial(matrices.scaled, block=options.block("weight_block_size"))
 
 
+def _fbgemm(options: Options) -> Scheme:
+    return functools.partial(matrices.scaled, block=None, dtypes=("F8_E4M3",))
+
+
+def _modelopt(options: Options) -> Scheme:
+    if options.choice("quant_algo", ("FP8", "NVFP4")) == "FP8":
+        return functools.partial(matrices.scaled, block=None, dtypes=("F8_E4M3",))
+    return functools.partial(matrices.modelopt_floats, group=options.group("group_size", 16))
+
+
 _METHODS: dict[str, Callable[[Options], Scheme]] = {
-    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": compressed,
+    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt,
+    "compressed-tensors": compressed,
 }  # fmt: skip

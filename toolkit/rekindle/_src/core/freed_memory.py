@@ -1,0 +1,32 @@
+"""Memory that was freed and that the C library keeps for later: given back to the system.
+
+Reading a checkpoint in threads, and compiling, take memory in pieces of all sizes. glibc keeps what lies between those
+that are still used, for each of its arenas: 235 of 1,171 MiB that a session with a 4-bit model of 0.6B parameters had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+
+
+def give_back() -> None:
+    """Give whole pages of freed memory back, where the C library can: some milliseconds, in which others may run."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    if sys.platform != "linux":
+        return None
+    with contextlib.suppress(OSError, AttributeError):  # musl has none
+        trim = ctypes.CDLL(None).malloc_trim
+        trim.argtypes = [ctypes.c_size_t]
+        found: Callable[[int], int] = trim
+        return found
+    return None
