@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ COMPILER = "aarch64-linux-gnu-gcc"
 EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")
 ROOT = Path("/usr/aarch64-linux-gnu")  # where Debian's cross compiler has the C library
 # Emulated processors that have a level's features and, so that the use of any other ends the process, hardly more.
-PROCESSORS = {"armv8": "cortex-a53"}
+PROCESSORS = {"armv8": "cortex-a53", "armv8.2-dotprod": "neoverse-n1"}
 THREADS = 2
 LOAD = 0  # other requests say with how many threads a kernel is called
 _SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 16: 2}  # bytes, by XLA's dtype
@@ -44,6 +45,8 @@ def missing() -> str | None:
         return f"there is no {EMULATORS[0]}: apt-get install qemu-user-static"
     if shutil.which(COMPILER) is None or not ROOT.exists():
         return f"there is no {COMPILER}: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross"
+    if find_spec("numba") is None:
+        return "numba is not installed"
     return None
 
 
@@ -61,16 +64,27 @@ def build(folder: Path, level: str, kernels: Sequence[str]) -> str:
     return done.stderr
 
 
+def emulator(level: cpu.Level) -> list[str]:
+    """What a command begins with that runs on a processor of that level."""
+    program = next(filter(None, map(shutil.which, EMULATORS)))
+    return [program, "-cpu", PROCESSORS[level.name], "-L", str(ROOT)]
+
+
+def run(level: cpu.Level, program: Path) -> int:
+    """The exit status of a program."""
+    return subprocess.run([*emulator(level), str(program)], capture_output=True, check=False).returncode
+
+
 class Guest:
     """The process that runs AArch64 code. Calls of several threads wait for each other."""
 
-    def __init__(self, folder: Path, level: cpu.Level, options: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, level: cpu.Level) -> None:
         self.level, self._lock, self._known = level, threading.Lock(), dict[str, Any]()
-        emulator = next(filter(None, map(shutil.which, EMULATORS)))
         (code,) = folder.glob("kernels-*.so")
-        command = [emulator, "-cpu", PROCESSORS[level.name], "-L", str(ROOT), *options, str(folder / "guest"), str(code)]
+        command = [*emulator(level), str(folder / "guest"), str(code)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1 << 20)
         self.calls: dict[str, int] = {}
+        self.lacking: list[str] = []
 
     def close(self) -> None:
         """End the process; it must not have failed."""
@@ -85,6 +99,7 @@ class Guest:
         with self._lock:
             self._send([LOAD, slot(name)], library.symbol(name, self.level))
             if not self._words(1)[0]:
+                self.lacking.append(name)
                 raise LookupError(f"the library for {self.level.name} has no kernel {name}")
             self._known[name] = handler = HANDLER(self._handler(name))
         return address_of(handler)

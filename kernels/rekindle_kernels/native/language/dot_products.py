@@ -9,6 +9,8 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
+from rekindle_kernels.native.cpu import has_feature
+from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.vector import FLOATS, LANES, VECTOR, llvm_call
 
 
@@ -42,7 +44,8 @@ def add_pairs(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a + b · c, where a lane of a holds an int32, of b four uint8, and of c four int8."""
+    """a + b · c, where a lane of a holds an int32, of b four bytes, and of c four int8. Those of b are unsigned if
+    `unsigned()`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _quads(builder, *args)
@@ -50,7 +53,14 @@ def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     return VECTOR(VECTOR, VECTOR, VECTOR), codegen
 
 
+def unsigned() -> bool:
+    """Whether the instruction that multiplies four int8 in a lane takes those of one factor as unsigned."""
+    return has_feature("avx512vnni")
+
+
 def _quads(builder: Any, *args: Any) -> Any:
+    if not unsigned():
+        return builder.bitcast(arm.in_parts(builder, arm.dot, *(builder.bitcast(x, _INTS) for x in args)), FLOATS)
     kind = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
     function = get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
     return builder.bitcast(builder.call(function, [builder.bitcast(x, _INTS) for x in args]), FLOATS)
@@ -177,6 +187,16 @@ def from_ints(typing_context: Any, a: Any, b: Any) -> Any:
         return builder.sitofp(builder.sub(builder.bitcast(args[0], _INTS), offset), FLOATS)
 
     return VECTOR(VECTOR, VECTOR), codegen
+
+
+@intrinsic
+def to_floats(typing_context: Any, a: Any) -> Any:
+    """The integers in a, as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sitofp(builder.bitcast(args[0], _INTS), FLOATS)
+
+    return VECTOR(VECTOR), codegen
 
 
 @intrinsic
