@@ -154,9 +154,9 @@ def narrower(size: int) -> Any:
 def finisher(size: int) -> Any:
     """`finish(job, sums, weight_sums, behind, r, n)`: the results of row r for 16 outputs from n on.
 
-    `sums` is the address of the sums of their products. Where rows are unsigned integers, 128 was added to each of them,
-    so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is where those
-    are. Where results are gated, `behind` bytes after both lies the same for the outputs from n + ups on.
+    `sums` is the address of the sums of their products. Where rows are unsigned integers, 128 was added to each of
+    them, so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is where
+    those are. Where results are gated, `behind` bytes after both lies the same for the outputs from n + ups on.
     """
     corrected = unsigned()
 
