@@ -29,7 +29,7 @@ COMPILER = "aarch64-linux-gnu-gcc"
 EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")
 ROOT = Path("/usr/aarch64-linux-gnu")  # where Debian's cross compiler has the C library
 # Emulated processors that have a level's features and, so that the use of any other ends the process, hardly more.
-PROCESSORS = {"armv8": "cortex-a53", "armv8.2-dotprod": "neoverse-n1"}
+PROCESSORS = {"armv8": "cortex-a53", "armv8.2-dotprod": "neoverse-n1", "armv8.6-i8mm-bf16": "max"}
 THREADS = 2
 LOAD = 0  # other requests say with how many threads a kernel is called
 _SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 16: 2}  # bytes, by XLA's dtype

@@ -47,7 +47,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, machine: str, features: frozenset[s
     [
         (PI_4, "aarch64", ["armv8"]),
         (GRAVITON_2, "aarch64", ["armv8.2-dotprod", "armv8"]),
-        (GRAVITON_3, "aarch64", ["armv8.2-dotprod", "armv8"]),
+        (GRAVITON_3, "aarch64", ["armv8.6-i8mm-bf16", "armv8.2-dotprod", "armv8"]),
         (ZEN_2, "x86_64", ["x86-64-v3"]),
     ],
     ids=["Raspberry Pi 4", "Graviton 2", "Graviton 3", "x86"],
@@ -74,7 +74,7 @@ def test_what_macos_says_gives_the_features(told: str, features: set[str]) -> No
     assert cpu.features_of_macos(told) == features
 
 
-@pytest.mark.parametrize(("told", "best"), [(M1, "armv8.2-dotprod"), ("", "armv8")])
+@pytest.mark.parametrize(("told", "best"), [(M1, "armv8.2-dotprod"), (M2, "armv8.6-i8mm-bf16"), ("", "armv8")])
 def test_macos_is_asked_where_there_is_no_cpuinfo(told: str, best: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_file(self: Path) -> str:
         raise FileNotFoundError(self)
@@ -103,13 +103,13 @@ def test_kernels_of_other_processors_are_not_offered_on_arm(level: cpu.Level, mo
     pretend(monkeypatch, "aarch64", level.features)
     monkeypatch.setattr(products, "builds", lambda name: True)
     named = products.kernels_for(["bfloat16", "int8", "uint8"], "bfloat16", 64)
-    has_dot = "dotprod" in level.features
-    assert ("gemm_int8" in named) == has_dot and "gemm_bfloat16" not in named
+    has_dot, has_pairs = "dotprod" in level.features, "bf16" in level.features
+    assert ("gemm_int8" in named, "gemm_bfloat16" in named) == (has_dot, has_pairs)
     assert {name for name in named if not build_library.fits(name, level)} == set()
     assert not products.has_amx()
-    many, few = jnp.zeros((64, 64), jnp.int8), jnp.zeros((64, 64), jnp.bfloat16)
-    assert products.multiplies(32, many, quantize_rows=True) == has_dot
-    assert not products.multiplies(32, few) and products.multiplies(4, few)
+    integers, floats = jnp.zeros((64, 64), jnp.int8), jnp.zeros((64, 64), jnp.bfloat16)
+    assert products.multiplies(32, integers, quantize_rows=True) == has_dot
+    assert products.multiplies(32, floats) == has_pairs and products.multiplies(4, floats)
 
 
 def test_a_library_is_for_one_kind_of_processor(tmp_path: Path) -> None:

@@ -23,7 +23,10 @@ LINUX = {
     "avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "bmi1": "bmi",
 }  # fmt: skip
 MACOS = {"AdvSIMD": "neon", "FEAT_DotProd": "dotprod", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf16"}
-DOT_PRODUCTS = {"bfloat16": ("avx512bf16",), "int8": ("avx512vnni", "dotprod")}  # features, any of which has them
+DOT_PRODUCTS = {
+    "bfloat16": ("avx512bf16", "bf16"),
+    "int8": ("avx512vnni", "dotprod"),
+}  # features, any of which has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +54,18 @@ def _x86(name: str, base: str, features: frozenset[str], *extra: str) -> Level:
     return Level(name, "x86_64", base, extra, features | {*extra})
 
 
+def _arm(name: str, *features: str) -> Level:
+    return Level(name, "aarch64", "generic", features, frozenset(features))
+
+
 LEVELS = (  # of one machine the best first
     _x86("x86-64-v4-bf16", "x86-64-v4", V4, "avx512vnni", "avx512bf16"),
     _x86("x86-64-v4-vnni", "x86-64-v4", V4, "avx512vnni"),
     _x86("x86-64-v4", "x86-64-v4", V4),
     _x86("x86-64-v3", "x86-64-v3", V3),
-    Level("armv8.2-dotprod", "aarch64", "generic", ("neon", "dotprod"), frozenset({"neon", "dotprod"})),
-    Level("armv8", "aarch64", "generic", ("neon",), frozenset({"neon"})),
+    _arm("armv8.6-i8mm-bf16", "neon", "dotprod", "i8mm", "bf16"),
+    _arm("armv8.2-dotprod", "neon", "dotprod"),
+    _arm("armv8", "neon"),
 )
 IDENTIFYING = {
     "vendor_id", "cpu family", "model", "stepping", "flags", "features", "cpu implementer", "cpu architecture",

@@ -225,7 +225,7 @@ def sum_weights(w: int, words: int, weight_sums: int) -> None:
 def multiplier(size: int, add: Any) -> Any:
     """`multiply(job, index)`: a group of rows times a part of the outputs."""
     corrected = size == 1 and unsigned()
-    first_of_group, one_of_group, one_vector = gemm_arm.tiles(PANEL, LANES) if on_arm() else tiles(size, add)
+    first_of_group, one_of_group, one_vector = gemm_arm.tiles(PANEL, LANES, size) if on_arm() else tiles(size, add)
     few = floats_left_over(add) if size == 2 else integers_left_over(add)
     finish_vector = finisher(size)
 
