@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
-from rekindle_kernels.native import build_library, cpu, library, products
+from rekindle_kernels.native import build, build_library, cpu, library, products
 
 PI_4 = "processor\t: 0\nBogoMIPS\t: 108.00\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU implementer\t: 0x41\n"
 GRAVITON_2 = (
@@ -110,6 +111,15 @@ def test_kernels_of_other_processors_are_not_offered_on_arm(level: cpu.Level, mo
     integers, floats = jnp.zeros((64, 64), jnp.int8), jnp.zeros((64, 64), jnp.bfloat16)
     assert products.multiplies(32, integers, quantize_rows=True) == has_dot
     assert products.multiplies(32, floats) == has_pairs and products.multiplies(4, floats)
+
+
+def test_what_kernels_use_is_asked_of_llvm_on_arm_whatever_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(flatten=lambda: "+neon")
+    llvm = SimpleNamespace(get_host_cpu_name=lambda: "apple-m2", get_host_cpu_features=lambda: found)
+    pretend(monkeypatch, "aarch64", cpu.features_of_macos(M2))
+    assert build._target(llvm) == ("apple-m2", "+neon,+neon,+dotprod,+i8mm,+bf16")
+    pretend(monkeypatch, "x86_64", cpu.V3)
+    assert build._target(llvm) == ("apple-m2", "+neon")
 
 
 def test_a_library_is_for_one_kind_of_processor(tmp_path: Path) -> None:
