@@ -2,8 +2,9 @@
 
 The rows lie in panels as in `gemm_panels`, the matrix is taken as it is stored. Sums of 8 outputs for two times four
 rows are 16 registers, four words of each output 8 more: an instruction takes a word out of them by itself. So 64
-instructions that multiply need 16 loads, and the matrix is neither turned nor spread. With `i8mm` an instruction
-multiplies two rows by two outputs, two words of each: 32 of them, for which words are brought together 32 times.
+instructions that multiply need 16 loads, and the matrix is neither turned nor spread; for `bfdot` LLVM spreads words by
+instructions of their own, 32 of them. With `i8mm` an instruction multiplies two rows by two outputs, two words of each:
+32 of them, for which words are brought together 16 times.
 """
 
 from __future__ import annotations
