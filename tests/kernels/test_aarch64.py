@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,10 +49,13 @@ def passes(level: cpu.Level, kernels: Sequence[str], tests: Sequence[str], chose
     environment = {**os.environ, "PYTHONPATH": paths, on_aarch64.FOLDER: str(folder), on_aarch64.LEVEL: level.name}
     environment.pop("REKINDLE_CACHE", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "helpers.on_aarch64"]
+
+    def run(names: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        whole = [*command, *(f"test_{name}.py" for name in names), "-k", chosen]
+        return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=1100, cwd=HERE)
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        parts = [[f"test_{name}.py" for name in tests[first::AT_ONCE]] for first in range(AT_ONCE)]
-        run = partial(subprocess.run, env=environment, capture_output=True, text=True, timeout=1100, cwd=HERE)
-        outcomes = [*pool.map(lambda files: run([*command, *files, "-k", chosen]), filter(None, parts))]
+        outcomes = [*pool.map(run, (tests[first::AT_ONCE] for first in range(AT_ONCE)))]
     called = set[str]()
     for done in outcomes:
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

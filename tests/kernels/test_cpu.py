@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,7 +84,7 @@ def test_macos_is_asked_where_there_is_no_cpuinfo(told: str, best: str, monkeypa
 
     with monkeypatch.context() as changed:
         changed.setattr(Path, "read_text", no_file)
-        changed.setattr(cpu.sys, "platform", "darwin")
+        changed.setattr(sys, "platform", "darwin")
         changed.setattr(cpu, "machine", lambda: "aarch64")
         changed.setattr(cpu, "_sysctl", lambda *names: told)
         features = cpu._own_features.__wrapped__()
@@ -95,7 +97,7 @@ def test_where_sysctl_is_not_there_nothing_is_known(monkeypatch: pytest.MonkeyPa
     def absent(*arguments: object, **options: object) -> None:
         raise FileNotFoundError
 
-    monkeypatch.setattr(cpu.subprocess, "run", absent)
+    monkeypatch.setattr(subprocess, "run", absent)
     assert cpu._sysctl("hw.optional") == ""
 
 
