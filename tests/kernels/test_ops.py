@@ -145,14 +145,15 @@ def test_few_rows_times_any_matrix_are_native(rows: int, weight: str, quantize: 
 
 @NUMBA
 @pytest.mark.parametrize(
-    ("weight", "quantize", "instruction"),
-    [("bfloat16", None, "avx512bf16"), ("int8", "int8", "avx512vnni"), ("int8", "int8-weight", None),
-     ("float32", None, None), ("float16", None, None)],
+    ("weight", "quantize", "multiplied"),
+    [("bfloat16", None, "bfloat16"), ("int8", "int8", "int8"), ("int8", "int8-weight", ""),
+     ("float32", None, "float32"), ("float16", None, "float16")],
 )  # fmt: skip
 def test_many_rows_are_native_where_the_processor_has_the_instruction(
-    weight: str, quantize: str | None, instruction: str | None
+    weight: str, quantize: str | None, multiplied: str
 ) -> None:
-    native = instruction is not None and cpu.has_feature(instruction)
+    native = cpu.has_dot_product(multiplied)
+    assert not native or multiplied in ("bfloat16", "int8")
     assert chosen(LINEAR, product(64, weight, quantize=quantize)) == ("native" if native else "xla")
     assert chosen(LINEAR, product(64, weight, inputs=96, quantize=quantize)) == "xla", "no multiple of a vector"
 

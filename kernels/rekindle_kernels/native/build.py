@@ -236,9 +236,12 @@ def _machine(llvm: Any) -> Any:
 
 def _target(llvm: Any) -> tuple[str, str]:
     """LLVM's names for the processor and its features: exactly this one's, or those of the level that masks it."""
-    if cpu.mask() is None:
-        return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     level = next(iter(cpu.levels()), None)
+    if cpu.mask() is None:
+        name, found = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+        if cpu.on_arm() and level is not None:  # LLVM does not ask macOS, and ends the process where it lacks one
+            found = ",".join(filter(None, (found, level.flags)))
+        return name, found
     return ("generic", "") if level is None else (level.cpu, level.flags)
 
 

@@ -26,7 +26,6 @@ DTYPES = ("bfloat16", "float32", "float16", "int8")
 WRITTEN = ("float32", "bfloat16")  # pages of others are XLA's to write
 HEAD_DIMS = (64, 128, 32, 80, 96, 256)
 SYSTEMS = {"linux": "unknown-linux-gnu", "darwin": "apple-macosx11.0.0"}
-NEEDED = {"gemm_bfloat16": "avx512bf16", "gemm_int8": "avx512vnni"}  # products without these instructions are XLA's
 
 
 def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
@@ -37,7 +36,7 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
         if spec in (kernel_table.INT4, kernel_table.INT8_GROUPS):
             dtypes = int4.STORED
         if spec is kernel_table.GEMM:
-            dtypes = tuple(name.removeprefix("gemm_") for name in NEEDED)
+            dtypes = tuple(cpu.DOT_PRODUCTS)
         if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
             names += [spec.variant(dtype, size).name for size in head_dims for dtype in dtypes]
         elif spec.parameters:
@@ -49,9 +48,12 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
 
 def build(target: Path, levels: Sequence[cpu.Level], kernels: Sequence[str], *, linker: str | None = None) -> Path:
     """Compile and link; the folder `target` then holds the library and its manifest. Returns the library's path."""
+    machines = {level.machine for level in levels}
+    assert len(machines) == 1, f"one library is for one kind of processor, not for {' and '.join(sorted(machines))}"
+    platform = library.platform_tag(*machines)
     started, made = time.perf_counter(), {level.name: list[str]() for level in levels}
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(name, level) for level in levels for name in kernels if NEEDED.get(name, "neon") in _all_of(level)]
+        jobs = [(name, level) for level in levels for name in kernels if fits(name, level)]
         objects = [_entries_object(Path(folder), levels[0])]
         for (name, level), path in zip(jobs, _compiled(jobs, Path(folder)), strict=True):
             if path is None:
@@ -60,10 +62,10 @@ def build(target: Path, levels: Sequence[cpu.Level], kernels: Sequence[str], *, 
                 made[level.name].append(name)
                 objects.append(path)
         target.mkdir(parents=True, exist_ok=True)
-        place = target / f"kernels-{library.platform_tag()}.so"
+        place = target / f"kernels-{platform}.so"
         _link(place, objects, linker)
     manifest = {
-        "platform": library.platform_tag(),
+        "platform": platform,
         "sources": library.source_digest(),
         "library": place.name,
         "digest": hashlib.blake2b(place.read_bytes(), digest_size=16).hexdigest(),
@@ -75,8 +77,10 @@ def build(target: Path, levels: Sequence[cpu.Level], kernels: Sequence[str], *, 
     return place
 
 
-def _all_of(level: cpu.Level) -> set[str]:
-    return {"neon", *level.features}
+def fits(name: str, level: cpu.Level) -> bool:
+    """Whether the kernel is one for that level: products of many rows without the instructions for it are XLA's."""
+    kind, _, dtype = name.partition("_")
+    return kind != kernel_table.GEMM.kind or not level.features.isdisjoint(cpu.DOT_PRODUCTS[dtype])
 
 
 def _compiled(jobs: Sequence[tuple[str, cpu.Level]], folder: Path) -> list[Path | None]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,11 @@ LINUX = {
     "abm": "lzcnt", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8", "asimd": "neon", "asimddp": "dotprod",
     "avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni", "bmi1": "bmi",
 }  # fmt: skip
+MACOS = {"AdvSIMD": "neon", "FEAT_DotProd": "dotprod", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf16"}
+DOT_PRODUCTS = {
+    "bfloat16": ("avx512bf16", "bf16"),
+    "int8": ("avx512vnni", "dotprod"),
+}  # features, any of which has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +47,15 @@ class Level:
     @property
     def suffix(self) -> str:
         """What its symbols end in."""
-        return self.name.replace("-", "_")
+        return self.name.replace("-", "_").replace(".", "_")
 
 
 def _x86(name: str, base: str, features: frozenset[str], *extra: str) -> Level:
     return Level(name, "x86_64", base, extra, features | {*extra})
+
+
+def _arm(name: str, *features: str) -> Level:
+    return Level(name, "aarch64", "generic", features, frozenset(features))
 
 
 LEVELS = (  # of one machine the best first
@@ -52,7 +63,9 @@ LEVELS = (  # of one machine the best first
     _x86("x86-64-v4-vnni", "x86-64-v4", V4, "avx512vnni"),
     _x86("x86-64-v4", "x86-64-v4", V4),
     _x86("x86-64-v3", "x86-64-v3", V3),
-    Level("armv8", "aarch64", "generic", ("neon",), frozenset({"neon"})),
+    _arm("armv8.6-i8mm-bf16", "neon", "dotprod", "i8mm", "bf16"),
+    _arm("armv8.2-dotprod", "neon", "dotprod"),
+    _arm("armv8", "neon"),
 )
 IDENTIFYING = {
     "vendor_id", "cpu family", "model", "stepping", "flags", "features", "cpu implementer", "cpu architecture",
@@ -86,6 +99,9 @@ def identity() -> str:
             return repr(sorted(kept.items()))
     except OSError:
         pass
+    told = _sysctl("machdep.cpu", "hw.optional") if sys.platform == "darwin" else ""
+    if told:
+        return told
     import llvmlite.binding as llvm
 
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
@@ -94,6 +110,16 @@ def identity() -> str:
 def has_feature(name: str) -> bool:
     """Whether native kernels may use the instructions that LLVM calls `name`."""
     return name in (features() if building_for is None else building_for.features)
+
+
+def on_arm() -> bool:
+    """Whether native kernels are AArch64 code."""
+    return has_feature("neon")
+
+
+def has_dot_product(dtype: str) -> bool:
+    """Whether native kernels have instructions that multiply all numbers of this dtype in a lane of four bytes."""
+    return any(has_feature(name) for name in DOT_PRODUCTS.get(dtype, ()))
 
 
 def features() -> frozenset[str]:
@@ -118,14 +144,33 @@ def levels() -> tuple[Level, ...]:
 def _own_features() -> frozenset[str]:
     """What the processor has and the system allows; LLVM is asked only where the system does not say it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = next(line for line in lines if line.startswith(("flags", "Features")))
-        return frozenset(LINUX.get(name, name) for name in flags.split(":", 1)[1].split())
+        return features_of_linux(Path("/proc/cpuinfo").read_text())
     except (OSError, StopIteration):
         if machine() == "aarch64":
-            return frozenset({"neon"})
+            return frozenset({"neon"}) | features_of_macos(_sysctl("hw.optional") if sys.platform == "darwin" else "")
     try:
         import llvmlite.binding as llvm
     except ImportError:
         return frozenset()
     return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+
+
+def features_of_linux(cpuinfo: str) -> frozenset[str]:
+    """What /proc/cpuinfo says. Raises StopIteration where it says nothing."""
+    flags = next(line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
+    return frozenset(LINUX.get(name, name) for name in flags.split(":", 1)[1].split())
+
+
+def features_of_macos(told: str) -> frozenset[str]:
+    """What `sysctl hw.optional` says of an Arm processor."""
+    lines = (line.partition(":") for line in told.splitlines())
+    there = {name.strip().rpartition(".")[2] for name, _, value in lines if value.strip() == "1"}
+    return frozenset(MACOS[name] for name in there & MACOS.keys())
+
+
+def _sysctl(*names: str) -> str:
+    """What macOS says of itself; empty where it can't be asked."""
+    try:
+        return subprocess.run(["/usr/sbin/sysctl", *names], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -42,9 +42,9 @@ def symbol(name: str, level: cpu.Level) -> str:
     return f"rekindle_{name}_entry_{level.suffix}"
 
 
-def platform_tag() -> str:
-    """The system and machine that a library is for."""
-    return f"{sys.platform}-{cpu.machine()}"
+def platform_tag(machine: str = "") -> str:
+    """The system and machine that a library is for; by default this one."""
+    return f"{sys.platform}-{machine or cpu.machine()}"
 
 
 @cache

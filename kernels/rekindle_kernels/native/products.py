@@ -12,7 +12,7 @@ from rekindle_kernels import int4
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import call
 from rekindle_kernels.native.chain_plan import CHAIN
-from rekindle_kernels.native.cpu import has_feature
+from rekindle_kernels.native.cpu import has_dot_product, has_feature
 from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import (
     ARGMAX,
@@ -36,7 +36,6 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 # XLA multiplies by tiles (AMX) where the processor has them: from so many rows on that beats any kernel here.
 _TILES = {"bfloat16": ("amx-bf16", FEW_ROWS + 1), "int8": ("amx-int8", 64)}
 _GROUPED = {"uint8": INT4, "int32": INT8_GROUPS}  # by the dtype of matrices in groups: of four bits, of eight
-_INSTRUCTIONS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}  # that multiply two and four of them in a lane
 
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
@@ -63,8 +62,7 @@ def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bo
 
 def _has_gemm(weight: jax.Array) -> bool:
     N, K = weight.shape
-    instructions = _INSTRUCTIONS.get(weight.dtype.name)
-    return instructions is not None and K % 64 == 0 and N % 16 == 0 and has_feature(instructions)
+    return K % 64 == 0 and N % 16 == 0 and has_dot_product(weight.dtype.name)
 
 
 def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]:
@@ -72,7 +70,7 @@ def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]
     matrices = set(matrices)
     kinds = [dtype for dtype in DTYPES if dtype in matrices]
     products = [MATVEC.variant(dtype) for dtype in kinds]
-    products += [GEMM.variant(dtype) for dtype in kinds if has_feature(_INSTRUCTIONS.get(dtype, ""))]
+    products += [GEMM.variant(dtype) for dtype in kinds if has_dot_product(dtype)]
     for stored, spec in _GROUPED.items():  # with other scales the first call is compiled
         products += [spec.variant("float16")] if stored in matrices else []
     own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE, GATE)]

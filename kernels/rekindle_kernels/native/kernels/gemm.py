@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native.cpu import on_arm
 from rekindle_kernels.native.kernels import gemm_panels, gemm_strips
 from rekindle_kernels.native.kernels.gemm_packing import JOB, describe
 from rekindle_kernels.native.language.handler import Kernel, wait_for_blocks
@@ -35,6 +36,8 @@ def kernel(size: int, add: Any) -> Kernel:
     word of x and one of the weights hold. int8 rows get a scale each, and results are multiplied by it and by the
     output's."""
     prepare_panels, pack_panels, multiply_panels = gemm_panels.functions(size, add)
+    if on_arm():  # strips are written for the registers of AVX-512
+        return _of_panels(prepare_panels, pack_panels, multiply_panels)
     prepare_strips, pack_rows, multiply_strip = gemm_strips.functions(size)
 
     @jit
@@ -57,6 +60,29 @@ def kernel(size: int, add: Any) -> Kernel:
             multiply_strip(job, index - packs)
         else:
             multiply_panels(job, index - packs)
+
+    @jit
+    def finish(job: Any) -> None:
+        free(job.packed)
+
+    return Kernel(kernel_table.GEMM, JOB, prepare, block, finish)
+
+
+def _of_panels(prepare_panels: Any, pack_panels: Any, multiply_panels: Any) -> Kernel:
+    """The kernel that has panels alone."""
+
+    @jit
+    def prepare(frame: Any, job: Any, threads: int) -> int:
+        describe(frame, job)
+        return prepare_panels(job, threads)
+
+    @jit
+    def block(job: Any, index: int) -> None:
+        if index < job.packs:
+            pack_panels(job, index)
+            return
+        wait_for_blocks(job, job.packs)
+        multiply_panels(job, index - job.packs)
 
     @jit
     def finish(job: Any) -> None:

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native.kernels.rms_norm import normalise
-from rekindle_kernels.native.language.dot_products import from_ints, store_rounded, store_u8, transpose
+from rekindle_kernels.native.language.dot_products import (
+    from_ints,
+    store_i8,
+    store_rounded,
+    store_u8,
+    to_floats,
+    transpose,
+    unsigned,
+)
 from rekindle_kernels.native.language.handler import job_layout
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32, free, malloc, set_f32
@@ -116,9 +124,10 @@ def count_packs(job: Any) -> int:
 def narrower(size: int) -> Any:
     """`narrow(job, r, out, scratch)`: row r as it will be multiplied, in numbers of `size` bytes.
 
-    8-bit rows are stored as unsigned integers, 128 larger than the numbers they stand for: that is what the
+    8-bit rows are stored as unsigned integers, 128 larger than the numbers they stand for, where that is what the
     instruction multiplies.
     """
+    store_integers = store_u8 if unsigned() else store_i8
 
     @inline
     def narrow(job: Any, r: int, out: int, scratch: int) -> None:
@@ -137,7 +146,7 @@ def narrower(size: int) -> Any:
         set_f32(job.row_scales, r, scale)
         factor = splat(ONE / scale)
         for k in range(0, width, LANES):
-            store_u8(out, k, nearest(multiply(load_f32(x, k), factor)))
+            store_integers(out, k, nearest(multiply(load_f32(x, k), factor)))
 
     return narrow
 
@@ -145,17 +154,19 @@ def narrower(size: int) -> Any:
 def finisher(size: int) -> Any:
     """`finish(job, sums, weight_sums, behind, r, n)`: the results of row r for 16 outputs from n on.
 
-    `sums` is the address of the sums of their products. Where rows are 8-bit integers, 128 was added to each of them,
-    so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is where those
-    are. Where results are gated, `behind` bytes after both lies the same for the outputs from n + ups on.
+    `sums` is the address of the sums of their products. Where rows are unsigned integers, 128 was added to each of
+    them, so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is where
+    those are. Where results are gated, `behind` bytes after both lies the same for the outputs from n + ups on.
     """
+    corrected = unsigned()
 
     @inline
     def scaled(job: Any, sums: int, weight_sums: int, r: int, n: int) -> Any:
         y = load_f32(sums, 0)
         if size == 1:
             scale, factors = splat(f32(job.row_scales, r)), load_f32(job.scale, n)
-            y = multiply(multiply(from_ints(y, load_f32(weight_sums, 0)), factors), scale)
+            y = from_ints(y, load_f32(weight_sums, 0)) if corrected else to_floats(y)
+            y = multiply(multiply(y, factors), scale)
         return y
 
     @inline

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from rekindle_kernels.native.cpu import on_arm
+from rekindle_kernels.native.kernels import gemm_arm
 from rekindle_kernels.native.kernels.gemm_packing import (
     PANEL,
     count_packs,
@@ -19,7 +21,7 @@ from rekindle_kernels.native.kernels.gemm_packing import (
     packer,
     panels_of,
 )
-from rekindle_kernels.native.language.dot_products import add_ints, total_of_ints, transpose
+from rekindle_kernels.native.language.dot_products import add_ints, total_of_ints, transpose, unsigned
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32, free, malloc, prefetch, set_i32
@@ -222,7 +224,8 @@ def sum_weights(w: int, words: int, weight_sums: int) -> None:
 
 def multiplier(size: int, add: Any) -> Any:
     """`multiply(job, index)`: a group of rows times a part of the outputs."""
-    first_of_group, one_of_group, one_vector = tiles(size, add)
+    corrected = size == 1 and unsigned()
+    first_of_group, one_of_group, one_vector = gemm_arm.tiles(PANEL, LANES, size) if on_arm() else tiles(size, add)
     few = floats_left_over(add) if size == 2 else integers_left_over(add)
     finish_vector = finisher(size)
 
@@ -284,7 +287,7 @@ def multiplier(size: int, add: Any) -> Any:
         first, end = group * TOGETHER, min(whole, group * TOGETHER + TOGETHER)
         for unit in range(first_unit(part, parts, units), first_unit(part + 1, parts, units)):
             n = unit * OUTPUTS
-            if size == 1:
+            if corrected:
                 for half in range(halves):
                     sum_weights(weights_of(job, n, half), words, scratch + WEIGHT_SUMS_AT + half * SUMS)
             multiply_group(job, n, halves, first, end, scratch)

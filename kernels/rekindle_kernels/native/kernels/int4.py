@@ -41,9 +41,11 @@ from rekindle_kernels.native.kernels.int4_tile import (
     MAGIC_BITS,
     NUMBERS,
     SCALE,
+    SIGNED,
     STEP,
     UNPACKED,
     VALUES,
+    best_instruction,
     multiply_tile,
     unpacker,
 )
@@ -168,10 +170,10 @@ def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
 
 def kernel(dtype: str, bits: int = 4) -> Kernel:
     """Rows times a matrix of four or eight bits whose scales have this dtype."""
-    offset, columns = OFFSET if bits == 4 else 128, COLUMNS[DTYPES[bits]]
+    instruction = best_instruction()
+    offset, columns = OFFSET if bits == 4 else 0 if instruction in SIGNED else 128, COLUMNS[DTYPES[bits]]
     word, step_inputs, scale_word = np.dtype(DTYPES[bits]).itemsize, STEP[bits] * 8, np.dtype(dtype).itemsize
     stepped = dtype == STEPPED
-    instruction = "vnni" if has_feature("avx512vnni") else "avx2" if has_feature("avx2") else "any"
     large = instruction == "vnni"
     unpack = unpacker(bits)
     tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))  # a caller says whether it runs

@@ -22,12 +22,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from rekindle_kernels.int4 import OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
+from rekindle_kernels.native.cpu import has_feature
+from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.memory import WORD
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call
 
 INT, BYTE = ir.IntType(32), ir.IntType(8)
 _INTS, _HALF_INTS = ir.VectorType(INT, LANES), ir.VectorType(INT, LANES // 2)
 _BYTES, _SHORTS = ir.VectorType(BYTE, 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
+_VECTOR_OF_BYTES = ir.VectorType(BYTE, 4 * LANES)
 _LOW_BITS, _SIGN_BITS = 0x0F0F0F0F, 0x80808080
 STEP = {4: 4, 8: 2}  # tiles of the smallest group, by bits
 AHEAD = 8 << 10  # bytes by which weights are prefetched, as in `matvec`
@@ -39,6 +42,18 @@ NUMBERS = 4
 MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000  # 1.5 · 2^23: one more is one more in its bits
 UNPACKED = 4 * LANES * 4  # bytes of a tile of two blocks of outputs, an integer in each byte
 assert OUTPUTS == LANES, "an output has a lane"
+INSTRUCTIONS = {
+    "avx512vnni": "vnni",
+    "avx2": "avx2",
+    "dotprod": "dotprod",
+    "neon": "neon",
+}  # by feature, the best first
+SIGNED = ("dotprod", "neon")  # those that multiply signed bytes with signed ones
+
+
+def best_instruction() -> str:
+    """The name of what this processor multiplies with."""
+    return next((name for feature, name in INSTRUCTIONS.items() if has_feature(feature)), "any")
 
 
 def multiply_tile(
@@ -55,9 +70,9 @@ def multiply_tile(
 
     Packed rows lie `stride` bytes apart at x. The second block of outputs has its weights `further` bytes behind those
     of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP[bits] tiles;
-    `minimums` may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is "vnni", "avx2" or "any", and `scale`
-    the dtype of scales. With `unpacked`, weights are what `unpacker` made of two blocks. Integers of eight bits are
-    multiplied as if 128 were added to them.
+    `minimums` may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is one that `best_instruction` names, and
+    `scale` the dtype of scales. With `unpacked`, weights are what `unpacker` made of two blocks. Integers of eight bits
+    are multiplied as if 128 were added to them, unless the instruction is in SIGNED.
     """
     in_registers = rows * vectors <= 8
     count, tile_bytes, step = rows * vectors, TILE * bits // 4, STEP[bits]
@@ -120,7 +135,8 @@ def multiply_tile(
                             halves = [found[:2], found[2:]]
                         else:
                             pair = [address, builder.add(address, further)][:vectors]
-                            halves = [*zip(*(_unsigned(builder, bits, place) for place in pair), strict=True)]
+                            integers = _signed if instruction in SIGNED else _unsigned
+                            halves = [*zip(*(integers(builder, bits, place) for place in pair), strict=True)]
                         for half, columns in enumerate(halves):
                             inputs = builder.add(times(number_of_tile, 8), WORD(4 * half))
                             for row in range(rows):
@@ -209,6 +225,18 @@ def _unsigned(builder: Any, bits: int, address: Any) -> tuple[Any, Any]:
     return builder.xor(first, signs), builder.xor(second, signs)
 
 
+def _signed(builder: Any, bits: int, address: Any) -> tuple[Any, Any]:
+    """The same as they are: the integers of four bits are no larger than signed bytes."""
+    pointer = builder.inttoptr(address, _INTS.as_pointer())
+    if bits == 4:
+        pairs = builder.bitcast(builder.load(pointer, align=4), _VECTOR_OF_BYTES)
+        low = builder.and_(pairs, ir.Constant(_VECTOR_OF_BYTES, [15] * 4 * LANES))
+        high = builder.lshr(pairs, ir.Constant(_VECTOR_OF_BYTES, [4] * 4 * LANES))
+        return builder.bitcast(low, _INTS), builder.bitcast(high, _INTS)
+    first, second = (builder.load(builder.gep(pointer, [WORD(half)]), align=4) for half in range(2))
+    return first, second
+
+
 def _prefetch(builder: Any, address: Any) -> None:
     flag, pointer = INT, BYTE.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
@@ -222,6 +250,10 @@ def _add_row(builder: Any, instruction: str, bits: int, word: Any, columns: list
     if instruction == "vnni":
         return _with_vnni(builder, word, columns, sums)
     inputs = builder.load(builder.inttoptr(word, INT.as_pointer()))
+    if instruction in SIGNED:
+        spread = everywhere(builder, inputs, INT)
+        dot = arm.dot if instruction == "dotprod" else arm.widened_dot
+        return [arm.in_parts(builder, dot, *pair, spread) for pair in zip(sums, columns, strict=True)]
     if instruction == "avx2":
         return [_with_avx2(builder, bits, inputs, *pair) for pair in zip(columns, sums, strict=True)]
     return [_with_any(builder, inputs, *pair) for pair in zip(columns, sums, strict=True)]

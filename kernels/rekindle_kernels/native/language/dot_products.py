@@ -9,23 +9,12 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
+from rekindle_kernels.native.cpu import on_arm
+from rekindle_kernels.native.language import arm
+from rekindle_kernels.native.language.bfloat import BFloat
 from rekindle_kernels.native.language.vector import FLOATS, LANES, VECTOR, llvm_call
 
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no type for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 _INTS = ir.VectorType(ir.IntType(32), LANES)
 
 
@@ -34,6 +23,8 @@ def add_pairs(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a + b · c, where b and c hold two bfloat16 in each lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if on_arm():
+            return _in_registers(builder, arm.dot_bf16, *args)
         emit = llvm_call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, FLOATS, _PAIRS, _PAIRS)
         return emit(builder, args[0], builder.bitcast(args[1], _PAIRS), builder.bitcast(args[2], _PAIRS))
 
@@ -42,7 +33,8 @@ def add_pairs(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a + b · c, where a lane of a holds an int32, of b four uint8, and of c four int8."""
+    """a + b · c, where a lane of a holds an int32, of b four bytes, and of c four int8. Those of b are unsigned if
+    `unsigned()`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _quads(builder, *args)
@@ -50,7 +42,18 @@ def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     return VECTOR(VECTOR, VECTOR, VECTOR), codegen
 
 
+def _in_registers(builder: Any, add: Any, *args: Any) -> Any:
+    return builder.bitcast(arm.in_parts(builder, add, *(builder.bitcast(x, _INTS) for x in args)), FLOATS)
+
+
+def unsigned() -> bool:
+    """Whether the instruction that multiplies four int8 in a lane takes those of one factor as unsigned."""
+    return not on_arm()
+
+
 def _quads(builder: Any, *args: Any) -> Any:
+    if on_arm():
+        return _in_registers(builder, arm.dot, *args)
     kind = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
     function = get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
     return builder.bitcast(builder.call(function, [builder.bitcast(x, _INTS) for x in args]), FLOATS)
@@ -58,11 +61,14 @@ def _quads(builder: Any, *args: Any) -> Any:
 
 @intrinsic
 def store_rounded(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
-    """`store_bf16` in one instruction, which flushes denormal numbers to zero, as `add_pairs` does."""
+    """`store_bf16` in one instruction, which on x86 flushes denormal numbers to zero, as `add_pairs` does."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        narrow = ir.VectorType(_BFloat(), LANES)
-        rounded = llvm_call("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, FLOATS)(builder, args[2])
+        narrow = ir.VectorType(BFloat(), LANES)
+        if on_arm():
+            rounded = builder.fptrunc(args[2], narrow)
+        else:
+            rounded = llvm_call("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, FLOATS)(builder, args[2])
         pointer = builder.gep(builder.inttoptr(args[0], ir.IntType(16).as_pointer()), [args[1]])
         builder.store(rounded, builder.bitcast(pointer, narrow.as_pointer()), align=1)
         return context.get_dummy_value()
@@ -177,6 +183,16 @@ def from_ints(typing_context: Any, a: Any, b: Any) -> Any:
         return builder.sitofp(builder.sub(builder.bitcast(args[0], _INTS), offset), FLOATS)
 
     return VECTOR(VECTOR, VECTOR), codegen
+
+
+@intrinsic
+def to_floats(typing_context: Any, a: Any) -> Any:
+    """The integers in a, as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sitofp(builder.bitcast(args[0], _INTS), FLOATS)
+
+    return VECTOR(VECTOR), codegen
 
 
 @intrinsic

@@ -1,0 +1,95 @@
+"""Native kernels as AArch64 code: tests of this folder, whose kernels qemu runs on processors with nothing more.
+
+Kernels are compiled and linked as for a wheel. What each is compared with, and how close it must come, its own tests
+say: integers to the last bit, floats as near as on x86. Emulated memory is as strictly ordered as this machine's, so
+what threads owe each other on a real processor of this kind is not shown.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from helpers import aarch64, on_aarch64
+from rekindle_kernels.native import build_library, cpu
+
+REASON = aarch64.missing()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+HERE = Path(__file__).parent
+AT_ONCE = 2  # processes with tests
+LEVELS = [level for level in cpu.LEVELS if level.machine == "aarch64"]
+# Those of one head size, and those of the others that tests have.
+ALL = [*build_library.all_kernels([64])]
+ALL += [name for name in build_library.all_kernels([16, 32, 80, 128]) if "_float32_" in name]
+ALL_TESTS = ["native", "int4", "ops", "paged_attention", "deterministic", "chain", "masked_draws"]
+FEW = ["norm", "argmax", "matvec_bfloat16", "matvec_int8", "int4_float16", "gemm_int8"]
+FEW_TESTS = (
+    "few_rows and 964-576-2 and (bfloat16 or int8) or many_rows and int8-17 or norm_of_rows or first_index "
+    "or normed and (int8-20 or False-16)"
+)
+# Kernels of newer levels that are others than the level below has.
+NEWER = {
+    "armv8.2-dotprod": ["gemm_int8", *(name for name in ALL if name.startswith(("int4_", "int8groups_")))],
+    "armv8.6-i8mm-bf16": ["gemm_int8", "gemm_bfloat16"],
+}
+BESIDE = ["chain", "norm", "matvec_bfloat16", "matvec_float16", "matvec_float32", "matvec_int8"]  # tests need them
+
+
+def passes(level: cpu.Level, kernels: Sequence[str], tests: Sequence[str], chosen: str, folder: Path) -> None:
+    """Compile the kernels for the level, run tests of this folder with them, and see that each kernel was called."""
+    kernels = [name for name in kernels if build_library.fits(name, level)]
+    assert "can't be compiled" not in aarch64.build(folder, level.name, kernels)
+    paths = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths, on_aarch64.FOLDER: str(folder), on_aarch64.LEVEL: level.name}
+    environment.pop("REKINDLE_CACHE", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "helpers.on_aarch64"]
+
+    def run(names: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        whole = [*command, *(f"test_{name}.py" for name in names), "-k", chosen]
+        return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=1100, cwd=HERE)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        outcomes = [*pool.map(run, (tests[first::AT_ONCE] for first in range(AT_ONCE)))]
+    called = set[str]()
+    for done in outcomes:
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        assert " passed" in done.stdout
+        told = next(line for line in done.stdout.splitlines() if line.startswith(on_aarch64.CALLED))
+        called |= {word.split()[0] for word in told.removeprefix(on_aarch64.CALLED).split(",") if word.strip()}
+    assert {*kernels} <= called, f"never called: {', '.join({*kernels} - called)}"
+
+
+def test_a_few_kernels_are_exact(tmp_path: Path) -> None:
+    passes(LEVELS[0], FEW, ["native", "int4"], FEW_TESTS, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_kernels_are_exact_on_the_oldest(tmp_path: Path) -> None:
+    passes(LEVELS[-1], ALL, ALL_TESTS, "not pallas and not xla and not object_code and not cannot_be_written", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("level", LEVELS[:-1], ids=lambda level: level.name)
+def test_products_are_exact_on_newer_ones(level: cpu.Level, tmp_path: Path) -> None:
+    tests = ["native", "deterministic", "int4"] if "int4_float16" in NEWER[level.name] else ["native", "deterministic"]
+    beside = [name for name in BESIDE if name != "chain" or "int4" in tests]
+    chosen = "rows or normed or exact or product or groups or bits"
+    passes(level, [*NEWER[level.name], *beside], tests, chosen, tmp_path)
+
+
+def test_what_a_level_lacks_ends_the_guest(tmp_path: Path) -> None:
+    """Emulated processors refuse what is beyond their level, so that a kernel which needs more can't pass."""
+    source = tmp_path / "beyond.c"
+    source.write_text('int main(void) { __asm__ volatile(".arch armv8.2-a+dotprod\\nsdot v0.4s, v1.16b, v2.16b"); }')
+    program = tmp_path / "beyond"
+    subprocess.run([aarch64.COMPILER, str(source), "-o", str(program)], check=True)
+    ended = {level.name: aarch64.run(level, program) for level in LEVELS}
+    assert [status == 0 for status in ended.values()] == ["dotprod" in level.features for level in LEVELS]

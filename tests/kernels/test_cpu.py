@@ -1,0 +1,153 @@
+"""What processors say they have, and which level's kernels are chosen for it: recorded texts of Linux and macOS."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from rekindle_kernels.native import build, build_library, cpu, library, products
+
+PI_4 = "processor\t: 0\nBogoMIPS\t: 108.00\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU implementer\t: 0x41\n"
+GRAVITON_2 = (
+    "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp "
+    "cpuid asimdrdm lrcpc dcpop asimddp ssbs\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
+)
+GRAVITON_3 = (
+    "processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp "
+    "cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs paca "
+    "pacg dcpodp svei8mm svebf16 i8mm bf16 dgh rng\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+)
+ZEN_2 = (
+    "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu sse2 fma movbe avx f16c abm avx2 bmi1 bmi2\n"
+    "\nprocessor\t: 1\nflags\t\t: none\n"
+)
+M1 = """hw.optional.floatingpoint: 1
+hw.optional.neon: 1
+hw.optional.arm.FEAT_DotProd: 1
+hw.optional.arm.FEAT_BF16: 0
+hw.optional.arm.FEAT_I8MM: 0
+hw.optional.arm.AdvSIMD: 1
+hw.optional.arm64: 1
+"""
+M2 = M1.replace("BF16: 0", "BF16: 1").replace("I8MM: 0", "I8MM: 1")
+ARM = [level for level in cpu.LEVELS if level.machine == "aarch64"]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, machine: str, features: frozenset[str]) -> None:
+    monkeypatch.delenv(cpu.MASK, raising=False)
+    monkeypatch.setattr(cpu, "machine", lambda: machine)
+    monkeypatch.setattr(cpu, "_own_features", lambda: features)
+
+
+@pytest.mark.parametrize(
+    ("told", "machine", "names"),
+    [
+        (PI_4, "aarch64", ["armv8"]),
+        (GRAVITON_2, "aarch64", ["armv8.2-dotprod", "armv8"]),
+        (GRAVITON_3, "aarch64", ["armv8.6-i8mm-bf16", "armv8.2-dotprod", "armv8"]),
+        (ZEN_2, "x86_64", ["x86-64-v3"]),
+    ],
+    ids=["Raspberry Pi 4", "Graviton 2", "Graviton 3", "x86"],
+)
+def test_what_linux_says_gives_the_levels(
+    told: str, machine: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, machine, cpu.features_of_linux(told))
+    assert [level.name for level in cpu.levels()] == names
+    assert cpu.on_arm() == (machine == "aarch64")
+
+
+def test_the_matrix_instructions_are_seen() -> None:
+    assert {"dotprod", "i8mm", "bf16"} <= cpu.features_of_linux(GRAVITON_3)
+    assert not {"i8mm", "bf16"} & cpu.features_of_linux(GRAVITON_2)
+    with pytest.raises(StopIteration):
+        cpu.features_of_linux("processor : 0\n")
+
+
+@pytest.mark.parametrize(
+    ("told", "features"), [(M1, {"neon", "dotprod"}), (M2, {"neon", "dotprod", "i8mm", "bf16"}), ("", set())]
+)
+def test_what_macos_says_gives_the_features(told: str, features: set[str]) -> None:
+    assert cpu.features_of_macos(told) == features
+
+
+@pytest.mark.parametrize(("told", "best"), [(M1, "armv8.2-dotprod"), (M2, "armv8.6-i8mm-bf16"), ("", "armv8")])
+def test_macos_is_asked_where_there_is_no_cpuinfo(told: str, best: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_file(self: Path) -> str:
+        raise FileNotFoundError(self)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Path, "read_text", no_file)
+        changed.setattr(sys, "platform", "darwin")
+        changed.setattr(cpu, "machine", lambda: "aarch64")
+        changed.setattr(cpu, "_sysctl", lambda *names: told)
+        features = cpu._own_features.__wrapped__()
+        assert not told or cpu.identity.__wrapped__() == told
+    pretend(monkeypatch, "aarch64", features)
+    assert cpu.levels()[0].name == best
+
+
+def test_where_sysctl_is_not_there_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*arguments: object, **options: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(subprocess, "run", absent)
+    assert cpu._sysctl("hw.optional") == ""
+
+
+@pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)
+def test_kernels_of_other_processors_are_not_offered_on_arm(level: cpu.Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "aarch64", level.features)
+    monkeypatch.setattr(products, "builds", lambda name: True)
+    named = products.kernels_for(["bfloat16", "int8", "uint8"], "bfloat16", 64)
+    has_dot, has_pairs = "dotprod" in level.features, "bf16" in level.features
+    assert ("gemm_int8" in named, "gemm_bfloat16" in named) == (has_dot, has_pairs)
+    assert {name for name in named if not build_library.fits(name, level)} == set()
+    assert not products.has_amx()
+    integers, floats = jnp.zeros((64, 64), jnp.int8), jnp.zeros((64, 64), jnp.bfloat16)
+    assert products.multiplies(32, integers, quantize_rows=True) == has_dot
+    assert products.multiplies(32, floats) == has_pairs and products.multiplies(4, floats)
+
+
+def test_what_kernels_use_is_asked_of_llvm_on_arm_whatever_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(flatten=lambda: "+neon")
+    llvm = SimpleNamespace(get_host_cpu_name=lambda: "apple-m2", get_host_cpu_features=lambda: found)
+    pretend(monkeypatch, "aarch64", cpu.features_of_macos(M2))
+    assert build._target(llvm) == ("apple-m2", "+neon,+neon,+dotprod,+i8mm,+bf16")
+    pretend(monkeypatch, "x86_64", cpu.V3)
+    assert build._target(llvm) == ("apple-m2", "+neon")
+
+
+def test_a_library_is_for_one_kind_of_processor(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="not for aarch64 and x86_64"):
+        build_library.build(tmp_path, [cpu.level_called("armv8"), cpu.level_called("x86-64-v3")], ["norm"])
+
+
+@pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)
+def test_a_level_of_arm_is_part_of_a_programs_key(
+    level: cpu.Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rekindle_kernels import environment
+
+    pretend(monkeypatch, "aarch64", ARM[0].features)
+    monkeypatch.setenv(library.FOLDER, str(tmp_path))
+    monkeypatch.setenv(cpu.MASK, level.name)
+    said = {"platform": library.platform_tag("aarch64"), "sources": library.source_digest(), "library": "k.so"}
+    levels = {one.name: ["norm"] for one in ARM}
+    (tmp_path / library.MANIFEST).write_text(json.dumps({**said, "digest": "1", "levels": levels}))
+    library._find.cache_clear()
+    found = environment()
+    library._find.cache_clear()
+    assert (found["mask"], found["level"], found["library"]) == (level.name, level.name, "1")
+
+
+def test_symbols_of_all_levels_differ() -> None:
+    symbols = {library.symbol("norm", level) for level in cpu.LEVELS}
+    assert len(symbols) == len(cpu.LEVELS)
+    assert all(symbol.replace("_", "").isalnum() for symbol in symbols)
