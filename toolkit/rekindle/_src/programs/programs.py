@@ -21,12 +21,10 @@ import jax
 from rekindle._src.core import freed_memory
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
-from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.placement import Placement
-from rekindle._src.programs import buckets, page_tables, pinned_pages, request_state
-from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs import buckets
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
@@ -36,7 +34,6 @@ from rekindle._src.programs.late_store import LateStore, Store
 from rekindle._src.programs.layered import Layered
 from rekindle._src.programs.layered_step import LayeredProgram
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.program_record import ProgramRecord
 from rekindle._src.programs.recipes import Recipes
@@ -47,7 +44,6 @@ from rekindle_kernels import (
     give_up_zeros,
     has_mask_gates,
     kernel_being_compiled,
-    kernels_for,
     plain_kernels,
     traits,
 )
@@ -71,8 +67,6 @@ class Programs:
         placement: Placement | None = None,
     ) -> None:
         """`leaves` are those of the whole model, as they lie on `placement`; `config` is that of one data shard."""
-        assert config.max_model_len is not None, "the config is not resolved"
-        assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
@@ -81,18 +75,12 @@ class Programs:
         self._padded = buckets.lattice(config, processed=bool(self.processors))
         # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
         self.pooling = buckets.pooling_lattice(self._lattice)
-        self.width = pages_for(config.max_model_len, config.page_size)
-        self.leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        self.parts = Partitioning(placement)
+        self._recipes = Recipes.of(model, graph, leaves, config, self.processors, placement)
+        self.leaves, self.kv, self.state = self._recipes.leaves, self._recipes.kv, self._recipes.state
+        self.width, self.parts = self._recipes.width, self._recipes.parts
+        self.resident, self.pinned = self._recipes.resident, self._recipes.pinned
         self.shards = DataShards(self.parts.shards, config.max_requests, config.device_pages)
-        local = graph if placement is None else placement.local  # what one device computes
-        local_kv = paged.abstract(local.config, config.device_pages, config.page_size, config.kv_dtype)
-        self.kv = self.parts.pages(local_kv)
-        self.resident = page_tables.stay(self.parts)  # page tables stay on the device
-        width = self.width if self.resident else None
-        self.state = request_state.abstract_state(config.max_requests, model.vocab_size, width)
         self.moved_pages = moved_pages(self.parts, self.kv)  # pages of a transfer, the largest number first
-        self.pinned = pinned_pages.used(self.parts)  # pages come and go through pinned memory of the host
         self.traces = 0
         self.compilations = 0
         self._plain = False  # new programs are made without the kernels that are still being compiled
@@ -100,20 +88,6 @@ class Programs:
         self._soon: set[Key] = set()  # programs that are made next
         self._store = store
         self._lock = threading.Lock()
-        self._recipes = Recipes(
-            model=model,
-            graph=local,
-            leaves=self.leaves,
-            local_kv=local_kv,
-            kv=self.kv,
-            state=self.state,
-            config=config,
-            processors=self.processors,
-            parts=self.parts,
-            width=self.width,
-            resident=self.resident,
-            pinned=self.pinned,
-        )
         self._layered = Layered(self._recipes, counted=self._counted, compiled=self._count_compiled, store=store)
         self._building: dict[Key, threading.Lock] = {}
         self._ready: dict[Key, Compiled] = {}
@@ -175,12 +149,7 @@ class Programs:
 
     def kernels(self) -> list[str]:
         """The native kernels that steps call, as far as shapes tell; none for other implementations and platforms."""
-        wanted = {self.config.kernels, self.graph.precision.implementation}
-        if not wanted <= {None, "native"} or jax.default_backend() != "cpu":
-            return []
-        named = zip(self.graph.paths, self.leaves, strict=True)
-        matrices = [leaf.dtype.name for path, leaf in named if path.endswith("weight") and len(leaf.shape) > 1]
-        return kernels_for(matrices, self.kv[0].dtype.name, self.kv[0].head_dim)
+        return self._recipes.kernels()
 
     def layout(self, bucket: Bucket) -> Layout:
         return self._recipes.layout(bucket)

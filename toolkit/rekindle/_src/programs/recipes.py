@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.guides import mask_words
+from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import page_tables, pinned_pages, request_state
 from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
@@ -22,7 +24,7 @@ from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Lies, Partitioning, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_gated, make_step
-from rekindle_kernels import zeros
+from rekindle_kernels import kernels_for, zeros
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,48 @@ class Recipes:
     width: int  # pages of the longest sequence
     resident: bool  # page tables stay on the device
     pinned: bool  # pages come and go through pinned memory of the host
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        graph: Graph,
+        leaves: Sequence[Any],
+        config: EngineConfig,
+        processors: Sequence[LogitsProcessor],
+        placement: Placement | None,
+    ) -> Recipes:
+        """`leaves` are those of the whole model, as they lie on `placement`; `config` is that of one data shard."""
+        assert config.max_model_len is not None, "the config is not resolved"
+        assert config.page_size is not None, "the config is not resolved"
+        assert config.device_pages is not None, "the config is not resolved"
+        parts = Partitioning(placement)
+        local = graph if placement is None else placement.local
+        local_kv = paged.abstract(local.config, config.device_pages, config.page_size, config.kv_dtype)
+        width, resident = pages_for(config.max_model_len, config.page_size), page_tables.stay(parts)
+        return cls(
+            model=model,
+            graph=local,
+            leaves=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves),
+            local_kv=local_kv,
+            kv=parts.pages(local_kv),
+            state=request_state.abstract_state(config.max_requests, model.vocab_size, width if resident else None),
+            config=config,
+            processors=processors,
+            parts=parts,
+            width=width,
+            resident=resident,
+            pinned=pinned_pages.used(parts),
+        )
+
+    def kernels(self) -> list[str]:
+        """The native kernels that steps call, as far as shapes tell; none for other implementations and platforms."""
+        wanted = {self.config.kernels, self.graph.precision.implementation}
+        if not wanted <= {None, "native"} or jax.default_backend() != "cpu":
+            return []
+        named = zip(self.graph.paths, self.leaves, strict=True)
+        matrices = [leaf.dtype.name for path, leaf in named if path.endswith("weight") and len(leaf.shape) > 1]
+        return kernels_for(matrices, self.kv[0].dtype.name, self.kv[0].head_dim)
 
     def layout(self, bucket: Bucket) -> Layout:
         most = self.config.max_requests
