@@ -26,7 +26,8 @@ AT_ONCE = 2  # processes with tests
 LEVELS = [level for level in cpu.LEVELS if level.machine == "aarch64"]
 # Those of one head size, and those of the others that tests have.
 ALL = [*build_library.all_kernels([64])]
-ALL += [name for name in build_library.all_kernels([16, 32, 80, 128]) if "_float32_" in name]
+ALL += [name for name in build_library.all_kernels([16, 80, 128]) if "_float32_" in name]
+ALL += ["prefill_float32_32"]
 ALL_TESTS = ["native", "int4", "ops", "paged_attention", "deterministic", "chain", "masked_draws"]
 FEW = ["norm", "argmax", "matvec_bfloat16", "matvec_int8", "int4_float16", "gemm_int8"]
 FEW_TESTS = (
