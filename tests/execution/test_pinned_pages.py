@@ -75,7 +75,7 @@ def test_a_transfer_is_one_operand_for_each_array_of_a_layer(driver: Driver) -> 
     programs = driver.runner.programs
     arrays = len(payload_layout(programs.kv))
     for pages in SIZES:
-        _, ids, payload = programs._recipe(Helper("scatter", pages)).arguments
+        _, ids, payload = programs._recipes.recipe(Helper("scatter", pages)).arguments
         assert ids.shape == (pages,)
         assert [leaf.shape[0] for leaf in payload] == [pages] * arrays
 
@@ -91,7 +91,7 @@ def test_on_a_cpu_pages_are_ordinary_arrays(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.undo()
     runner = Runner(MODEL, tiny_config(), host_tier=DictTier())
     assert not runner.programs.pinned
-    payload = runner.programs._recipe(SCATTER).arguments[2]
+    payload = runner.programs._recipes.recipe(SCATTER).arguments[2]
     assert len(payload) == SCATTER.pages, "a payload for each page, which XLA:CPU reads where it is"
     runner.close()
 

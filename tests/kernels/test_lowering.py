@@ -39,6 +39,7 @@ GPU_TYPES = (
 )
 TPU_TYPES = GPU_TYPES[:1] + GPU_TYPES[2:4]
 GROUPS = (1, 3, 4, 7, 16)
+EVERY = 7  # in the default run is every seventh, so that each has another head size, page size and group
 FEATURES = ({}, {"sliding_window": 100}, {"soft_cap": 30.0}, {"sinks": True})
 
 
@@ -48,7 +49,8 @@ def table(types: tuple[tuple[str, str], ...]) -> list[object]:
         page, group = PAGE_SIZES[index % len(PAGE_SIZES)], GROUPS[index % len(GROUPS)]
         features = FEATURES[(index // 2) % len(FEATURES)]
         name = f"{q}-{kv}-d{head_dim}-s{page}-g{group}-{'-'.join(features) or 'plain'}"
-        rows.append(pytest.param(q, kv, head_dim, page, group, features, id=name))
+        marks = () if index % EVERY == 0 else pytest.mark.slow
+        rows.append(pytest.param(q, kv, head_dim, page, group, features, id=name, marks=marks))
     return rows
 
 

@@ -277,6 +277,7 @@ def test_object_code_is_kept_and_loaded_without_numba(tmp_path: Path) -> None:
     assert not in_a_process(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
     (tmp_path / "native").write_text("a file where the folder should be")
     assert in_a_process(tmp_path)

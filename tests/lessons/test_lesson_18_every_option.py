@@ -49,7 +49,7 @@ anyio_test = pytest.mark.anyio
 
 @pytest.fixture
 async def session() -> AsyncIterator[Session]:
-    async with opening(processors=[LEAST]) as made:
+    async with opening(processors=[LEAST], precompile="lazy") as made:
         yield made
 
 

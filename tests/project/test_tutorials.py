@@ -15,19 +15,12 @@ sys.path.append(str(FOLDER))
 import build  # noqa: E402
 
 SECONDS = 120.0  # what a reader waits at most for a whole notebook, compiling included
-QUICK = ("01",)  # in the default run
 SOURCES = build.sources()
 
 
-def parameters() -> list[object]:
-    return [
-        pytest.param(path, id=path.stem, marks=() if path.name.startswith(QUICK) else pytest.mark.slow)
-        for path in SOURCES
-    ]
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("source", parameters())
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = FOLDER.parent
     monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")

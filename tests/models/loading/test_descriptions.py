@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints
-from rekindle._src.models.loading import checkpoint, descriptions
+from rekindle._src.models.loading import checkpoint, descriptions, known_models
 from rekindle._src.models.loading.checkpoint import Described, describe, load, read
 from rekindle._src.models.roles import REPLICATED
 
@@ -22,7 +22,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def kept(cache: Path) -> list[Path]:
-    folder = cache / descriptions.FOLDER
+    folder = cache / known_models.FOLDER
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
@@ -87,7 +87,7 @@ def test_what_is_damaged_is_made_again(
         "cut": content[:-9],
         "flipped": content.replace(b"16", b"17"),
         "empty": b"",
-        "other": descriptions._digest(b"[]") + b"[]",
+        "other": known_models._sum(b"[]") + b"[]",
     }
     file.write_bytes(found[damage])
     assert describe(folder, cache_dir=cache) == first
@@ -104,7 +104,7 @@ def test_what_json_can_not_say_is_not_kept(tmp_path: Path, cache: Path) -> None:
 
 def test_a_folder_of_others_is_not_used(tmp_path: Path, cache: Path) -> None:
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
-    (cache / descriptions.FOLDER).mkdir(parents=True)
-    (cache / descriptions.FOLDER).chmod(0o777)
+    (cache / known_models.FOLDER).mkdir(parents=True)
+    (cache / known_models.FOLDER).chmod(0o777)
     describe(folder, cache_dir=cache)
     assert kept(cache) == []

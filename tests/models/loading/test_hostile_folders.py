@@ -157,12 +157,12 @@ def test_hundreds_of_thousands_of_surplus_tensors_are_one_short_error(tmp_path: 
     length = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + length])
     header |= {
-        f"surplus.{i}.{'x' * 220}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(300_000)
+        f"surplus.{i}.{'x' * 220}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(100_000)
     }
     raw = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + length :])
     start = time.perf_counter()
-    with pytest.raises(CheckpointError, match=r"300,000 differences.*unexpected: surplus.* and 299,988 more") as caught:
+    with pytest.raises(CheckpointError, match=r"100,000 differences.*unexpected: surplus.* and 99,988 more") as caught:
         checkpoint.load(folder)
     assert len(str(caught.value)) < differences.MOST * 220 + 500
     assert time.perf_counter() - start < 60
