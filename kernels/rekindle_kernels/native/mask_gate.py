@@ -24,7 +24,7 @@ _in_use: set[MaskGate] = set()  # they stay alive, whoever forgets them: a progr
 class MaskGate:
     """The host's side: `close` it, dispatch the program, write `masks`, `open` it, and `release` it after the program.
 
-    A program waits for about a minute, and not at all in the thread that made the gate, which could not open it then:
+    A program waits for about a minute, and not at all in the thread that closed the gate, which could not open it then:
     XLA runs a program in the thread that dispatches it where asynchronous dispatch is turned off.
     """
 
@@ -35,7 +35,6 @@ class MaskGate:
         memory = np.zeros(header + -(-rows * words_of_mask // 2), np.int64)
         start = memory.ctypes.data
         self._words = memory[:header]
-        self._words[GATE.index("opener")] = threading.get_ident()
         self.address: NDArray[np.int32] = np.array([start & 0xFFFFFFFF, start >> 32], np.uint32).view(np.int32)
         behind = memory[header:].view(np.int32)[: rows * words_of_mask]
         self.masks: NDArray[np.int32] = behind.reshape(rows, words_of_mask)
@@ -47,8 +46,9 @@ class MaskGate:
         return bool(self._words[GATE.index("missed")])
 
     def close(self) -> None:
-        """The next program waits until it is opened."""
+        """The next program waits until this thread opens it."""
         _in_use.add(self)
+        self._words[GATE.index("opener")] = threading.get_ident()
         self._words[GATE.index("open")] = self._words[GATE.index("missed")] = 0
 
     def open(self) -> None:
