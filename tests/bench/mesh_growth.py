@@ -297,7 +297,7 @@ def one(devices: int) -> None:
 
 
 def processor_seconds() -> float:
-    """Of the session's own threads so far: what they compute, without waiting for a core that devices have."""
+    """Processor time of the session's own threads so far, without what they wait for a core that devices have."""
     own = [thread for thread in threading.enumerate() if thread.name in ("rekindle session", "rekindle device")]
     clocks = [time.pthread_getcpuclockid(thread.ident) for thread in own if thread.ident is not None]
     return sum(map(time.clock_gettime, clocks))

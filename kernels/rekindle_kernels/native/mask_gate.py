@@ -18,7 +18,7 @@ from rekindle_kernels.native.layout import WORD, words
 # at the next cache line.
 GATE = words("Gate", {"open": 0, "opener": 1, "missed": 2}, size=8)
 _fence = threading.Lock()
-_in_use: set[MaskGate] = set()  # they stay alive, whoever forgets them: a program may wait there
+_in_use: set[MaskGate] = set()  # they stay alive: a program may wait there
 
 
 class MaskGate:

@@ -51,8 +51,8 @@ class GuidedSteps:
     ) -> Started:
         """Dispatch a step behind the `latest` one, whose tokens may be needed for its masks.
 
-        Without asynchronous dispatch XLA runs a program where it is dispatched, where nobody could open its gate. Then
-        the latest step has ended: it is read at once, and the gate is open before.
+        Without asynchronous dispatch XLA runs a program in the thread that dispatches it, which then could not
+        open its gate. In that case the latest step has ended: it is read at once, and the gate is open before.
         """
         if bucket.part != GATED:
             forwarded = self._calls.forward(bucket.programs[0], programs[0], upload)
@@ -94,7 +94,7 @@ class GuidedSteps:
             in_flight.error = error
 
     def let_go(self, in_flight: InFlight | None) -> None:
-        """Before everything on the device is waited for: a step whose tokens nobody will read runs to its end."""
+        """Before everything on the device is waited for: a step whose tokens will not be read runs to its end."""
         if in_flight is not None and isinstance(in_flight.choice, MaskGate):
             in_flight.choice.open()
             in_flight.choice = None

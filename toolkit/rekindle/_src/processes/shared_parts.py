@@ -58,7 +58,7 @@ class GivenParts:
         return {"process": os.getpid(), "file": self._file, "number": self._number.hex(), "size": _SIZE}
 
     def close(self) -> None:
-        """Let nobody open it any more; what was mapped stays."""
+        """From now on no other process can open it; what was mapped stays."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
