@@ -117,6 +117,7 @@ if native.multiplies(40, weight):
 
 
 @needs_numba
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES))
 def test_nothing_outside_is_read_or_written(case: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_PERTURB_": "165"}

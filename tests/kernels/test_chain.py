@@ -206,6 +206,7 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_numba
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system can't bind processes to a core")
 def test_one_thread_is_enough() -> None:
     bound = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"

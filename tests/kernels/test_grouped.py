@@ -70,7 +70,7 @@ def test_experts_in_groups_are_multiplied_as_they_are_stored(
 
 def test_there_is_a_tile_for_every_row_and_none_twice() -> None:
     rng = np.random.default_rng(1)
-    for _ in range(30):
+    for _ in range(10):
         sizes = rng.integers(0, 60, int(rng.integers(1, 12))) * rng.integers(0, 2)
         rows = int(sizes.sum()) + int(rng.integers(0, 3))
         if not rows:

@@ -268,6 +268,7 @@ def in_a_process(folder: Path) -> bool:
     return done.stdout.split()[-1] == "True"
 
 
+@pytest.mark.slow
 def test_object_code_is_kept_and_loaded_without_numba(tmp_path: Path) -> None:
     assert in_a_process(tmp_path), "nothing was there to load"
     (kept,) = (tmp_path / "native").iterdir()

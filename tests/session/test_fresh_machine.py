@@ -29,7 +29,8 @@ def serve(mode: str, folder: Path, **environment: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["lazy", pytest.param("background", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lazy", "background"])
 def test_programs_without_kernels_answer_until_those_with_them_take_over(mode: str, tmp_path: Path) -> None:
     """Float32 tokens stay those of the plain loop, in requests that run while a program is replaced too."""
     first = serve(mode, tmp_path)
