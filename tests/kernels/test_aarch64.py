@@ -69,6 +69,7 @@ def passes(level: cpu.Level, kernels: Sequence[str], tests: Sequence[str], chose
     assert {*kernels} <= called, f"never called: {', '.join({*kernels} - called)}"
 
 
+@pytest.mark.slow
 def test_a_few_kernels_are_exact(tmp_path: Path) -> None:
     passes(LEVELS[0], FEW, ["native", "int4"], FEW_TESTS, tmp_path)
 

@@ -172,7 +172,7 @@ def test_branches_and_their_native_calls_are_left_alone() -> None:
 
 
 @needs_numba
-@pytest.mark.parametrize("count", [1, 2, 16, 70])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(16, marks=pytest.mark.slow), 70])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_many_chains_at_once_give_what_one_gives(dtype: str, count: int) -> None:
     weights = [matrix(256), matrix(256)]
