@@ -341,3 +341,20 @@ def test_programs_are_kept_by_age_and_not_by_number(tmp_path: Path) -> None:
     os.utime(tmp_path / f"{3:032}", (1000.0, 1000.0))
     store.prune()
     assert len(store.entries()) == 69
+
+
+def test_a_program_with_an_operation_that_has_no_stored_form_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are stored, and JAX's own cache stays off: what it gives back can't be serialised again."""
+
+    def refuses(compiled: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: `LessThan` is not serializable.")
+
+    kept = ExecutableStore(tmp_path / "programs")
+    compiled = jax.jit(lambda x: x + 1).lower(jnp.zeros(3)).compile()
+    with monkeypatch.context() as patched:
+        patched.setattr("rekindle._src.programs.store.serialize_executable.serialize", refuses)
+        assert not kept.save("a", compiled, name="a", model="m", compile_seconds=0.0)
+    assert not (tmp_path / "compilations").exists()
+    assert kept.save("b", compiled, name="b", model="m", compile_seconds=0.0)

@@ -47,6 +47,7 @@ log = logging.getLogger("rekindle.store")
 FORMAT = 4
 MAX_AGE = 60 * 24 * 3600.0  # seconds since a program was last loaded
 _UNSERIALISABLE = "this backend's programs can't be serialised: JAX's compilation cache keeps them, and they are traced"
+_ONE_OF_THEM = "is not serializable"  # XLA's words for a program with an operation that has no stored form
 PROGRAM, META = f"{ITEM}/program", f"{ITEM}/meta.json"
 
 
@@ -72,6 +73,7 @@ class ExecutableStore:
         self._lock = threading.Lock()
         self._said: set[str] = set()
         self._writable = True
+        self._fallen_back = False
         self.distrusted = private_files.distrust_reason(folder)  # why nothing is loaded or stored here
         # Its presence says that an earlier process could not serialise programs here.
         self._compilations = folder.parent / "compilations"
@@ -127,9 +129,15 @@ class ExecutableStore:
             return False
         if self.distrusted is not None:
             return False
+        if self._fallen_back:  # what JAX's cache gives back loses its functions when it is serialised again
+            self._say("serialise", f"{_UNSERIALISABLE}, in {self._compilations}")
+            return False
         try:
             executable, in_tree, out_tree = serialize_executable.serialize(compiled)
         except Exception as error:
+            if _ONE_OF_THEM in str(error):
+                log.info("program %s is not stored: %s", name, error)
+                return False
             self._say("serialise", f"{_UNSERIALISABLE}, in {self._compilations} ({type(error).__name__}: {error})")
             with contextlib.suppress(OSError):
                 private_files.make_folder(self._compilations)
@@ -192,6 +200,7 @@ class ExecutableStore:
     def _fall_back(self) -> None:
         """Have JAX keep compilations of this process from now on, unless the user already has it do so elsewhere."""
         if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+            self._fallen_back = True
             jax.config.update("jax_compilation_cache_dir", str(self._compilations))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
