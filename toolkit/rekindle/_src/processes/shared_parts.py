@@ -35,7 +35,7 @@ _SAID = b"\0"
 
 
 class GivenParts:
-    """The memory of the side that gives. Raises OSError where there is no such memory."""
+    """The memory of the side that gives. Raises OSError on systems without it."""
 
     def __init__(self) -> None:
         if fcntl is None or not hasattr(os, "memfd_create"):
