@@ -20,6 +20,7 @@ import jax
 from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.models.registry import WHOLE
 from rekindle._src.programs.buckets import FORWARD, SMALLEST_ROWS, Bucket
+from rekindle._src.programs.jax_cache import watching_hits
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.layered_step import Compiled, LayeredForward, LayeredProgram, LayeredStep
 from rekindle._src.programs.recipes import Recipes
@@ -169,13 +170,16 @@ class Layered:
 
         def compile_it() -> None:
             try:
-                compiled = _compiled_quickly(lowered)
+                with watching_hits() as hits:
+                    compiled = _compiled_quickly(lowered)
+                    cached = hits()
             except BaseException as error:
                 self._give_up(part.name, future, error)
                 return
             self._compiled()
-            with self._lock:
-                self._unsaved.append((part.name, compiled, time.perf_counter() - start))
+            if not cached:
+                with self._lock:
+                    self._unsaved.append((part.name, compiled, time.perf_counter() - start))
             future.set_result(compiled)
 
         # Not a daemon: a thread that is ended inside XLA aborts the process.

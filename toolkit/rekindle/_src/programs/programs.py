@@ -29,6 +29,7 @@ from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, moved_pages
+from rekindle._src.programs.jax_cache import KEPT_THERE, watching_hits
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.late_store import LateStore, Store
 from rekindle._src.programs.layered import Layered
@@ -349,21 +350,22 @@ class Programs:
         try:
             if plain and self._layered.takes(key):
                 with self._errors(key):
-                    compiled = self._layered.make(key)
+                    compiled, cached = self._layered.make(key), False
             else:
-                with plain_kernels() if plain else contextlib.nullcontext():
+                with plain_kernels() if plain else contextlib.nullcontext(), watching_hits() as hits:
                     compiled = self.compile(key)
+                    cached = hits()
         finally:
             with self._lock:
                 del self._compiling[key]
         seconds = time.perf_counter() - start
-        why = self._why.get(name, "no store")
+        why = KEPT_THERE if cached else self._why.get(name, "no store")
         self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, why), plain=plain)
 
         def keep() -> None:
             if isinstance(compiled, LayeredProgram):
                 self._layered.save()
-            elif self._store is not None:
+            elif self._store is not None and not cached:
                 self._store.save(name, compiled, seconds)
             freed_memory.give_back()  # the compiler's
 
