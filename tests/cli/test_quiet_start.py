@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,6 +20,7 @@ def generate(cache: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
 
 
+@pytest.mark.slow
 def test_a_warm_start_says_nothing_of_its_own(tmp_path: Path) -> None:
     generate(tmp_path / "cache")
     again = generate(tmp_path / "cache")

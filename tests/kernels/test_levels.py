@@ -28,6 +28,7 @@ def passes(level: cpu.Level, tests: list[str]) -> None:
     assert " passed" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LOWER, reason="this processor has one level")
 def test_a_few_kernels_are_exact_at_the_lowest_level() -> None:
     passes(LOWER[-1], FEW)

@@ -46,8 +46,8 @@ def kernels_of_model() -> list[str]:
 
 
 @pytest.mark.skipif(not LEVELS, reason="no level of ours has so little")
-@pytest.mark.parametrize("level", [*LEVELS[:1], *(pytest.param(one, marks=pytest.mark.slow) for one in LEVELS[1:])],
-                         ids=lambda level: level.name)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 def test_a_process_without_numba_gives_the_same_tokens(level: cpu.Level, tmp_path: Path) -> None:
     build_in_process(tmp_path / "library", (level,), kernels_of_model())
     command = [sys.executable, str(SCRIPT), "lazy", str(tmp_path / "cache"), "--without-compiler"]

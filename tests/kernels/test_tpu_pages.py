@@ -39,7 +39,9 @@ def test_rows_are_written_as_by_the_scatter(kv_heads: int, dtype: str) -> None:
     assert WRITE_KV.choose(call).name == "rows"
 
 
-@pytest.mark.parametrize("implementation", ["pallas_tpu_interpret", "xla", "reference"])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("pallas_tpu_interpret", marks=pytest.mark.slow), "xla", "reference"]
+)
 def test_wider_pages_give_the_same_attention(implementation: str) -> None:
     case = next(case for case in CASES if case.name == "mixed_head_dim_80")
     problem = build(case)

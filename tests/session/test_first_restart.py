@@ -48,7 +48,7 @@ def run(mode: str, folder: Path, role: str, saving: str) -> dict[str, Any]:
     ("mode", "saving"),
     [
         ("lazy", "save"),
-        ("lazy", "background"),
+        pytest.param("lazy", "background", marks=pytest.mark.slow),
         pytest.param("all", "save", marks=pytest.mark.slow),
         pytest.param("background", "save", marks=pytest.mark.slow),
     ],

@@ -110,7 +110,7 @@ def test_a_mesh_is_captured_too() -> None:
     assert seen == [mesh]
 
 
-@pytest.mark.parametrize("size", ["small", "real"])
+@pytest.mark.parametrize("size", [pytest.param("small", marks=pytest.mark.slow), "real"])
 def test_a_start_that_finds_everything_needs_neither_flax_nor_orbax(size: str, tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
     program = """if True:

@@ -55,6 +55,7 @@ def off(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_autodiff(model: tuple, steps: native.Steps) -> None:
     graph, leaves = model
     loss, gradients = jax.value_and_grad(mean_loss)(leaves, graph, jnp.asarray(windows()))

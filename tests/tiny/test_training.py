@@ -88,6 +88,7 @@ def test_attention_is_causal_and_equals_the_plain_formula() -> None:
     np.testing.assert_allclose(found, jnp.einsum("bhqs,bshd->bqhd", jax.nn.softmax(scores), v), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_counts_for_nothing() -> None:
     graph, leaves = initial(SMALL, config_from_hf(SMALL.config([0], 0)))
     windows = jnp.arange(20, dtype=jnp.int32).reshape(2, 10)

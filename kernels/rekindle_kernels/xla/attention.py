@@ -215,6 +215,17 @@ def pages_per_block(keys: int, page_size: int, table_width: int) -> int:
     return min(max(1, keys // page_size), table_width)
 
 
+def longest_first(lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows in the order of their lengths, longest first, and the place of each row in it.
+
+    By counting, in place of two sorts.
+    """
+    rows = jnp.arange(lens.size)
+    longer, as_long = lens > lens[:, None], lens == lens[:, None]
+    places = jnp.sum(longer | (as_long & (rows < rows[:, None])), axis=1)
+    return jnp.argmax(places == rows[:, None], axis=1), places
+
+
 def decode(
     q: jax.Array,
     kv: LayerKV,
@@ -231,7 +242,7 @@ def decode(
     per_block = pages_per_block(BLOCKS.decode_keys, kv.page_size, page_table.shape[1])
     keys = per_block * kv.page_size
 
-    order = jnp.argsort(-kv_lens) if chunks > 1 else jnp.arange(R)
+    order, places = longest_first(kv_lens) if chunks > 1 else (jnp.arange(R), jnp.arange(R))
     whole = lambda x: jnp.pad(x[order], ((0, chunks * chunk - R),) + ((0, 0),) * (x.ndim - 1))  # noqa: E731
     lens, table = whole(kv_lens), padded_table(whole(page_table), per_block)
     q_sorted = whole(q.astype(jnp.float32) * options.scale).reshape(chunks * chunk, K, H // K, D)
@@ -264,7 +275,7 @@ def decode(
     by_head = None if sinks is None else sinks.reshape(K, H // K)
     out = finish(lax.fori_loop(0, ends[-1], step, start(q_sorted.shape, by_head)))
     out = jnp.where((lens > 0)[:, None, None, None], out, 0).reshape(chunks * chunk, H, D)[:R]
-    return out if chunks == 1 else out[jnp.argsort(order)]
+    return out if chunks == 1 else out[places]
 
 
 def prefill(

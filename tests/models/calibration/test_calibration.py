@@ -103,6 +103,7 @@ def test_a_calibrated_model_has_the_form_of_others(raw: dict[str, Any], dtype: s
         assert calibrate(plain, texts, quantize=plan, quiet=True).fingerprint == made.fingerprint
 
 
+@pytest.mark.slow
 def test_a_session_opens_it(tmp_path: Path) -> None:
     texts = ["Once upon a time there was a small boat. " * 20, "The answer is short. " * 20]
     made = calibrate("tiny", texts, max_tokens=200)

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from typing import Any, Protocol
 
+NOT_STORED = "not stored yet"  # a reason of `StoreError`
 DELAY = 2.0  # seconds from the first program that is to be written
 
 

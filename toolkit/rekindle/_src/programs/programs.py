@@ -31,7 +31,7 @@ from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, moved_pages
 from rekindle._src.programs.jax_cache import KEPT_THERE, watching_hits
 from rekindle._src.programs.keys import Key
-from rekindle._src.programs.late_store import LateStore, Store
+from rekindle._src.programs.late_store import NOT_STORED, LateStore, Store
 from rekindle._src.programs.layered import Layered
 from rekindle._src.programs.layered_step import LayeredProgram
 from rekindle._src.programs.packing import Layout
@@ -359,7 +359,9 @@ class Programs:
             with self._lock:
                 del self._compiling[key]
         seconds = time.perf_counter() - start
-        why = KEPT_THERE if cached else self._why.get(name, "no store")
+        why = self._why.get(name, "no store")
+        if cached and why == NOT_STORED:
+            why = KEPT_THERE
         self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, why), plain=plain)
 
         def keep() -> None:

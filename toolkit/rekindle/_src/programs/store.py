@@ -40,6 +40,7 @@ from rekindle._src.core.atomic_checkpoint import (
 )
 from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.programs import program_key, stored_trees
+from rekindle._src.programs.late_store import NOT_STORED
 from rekindle.errors import StoreError
 from rekindle_kernels import ensure_kernels, kernels_in, private_files, read_through
 
@@ -91,7 +92,7 @@ class ExecutableStore:
             raise StoreError(f"not loaded: {self.distrusted}")
         path = self._path(key)
         if not path.is_dir() and not read_through.fetch(path):
-            raise StoreError(_UNSERIALISABLE if self._compilations.is_dir() else "not stored yet")
+            raise StoreError(_UNSERIALISABLE if self._compilations.is_dir() else NOT_STORED)
         try:
             compiled = _loaded(path, devices or [program_key.default_device()])
         except _NotMovable:
