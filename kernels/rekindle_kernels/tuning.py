@@ -148,10 +148,8 @@ def gpu_prefill(q_dtype: DTypeLike, kv_dtype: DTypeLike, head_dim: int, page_siz
 
 
 def gpu_mosaic_prefill_rule(head_dim: int) -> GpuMosaicPrefill:
-    """Blocks of 128 keys, as many as fit the 227 KiB of a multiprocessor beside 256 rows of queries and output."""
-    block = 128
-    left = (227 << 10) - 4 * 64 * head_dim * 2 - 1024
-    return GpuMosaicPrefill(block, max(2, min(4, left // (2 * block * head_dim * 2))))
+    """The largest blocks that spill no registers (by compiling), four of them: 194 of an H100's 227 KiB, or 162."""
+    return GpuMosaicPrefill(block_k=128 if head_dim <= 64 else 64, stages=4)
 
 
 def gpu_mosaic_prefill(kv_dtype: DTypeLike, head_dim: int, page_size: int) -> GpuMosaicPrefill:

@@ -15,7 +15,7 @@ from rekindle_kernels.pallas.gpu import attention as triton
 from rekindle_kernels.pallas.gpu import mosaic_prefill
 
 TYPES = ("bfloat16", "float16")
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128)  # rows of which lie at multiples of 128 bytes, as the copies need them
 OLDEST = 0, 12  # the version of JAX whose Mosaic GPU the kernel is written for
 
 

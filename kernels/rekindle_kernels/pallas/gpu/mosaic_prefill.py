@@ -50,6 +50,16 @@ class Sizes(NamedTuple):
         """Keys of one copy: those of a page, or of a block where pages are larger."""
         return min(self.page, self.block_k)
 
+    @property
+    def heads(self) -> int:
+        """Heads of a program."""
+        return CONSUMERS if self.group % CONSUMERS == 0 else 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a program."""
+        return ROWS * CONSUMERS // self.heads
+
 
 class Ring(NamedTuple):
     """The blocks of keys, or of values, that are under way; `stages` of them."""
@@ -73,7 +83,7 @@ class Shared(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The rows of one program, as scalars; the last four are bounds of loops over blocks."""
+    """The rows of one program, and the keys that they see; scalars."""
 
     sequence: jax.Array
     query: jax.Array  # first token of the sequence, counted in the whole of q
@@ -85,21 +95,17 @@ class Tile(NamedTuple):
     high: jax.Array
 
 
-def tile_tokens(group: int) -> int:
-    """Tokens of a tile."""
-    return ROWS if group % CONSUMERS == 0 else ROWS * CONSUMERS
-
-
-def _tile(table_ref: Any, index: jax.Array, *, group: int, block_k: int, window: int | None) -> Tile:
+def _tile(table_ref: Any, index: jax.Array, sizes: Sizes, window: int | None) -> Tile:
     sequence, query, queries, context, first = (
         table_ref[row, index] for row in (tiles.SEQUENCE, tiles.QUERY, tiles.QUERIES, tiles.CONTEXT, tiles.FIRST)
     )
     nearest = context - queries + first  # the first row's position
-    end = jnp.minimum(nearest + tile_tokens(group), context)
+    end = jnp.minimum(nearest + sizes.tokens, context)
     empty = (first >= queries) | (context <= 0)
-    high = jnp.where(empty, 0, lax.div(end + (block_k - 1), jnp.int32(block_k)))
+    size = jnp.int32(sizes.block_k)
+    high = jnp.where(empty, 0, lax.div(end + size - 1, size))
     oldest = jnp.int32(0) if window is None else jnp.maximum(nearest - (window - 1), 0)
-    low = jnp.minimum(lax.div(oldest, jnp.int32(block_k)), high)
+    low = jnp.minimum(lax.div(oldest, size), high)
     return Tile(sequence, query, queries, context, first, oldest, low, high)
 
 
@@ -141,7 +147,7 @@ def _produce(pages_ref: Any, ids_ref: Any, tile: Tile, shared: Shared, *, head: 
         def _() -> None:
             copy(shared.values, 1, shared.raw)
             plgpu.barrier_wait(shared.raw)
-            columns = min(ROWS, sizes.head_dim)
+            columns = next(width for width in (64, 32, 16) if sizes.head_dim % width == 0)
             for row in range(0, block_k, ROWS):
                 at = begin + row + plgpu.broadcasted_iota(jnp.int32, (ROWS, columns), 0, layout=plgpu.Layout.WGMMA)
                 readable = (at >= tile.oldest) & (at < tile.context)
@@ -170,7 +176,7 @@ def _consume(
     """The attention of one consumer's 64 rows."""
     block_k, stages, head_dim, window = sizes.block_k, sizes.stages, sizes.head_dim, scoring.sliding_window
     rows_smem, q_smem, landed = shared.rows.at[warpgroup], shared.q.at[warpgroup], shared.q_landed.at[warpgroup]
-    first = tile.first + (0 if tile_tokens(sizes.group) == ROWS else warpgroup * ROWS)
+    first = tile.first + (0 if sizes.heads > 1 else warpgroup * ROWS)
     token = tile.query + first
     plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(token, ROWS), head], rows_smem, landed)
     plgpu.barrier_wait(landed)
@@ -213,11 +219,12 @@ def _consume(
         scores = scoring.score(raw)
         if masked:
             layout = plgpu.Layout.WGMMA
-            row = position + plgpu.broadcasted_iota(jnp.int32, (ROWS, block_k), 0, layout=layout)
-            key = index * block_k + plgpu.broadcasted_iota(jnp.int32, (ROWS, block_k), 1, layout=layout)
-            visible = key <= row
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS, block_k), 0, layout=layout)
+            key = plgpu.broadcasted_iota(jnp.int32, (ROWS, block_k), 1, layout=layout)
+            newest = position - index * block_k + row  # counted from the block's first key
+            visible = key <= newest
             if window is not None:
-                visible &= key > row - window
+                visible &= key > newest - window
             scores = jnp.where(visible, scores, -jnp.inf)
         top = jnp.maximum(state.top, jnp.max(scores, axis=1) * scoring.exponent)
         weights = jnp.exp2(scores * scoring.exponent - spread(top, block_k))
@@ -291,17 +298,16 @@ def _kernel(
         rest[0] if rest else None,
     )
     warpgroup = lax.axis_index("warpgroup")
-    pair = lax.axis_index("heads")
+    first = lax.axis_index("heads")
     # The last tiles of a sequence have the most keys, so they begin first.
     index = table_ref.shape[1] - 1 - lax.axis_index("tiles")
-    tile = _tile(table_ref, index, group=sizes.group, block_k=sizes.block_k, window=scoring.sliding_window)
-    per_tile = CONSUMERS if tile_tokens(sizes.group) == ROWS else 1
-    kv_head = lax.div(pair * per_tile, jnp.int32(sizes.group))
+    tile = _tile(table_ref, index, sizes, scoring.sliding_window)
+    kv_head = lax.div(first * sizes.heads, jnp.int32(sizes.group))
 
     @pl.when(warpgroup < CONSUMERS)
     def _() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        head = pair * per_tile + (warpgroup if per_tile > 1 else 0)
+        head = first * sizes.heads + (warpgroup if sizes.heads > 1 else 0)
         _consume(q_ref, sinks_ref, o_ref, tile, shared, head=head, warpgroup=warpgroup, scoring=scoring, sizes=sizes)
 
     @pl.when(warpgroup == PRODUCER)
@@ -347,8 +353,7 @@ def prefill(
     q, pages = inputs.q, as_values(inputs.kv.pages, inputs.kv)
     tokens, heads, head_dim = q.shape
     kv_heads, page = inputs.kv.kv_heads, inputs.kv.page_size
-    group = heads // kv_heads
-    sizes = Sizes(config.block_k, config.stages, page, kv_heads, group, head_dim)
+    sizes = Sizes(config.block_k, config.stages, page, kv_heads, heads // kv_heads, head_dim)
     table = tiles.tile_table(
         inputs.cu_q_lens,
         inputs.kv_lens,
@@ -356,11 +361,10 @@ def prefill(
         tokens=tokens - decode_rows,
         decode_rows=decode_rows,
         rows_per_token=1,
-        block=tile_tokens(group),
+        block=sizes.tokens,
     )
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
-    per_tile = CONSUMERS if tile_tokens(group) == ROWS else 1
     arguments = [q, pages.reshape(-1, head_dim), inputs.page_table, table]
     if inputs.sinks is not None:
         arguments.append(inputs.sinks.astype(jnp.float32))
@@ -368,7 +372,7 @@ def prefill(
         functools.partial(_kernel, scoring=scoring, sizes=sizes, sinks=inputs.sinks is not None),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=_scratch(sizes, q.dtype, emulated=bool(interpret)),
-        grid=(table.shape[1], heads // per_tile),
+        grid=(table.shape[1], heads // sizes.heads),
         grid_names=("tiles", "heads"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",

@@ -1,0 +1,88 @@
+"""The Mosaic GPU prefill on a CPU: JAX's interpreter runs its three warpgroups as threads, and finds races among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+
+from helpers.kernel_cases import CASES, Case, build, in_wide_queries, tolerance
+from rekindle_kernels import AttentionCall, paged_attention, tuning
+from rekindle_kernels.pallas.gpu import mosaic
+
+pytestmark = [
+    pytest.mark.skipif(
+        jax.__version_info__ < mosaic.OLDEST,
+        reason=f"jax {jax.__version__} is older than 0.12, whose interpreter knows the matrix instructions",
+    ),
+    # Products with the values of masked keys: of what pages hold there, and of what was in shared memory before.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning"),
+]
+# Small blocks and few of them, so that short sequences go round the ring.
+SMALL = tuning.GpuMosaicPrefill(block_k=64, stages=2)
+EVERYTHING = Case(
+    "window_soft_cap_sinks_over_a_full_ring",
+    decode=(17,),
+    prefill=((70, 330), (3, 3)),
+    padding=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=64,
+    dtype="bfloat16",
+    sliding_window=200,
+    soft_cap=5.0,
+    sinks=True,
+)
+
+
+def supported() -> list[Case]:
+    """The shared cases that have prefill, in the types and head sizes that the kernel takes."""
+    found = []
+    for case in CASES:
+        if not case.prefill and not case.padding:
+            continue
+        dtype = case.dtype if case.dtype in mosaic.TYPES else "bfloat16"
+        head_dim = case.head_dim if case.head_dim in mosaic.HEAD_DIMS else 64
+        kv_dtype = None if case.kv_dtype == "bfloat16" else case.kv_dtype
+        found.append(replace(case, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim))
+    return [case for case in dict.fromkeys(found) if case.kv_dtype is None]
+
+
+def check(case: Case, **options: Any) -> None:
+    problem = build(case)
+    assert mosaic.supports(AttentionCall.of(problem.inputs, problem.options, "gpu")) is None
+    want = paged_attention(in_wide_queries(problem.inputs), problem.options, implementation="reference")
+    got = np.asarray(jax.jit(partial(mosaic.attention, options=problem.options, **options))(problem.inputs))
+    assert got.dtype == problem.inputs.q.dtype
+    got = got.astype(np.float32)
+    assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
+    np.testing.assert_allclose(got, np.asarray(want), rtol=0, atol=tolerance(case))
+    assert not got[~problem.used].any(), "padding must give zeros"
+
+
+def test_prefill_matches_the_reference_and_has_no_races() -> None:
+    check(EVERYTHING, prefill_config=SMALL, interpret=plgpu().InterpretGPUParams(detect_races=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", supported(), ids=lambda case: case.name)
+def test_shared_cases_match_the_reference(case: Case) -> None:
+    check(case, prefill_config=SMALL, interpret=plgpu().InterpretGPUParams(detect_races=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", mosaic.HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 4])
+def test_blocks_of_the_rule_match_the_reference(head_dim: int, group: int) -> None:
+    case = Case("long", prefill=((130, 700), (64, 64), (129, 129)), heads=group, kv_heads=1, dtype="bfloat16")
+    check(replace(case, head_dim=head_dim, page_size=32), interpret=True)
+
+
+def plgpu() -> Any:
+    """Mosaic GPU without types: its names differ from one version of JAX to the next."""
+    return mosaic_gpu
