@@ -48,6 +48,14 @@ def reason() -> str | None:
     return None
 
 
+def places() -> dict[str, str]:
+    """Environment variables by which the compiler finds its libraries."""
+    root = compilers.folder("gpu")
+    assert root is not None, compilers.FETCH
+    runtime = next(root.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"))
+    return {"MOSAIC_GPU_CUDA_ROOT": str(next(root.glob("nvidia/cu*"))), "MOSAIC_GPU_RUNTIME_LIB_PATH": str(runtime)}
+
+
 def compiled(lowered: Any) -> MosaicKernel:
     """Compile the one Mosaic GPU kernel of a lowered program for an H100."""
     root = compilers.folder("gpu")
@@ -58,14 +66,9 @@ def compiled(lowered: Any) -> MosaicKernel:
         at = Path(folder)
         (at / "cuda_sdk_lib").symlink_to(cuda)  # where the compiler looks for libdevice
         (at / "module").write_bytes(module)
-        places = {
-            "MOSAIC_GPU_CUDA_ROOT": str(cuda),
-            "MOSAIC_GPU_DUMP_PTX": "1",
-            "MOSAIC_GPU_RUNTIME_LIB_PATH": str(next(root.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"))),
-        }
         plugin = next(root.glob("jax_plugins/xla_cuda*/xla_cuda_plugin.so"))
         command = [sys.executable, HERE / "mosaic_worker.py", _libcuda(), plugin, at / "module", str(arguments)]
-        done = subprocess.run(command, cwd=at, env=os.environ | places, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=at, env=os.environ | places() | {"MOSAIC_GPU_DUMP_PTX": "1"}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-500:]
         begin, end = done.stdout.index("//"), done.stdout.rindex("}") + 1
         ptx, said = done.stdout[begin:end], done.stdout[:begin] + done.stdout[end:]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +18,12 @@ from helpers.kernel_cases import CASES, Case, build, in_wide_queries, tolerance
 from rekindle_kernels import AttentionCall, paged_attention, tuning
 from rekindle_kernels.pallas.gpu import mosaic
 
+# JAX's interpreter waits at barriers in the threads of XLA's pool, and stands still where a program needs more of them. Their
+# number is read once for each process, so the tests run in one of their own.
+THREADS = "16"
+ALONE = os.environ.get("NPROC") == THREADS
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         jax.__version_info__ < mosaic.OLDEST,
         reason=f"jax {jax.__version__} is older than 0.12, whose interpreter knows the matrix instructions",
@@ -23,6 +31,7 @@ pytestmark = [
     # Products with the values of masked keys: of what pages hold there, and of what was in shared memory before.
     pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning"),
 ]
+alone = pytest.mark.skipif(not ALONE, reason=f"runs in a process of its own: set NPROC={THREADS}")
 # Small blocks and few of them, so that short sequences go round the ring.
 SMALL = tuning.GpuMosaicPrefill(block_k=64, stages=2)
 EVERYTHING = Case(
@@ -65,17 +74,26 @@ def check(case: Case, **options: Any) -> None:
     assert not got[~problem.used].any(), "padding must give zeros"
 
 
+@pytest.mark.skipif(ALONE, reason="this is the process")
+def test_all_of_these_in_a_process_of_their_own() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=os.environ | {"NPROC": THREADS}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+    print(done.stdout[-200:])
+
+
+@alone
 def test_prefill_matches_the_reference_and_has_no_races() -> None:
     check(EVERYTHING, prefill_config=SMALL, interpret=plgpu().InterpretGPUParams(detect_races=True))
 
 
-@pytest.mark.slow
+@alone
 @pytest.mark.parametrize("case", supported(), ids=lambda case: case.name)
 def test_shared_cases_match_the_reference(case: Case) -> None:
     check(case, prefill_config=SMALL, interpret=plgpu().InterpretGPUParams(detect_races=True))
 
 
-@pytest.mark.slow
+@alone
 @pytest.mark.parametrize("head_dim", mosaic.HEAD_DIMS)
 @pytest.mark.parametrize("group", [1, 4])
 def test_blocks_of_the_rule_match_the_reference(head_dim: int, group: int) -> None:

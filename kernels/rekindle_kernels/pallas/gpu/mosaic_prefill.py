@@ -342,7 +342,7 @@ def _scratch(sizes: Sizes, dtype: Any, *, emulated: bool) -> list[Any]:
 
 def prefill(
     inputs: AttentionInputs,
-    out: jax.Array | None,  # [T, H, D] with the decode rows done
+    out: jax.Array | None,  # [T, H, D] with the decode rows done; written in place
     *,
     decode_rows: int,
     scoring: block.Scoring,
@@ -368,9 +368,9 @@ def prefill(
     arguments = [q, pages.reshape(-1, head_dim), inputs.page_table, table]
     if inputs.sinks is not None:
         arguments.append(inputs.sinks.astype(jnp.float32))
-    result: jax.Array = plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_kernel, scoring=scoring, sizes=sizes, sinks=inputs.sinks is not None),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype) if out is None else (),
         scratch_types=_scratch(sizes, q.dtype, emulated=bool(interpret)),
         grid=(table.shape[1], heads // sizes.heads),
         grid_names=("tiles", "heads"),
@@ -379,6 +379,10 @@ def prefill(
         kernel_name="paged_prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret or None,
-    )(*arguments)
-    # A few rows, which XLA writes into the kernel's output.
-    return result if out is None else lax.dynamic_update_slice(result, out[:decode_rows], (0, 0, 0))
+    )
+    if out is None:
+        result: jax.Array = kernel(*arguments)
+        return result
+    written = jax.new_ref(out)  # XLA fails where rows are written into the result of such a kernel
+    kernel(*arguments, written)
+    return written[...]
