@@ -1,4 +1,4 @@
-"""The Mosaic GPU prefill, by its real compiler: nothing spilled, wgmma, and copies by the TMA that the driver would take."""
+"""The Mosaic GPU prefill by its real compiler: nothing spilled, wgmma, and copies that the driver would take."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Mosaic GPU's compiler without a GPU: registers, spills, shared memory, and the copies that a kernel describes to the driver.
+"""Mosaic GPU's compiler without a GPU: registers, spills, shared memory, and the copies described to the driver.
 
-XLA holds such a kernel as a module that the CUDA plugin compiles when the program is first loaded. The plugin exports the function
-that does so (JAX's bridge to PyTorch calls it). It asks libcuda for the GPU; helpers/no_cuda.c answers in its place.
+XLA holds such a kernel as a module that the CUDA plugin compiles. The plugin exports the function that does so, which
+JAX's bridge to PyTorch calls. It asks libcuda for the GPU; helpers/no_cuda.c answers in its place.
 """
 
 from __future__ import annotations
@@ -68,7 +68,14 @@ def compiled(lowered: Any) -> MosaicKernel:
         (at / "module").write_bytes(module)
         plugin = next(root.glob("jax_plugins/xla_cuda*/xla_cuda_plugin.so"))
         command = [sys.executable, HERE / "mosaic_worker.py", _libcuda(), plugin, at / "module", str(arguments)]
-        done = subprocess.run(command, cwd=at, env=os.environ | places() | {"MOSAIC_GPU_DUMP_PTX": "1"}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            cwd=at,
+            env=os.environ | places() | {"MOSAIC_GPU_DUMP_PTX": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-500:]
         begin, end = done.stdout.index("//"), done.stdout.rindex("}") + 1
         ptx, said = done.stdout[begin:end], done.stdout[:begin] + done.stdout[end:]

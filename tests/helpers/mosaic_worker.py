@@ -1,7 +1,7 @@
 """`python mosaic_worker.py LIBCUDA PLUGIN MODULE ARGUMENTS`: Mosaic GPU's compiler on a machine without a GPU.
 
-LIBCUDA is made of no_cuda.c, and prints what the kernel in the file MODULE asks of the driver. It runs in a process of its own: XLA
-would take it for a driver too.
+LIBCUDA is made of no_cuda.c, and prints what the kernel in the file MODULE asks of the driver. This runs in a process
+of its own, because XLA would take that library for a driver too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Mosaic GPU prefill on a CPU: JAX's interpreter runs its three warpgroups as threads, and finds races among them."""
+"""The Mosaic GPU prefill on a CPU: JAX's interpreter runs its warpgroups as threads, and finds races among them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from helpers.kernel_cases import CASES, Case, build, in_wide_queries, tolerance
+from helpers.kernel_cases import Case, build, in_wide_queries, tolerance
+from helpers.mosaic_cases import EVERYTHING, supported
 from rekindle_kernels import AttentionCall, paged_attention, tuning
 from rekindle_kernels.pallas.gpu import mosaic
 
-# JAX's interpreter waits at barriers in the threads of XLA's pool, and stands still where a program needs more of them. Their
-# number is read once for each process, so the tests run in one of their own.
+# JAX's interpreter waits at barriers in the threads of XLA's pool, and stands still where a program needs more of them.
+# Their number is read once for each process, so the tests run in one of their own.
 THREADS = "16"
 ALONE = os.environ.get("NPROC") == THREADS
 pytestmark = [
@@ -34,32 +35,6 @@ pytestmark = [
 alone = pytest.mark.skipif(not ALONE, reason=f"runs in a process of its own: set NPROC={THREADS}")
 # Small blocks and few of them, so that short sequences go round the ring.
 SMALL = tuning.GpuMosaicPrefill(block_k=64, stages=2)
-EVERYTHING = Case(
-    "window_soft_cap_sinks_over_a_full_ring",
-    decode=(17,),
-    prefill=((70, 330), (3, 3)),
-    padding=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=64,
-    dtype="bfloat16",
-    sliding_window=200,
-    soft_cap=5.0,
-    sinks=True,
-)
-
-
-def supported() -> list[Case]:
-    """The shared cases that have prefill, in the types and head sizes that the kernel takes."""
-    found = []
-    for case in CASES:
-        if not case.prefill and not case.padding:
-            continue
-        dtype = case.dtype if case.dtype in mosaic.TYPES else "bfloat16"
-        head_dim = case.head_dim if case.head_dim in mosaic.HEAD_DIMS else 64
-        kv_dtype = None if case.kv_dtype == "bfloat16" else case.kv_dtype
-        found.append(replace(case, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim))
-    return [case for case in dict.fromkeys(found) if case.kv_dtype is None]
 
 
 def check(case: Case, **options: Any) -> None:

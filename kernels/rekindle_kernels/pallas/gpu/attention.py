@@ -51,7 +51,7 @@ def attention(
     paged, scoring = paged_and_scoring(inputs, options, interpret=interpret)
     out = None
     if rows:
-        out = decode_rows(inputs, options, config=decode_config, extra=extra, interpret=interpret)
+        out = decode_rows(inputs, paged, scoring, rows, config=decode_config, extra=extra, interpret=interpret)
     if tokens > rows:
         pairs = (tokens - rows) * (heads // kv.kv_heads)
         tile = prefill_config or tuning.gpu_prefill(q.dtype, kv.dtype, head_dim, kv.page_size, pairs)
@@ -74,23 +74,22 @@ def paged_and_scoring(inputs: AttentionInputs, options: AttentionOptions, *, int
 
 def decode_rows(
     inputs: AttentionInputs,
-    options: AttentionOptions,
+    paged: Paged,
+    scoring: Scoring,
+    rows: int,
     *,
     config: tuning.GpuDecode | None = None,
     extra: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of the decode rows: [T, H, D], where only rows 0..R-1 are written."""
-    kv, rows = inputs.kv, options.decode_rows
-    paged, scoring = paged_and_scoring(inputs, options, interpret=interpret)
+    kv = inputs.kv
     config = config or tuning.gpu_decode(kv.dtype, inputs.q.shape[-1], kv.page_size)
-    longest = min(inputs.page_table.shape[1] * kv.page_size, options.sliding_window or 2**31)
+    longest = min(inputs.page_table.shape[1] * kv.page_size, scoring.sliding_window or 2**31)
     if extra is None:
         extra = tuning.gpu_extra_items(config, rows, kv.kv_heads, longest)
     with jax.named_scope("decode"):
-        return decode(
-            inputs, paged, decode_rows=rows, scoring=scoring, config=config, extra=extra, interpret=interpret
-        )
+        return decode(inputs, paged, decode_rows=rows, scoring=scoring, config=config, extra=extra, interpret=interpret)
 
 
 ATTENTION = Implementation("pallas_gpu", attention, supports)

@@ -1,4 +1,7 @@
-"""GPU attention whose prefill is written in Mosaic GPU, for Hopper; decode is the Triton kernel's. By its name alone."""
+"""GPU attention whose prefill is written in Mosaic GPU, for Hopper; decode is the Triton kernel's.
+
+No GPU has run it yet, so it serves only where it is asked for by its name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from rekindle_kernels import tuning
 from rekindle_kernels.ops.attention import AttentionCall, AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pallas.gpu import attention as triton
-from rekindle_kernels.pallas.gpu import mosaic_prefill
+from rekindle_kernels.pallas.gpu.mosaic_prefill import prefill
 
 TYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)  # rows of which lie at multiples of 128 bytes, as the copies need them
@@ -44,15 +47,13 @@ def attention(
     interpret: Any = False,  # True, or JAX's InterpretGPUParams
 ) -> jax.Array:
     """`ops.attention.paged_attention`; block sizes come from `tuning` unless given."""
-    q, kv, rows = inputs.q, inputs.kv, options.decode_rows
-    out = triton.decode_rows(inputs, options, interpret=bool(interpret)) if rows else None
+    q, kv, rows, emulated = inputs.q, inputs.kv, options.decode_rows, bool(interpret)
+    paged, scoring = triton.paged_and_scoring(inputs, options, interpret=emulated)
+    out = triton.decode_rows(inputs, paged, scoring, rows, interpret=emulated) if rows else None
     if q.shape[0] > rows:
-        _, scoring = triton.paged_and_scoring(inputs, options, interpret=bool(interpret))
         config = prefill_config or tuning.gpu_mosaic_prefill(kv.dtype, q.shape[-1], kv.page_size)
         with jax.named_scope("prefill"):
-            out = mosaic_prefill.prefill(
-                inputs, out, decode_rows=rows, scoring=scoring, config=config, interpret=interpret
-            )
+            out = prefill(inputs, paged, out, decode_rows=rows, scoring=scoring, config=config, interpret=interpret)
     return jnp.zeros_like(q) if out is None else out
 
 

@@ -1,13 +1,13 @@
 """Chunked prefill for Hopper in Pallas' Mosaic GPU: one warpgroup copies paged keys and values, two multiply.
 
-Axes: T tokens, H heads, K kv heads, D head_dim, S page size, B keys of a block. A program has 128 rows: 64 tokens of two heads
-that share their keys, or, where groups are odd, 128 tokens of one head. Each consumer has 64 of them. The form is that of
-FlashAttention-3: the tensor memory accelerator (TMA) copies page after page into a ring of blocks, while one consumer
-multiplies and the other takes its softmax.
+Axes: T tokens, H heads, K kv heads, D head_dim, S page size, B keys of a block. A program has 128 rows: 64 tokens of
+two heads that share their keys, or, where groups are odd, 128 tokens of one head. Each consumer has 64 of them. The form
+is that of FlashAttention-3: the tensor memory accelerator (TMA) copies page after page into a ring of blocks, and while
+one consumer multiplies, the other takes its softmax.
 
 A copy brings whole pages, so a block holds rows that no query may read: behind the sequence's end, and before a sliding
-window. Scores of such keys are masked. Their values would be multiplied with zero, which does not help against NaN, so the
-producer overwrites them with zeros before it hands the block over.
+window. Scores of such keys are masked. Their values would be multiplied by zero, which does not help against NaN, so
+the producer overwrites them with zeros before it hands the block over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from rekindle_kernels.ops.attention import AttentionInputs
-from rekindle_kernels.pages import as_values
 from rekindle_kernels.pallas import tiles
 from rekindle_kernels.pallas.gpu import block
 from rekindle_kernels.tuning import GpuMosaicPrefill
@@ -342,6 +341,7 @@ def _scratch(sizes: Sizes, dtype: Any, *, emulated: bool) -> list[Any]:
 
 def prefill(
     inputs: AttentionInputs,
+    paged: block.Paged,
     out: jax.Array | None,  # [T, H, D] with the decode rows done; written in place
     *,
     decode_rows: int,
@@ -350,7 +350,7 @@ def prefill(
     interpret: Any = None,
 ) -> jax.Array:
     """Attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
-    q, pages = inputs.q, as_values(inputs.kv.pages, inputs.kv)
+    q = inputs.q
     tokens, heads, head_dim = q.shape
     kv_heads, page = inputs.kv.kv_heads, inputs.kv.page_size
     sizes = Sizes(config.block_k, config.stages, page, kv_heads, heads // kv_heads, head_dim)
@@ -365,7 +365,7 @@ def prefill(
     )
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
-    arguments = [q, pages.reshape(-1, head_dim), inputs.page_table, table]
+    arguments = [q, paged.pages.reshape(-1, head_dim), paged.table, table]
     if inputs.sinks is not None:
         arguments.append(inputs.sinks.astype(jnp.float32))
     kernel = plgpu.kernel(
