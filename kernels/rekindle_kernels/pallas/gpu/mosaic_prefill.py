@@ -1,8 +1,8 @@
 """Chunked prefill for Hopper in Pallas' Mosaic GPU: one warpgroup copies paged keys and values, two multiply.
 
 Axes: T tokens, H heads, K kv heads, D head_dim, S page size, B keys of a block. A program has 128 rows: 64 tokens of
-two heads that share their keys, or, where groups are odd, 128 tokens of one head. Each consumer has 64 of them. The form
-is that of FlashAttention-3: the tensor memory accelerator (TMA) copies page after page into a ring of blocks, and while
+two heads that share their keys, or, where groups are odd, 128 tokens of one head. Each consumer has 64 of them. The
+form is that of FlashAttention-3: the tensor memory accelerator (TMA) copies page after page into a ring of blocks, and while
 one consumer multiplies, the other takes its softmax.
 
 A copy brings whole pages, so a block holds rows that no query may read: behind the sequence's end, and before a sliding
@@ -154,7 +154,7 @@ def _produce(pages_ref: Any, ids_ref: Any, tile: Tile, shared: Shared, *, head: 
                     part = shared.values.blocks.at[slot, pl.ds(row, ROWS), pl.ds(column, columns)]
                     part[...] = jnp.where(readable, part[...], jnp.zeros((), part.dtype))
             plgpu.commit_smem()
-            for _ in rows:  # as many arrivals as copies
+            for _copy in rows:  # as many arrivals as copies
                 plgpu.barrier_arrive(shared.values.landed.at[slot])
 
     lax.fori_loop(tile.low, tile.high, turn, None)
