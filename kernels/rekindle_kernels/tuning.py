@@ -36,6 +36,14 @@ class GpuPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuMosaicPrefill:
+    """How a program of the Mosaic GPU prefill kernel goes through the keys; its 128 rows are fixed."""
+
+    block_k: int  # a multiple of 64
+    stages: int  # blocks of keys, and of values, that are in shared memory
+
+
+@dataclass(frozen=True, slots=True)
 class Tpu:
     """The tile of the TPU kernel."""
 
@@ -56,6 +64,7 @@ class Key:
 # Measured entries go here; nothing has been measured on a device yet, so the rules below decide everywhere.
 GPU_DECODE: dict[Key, GpuDecode] = {}
 GPU_PREFILL: dict[Key, GpuPrefill] = {}
+GPU_MOSAIC_PREFILL: dict[Key, GpuMosaicPrefill] = {}
 TPU: dict[Key, Tpu] = {}
 
 
@@ -136,6 +145,16 @@ def gpu_prefill(q_dtype: DTypeLike, kv_dtype: DTypeLike, head_dim: int, page_siz
     """The tile for a call of `rows` rows, tokens × group: measured for this device, or by the rule."""
     found = lookup(GPU_PREFILL, device_kind("gpu"), kv_dtype, head_dim, page_size)
     return found or gpu_prefill_rule(q_dtype, head_dim, rows)
+
+
+def gpu_mosaic_prefill_rule(head_dim: int) -> GpuMosaicPrefill:
+    """The largest blocks that spill no registers (by compiling), four of them: 194 of an H100's 227 KiB, or 162."""
+    return GpuMosaicPrefill(block_k=128 if head_dim <= 64 else 64, stages=4)
+
+
+def gpu_mosaic_prefill(kv_dtype: DTypeLike, head_dim: int, page_size: int) -> GpuMosaicPrefill:
+    found = lookup(GPU_MOSAIC_PREFILL, device_kind("gpu"), kv_dtype, head_dim, page_size)
+    return found or gpu_mosaic_prefill_rule(head_dim)
 
 
 def tpu_rule(kv_dtype: DTypeLike, head_dim: int, page_size: int, heads: int, kv_heads: int) -> Tpu:

@@ -16,10 +16,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, deprecated
 from rekindle_kernels.pages import needs_scales
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
+from rekindle_kernels.pallas.gpu import mosaic
 from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
 from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
-TRITON = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")]
 # What is lowered for: from 0.11 on JAX wants to know the GPU, and takes one that isn't there.
 DEVICES = {
     "cuda": AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")),
@@ -73,7 +74,7 @@ def lower(attention: partial[jax.Array], platform: str, inputs: AttentionInputs,
 
 def exported(run: Callable[..., Any], platform: str, arguments: tuple[object, ...]) -> str:
     with deprecated.known(), jax.sharding.use_abstract_mesh(DEVICES[platform]):
-        return str(jax.export.export(run, platforms=[platform], disabled_checks=TRITON)(*arguments).mlir_module())
+        return str(jax.export.export(run, platforms=[platform], disabled_checks=CALLS)(*arguments).mlir_module())
 
 
 @pytest.mark.parametrize(("q", "kv", "head_dim", "page_size", "group", "features"), table(GPU_TYPES))
@@ -82,6 +83,15 @@ def test_gpu_kernels_lower_for_cuda(
 ) -> None:
     module = lower(partial(pallas_gpu.attention, extra=32), "cuda", shapes(q, kv, head_dim, page_size, group), features)
     assert module.count("__gpu$xla.gpu.triton") == 3, "decode, its merge, prefill"
+
+
+@pytest.mark.skipif(jax.__version_info__ < mosaic.OLDEST, reason=f"jax {jax.__version__} is older than 0.12")
+@pytest.mark.parametrize("dtype", mosaic.TYPES)
+@pytest.mark.parametrize("head_dim", mosaic.HEAD_DIMS)
+def test_mosaic_prefill_lowers_for_cuda(dtype: str, head_dim: int) -> None:
+    features = {"sliding_window": 100, "soft_cap": 30.0, "sinks": True}
+    module = lower(partial(mosaic.attention), "cuda", shapes(dtype, dtype, head_dim, 16, 3), features)
+    assert module.count("mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize(("q", "kv", "head_dim", "page_size", "group", "features"), table(TPU_TYPES))

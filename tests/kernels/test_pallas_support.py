@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from rekindle_kernels import AttentionCall, AttentionInputs, AttentionOptions, init_pages, tuning, write_kv
 from rekindle_kernels.bench import gpu as bench_gpu
 from rekindle_kernels.bench import tune
+from rekindle_kernels.ops.attention import ATTENTION
 from rekindle_kernels.pallas import tiles
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
+from rekindle_kernels.pallas.gpu import mosaic
 from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
 from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
@@ -36,6 +38,31 @@ def test_gpu_kernels_refuse_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tuning, "compute_capability", lambda: 8.0)
     assert pallas_gpu.supports(CALL) is None
     assert "8.9" in str(pallas_gpu.supports(replace(CALL, kv_dtype=jnp.dtype("float8_e4m3fn"))))
+
+
+def test_mosaic_kernel_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic, "OLDEST", (99,))
+    assert jax.__version__ in str(mosaic.supports(CALL))
+    monkeypatch.setattr(mosaic, "OLDEST", (0,))
+    assert mosaic.supports(CALL) is None
+    for size in (8, 64, 128, 256):
+        assert mosaic.supports(replace(CALL, page_size=size)) is None
+    for size in (4, 48, 96):
+        assert f"page size {size}" in str(mosaic.supports(replace(CALL, page_size=size)))
+    assert "head_dim 80" in str(mosaic.supports(replace(CALL, head_dim=80)))
+    assert "float32" in str(mosaic.supports(replace(CALL, q_dtype=jnp.dtype("float32"))))
+    assert "int8" in str(mosaic.supports(replace(CALL, kv_dtype=jnp.dtype("int8"))))
+    for other in (8.9, 10.0):
+        monkeypatch.setattr(tuning, "compute_capability", lambda capability=other: capability)
+        assert str(other) in str(mosaic.supports(CALL))
+
+
+def test_mosaic_kernel_is_found_by_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic, "OLDEST", (0,))
+    assert ATTENTION.choose(CALL).name == "pallas_gpu"
+    assert ATTENTION.choose(CALL, "pallas_mosaic_gpu") is mosaic.ATTENTION
+    with pytest.raises(ValueError, match="head_dim 80"):
+        ATTENTION.choose(replace(CALL, head_dim=80), "pallas_mosaic_gpu")
 
 
 def test_tpu_kernel_refuses_with_a_reason() -> None:

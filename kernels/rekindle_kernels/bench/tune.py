@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from rekindle_kernels import deprecated, tuning
-from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
+from rekindle_kernels.ops.attention import AttentionCall, AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.memory import init_pages
 from rekindle_kernels.ops.registry import current_platform
 from rekindle_kernels.pages import LayerKV, needs_scales
 from rekindle_kernels.pallas.gpu import attention as gpu
+from rekindle_kernels.pallas.gpu import mosaic
 from rekindle_kernels.pallas.tpu import attention as tpu
 
 GROUP, KV_HEADS = 4, 8
@@ -37,6 +38,7 @@ DECODE: Choices = {
 PREFILL: Choices = {
     "block_m": (16, 32, 64, 128), "block_k": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)
 }  # fmt: skip
+MOSAIC_PREFILL: Choices = {"block_k": (64, 128, 192), "stages": (2, 3, 4)}
 TPU: Choices = {"tokens": (16, 32, 64, 128), "keys": (128, 256, 512, 1024)}
 
 
@@ -149,7 +151,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if platform not in ("gpu", "tpu"):
         print(f"nothing to tune: the kernels with block sizes run on gpu and tpu, this is {platform}")
         return 1
-    attention = gpu.attention if platform == "gpu" else tpu.attention
     device = tuning.device_kind(platform)
     for dtype, head_dim, page_size in itertools.product(options.dtype, options.head_dim, options.page_size):
         make = partial(problem, head_dim, page_size, dtype, context=options.context)
@@ -159,14 +160,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         q_dtype = decodes[0][0].q.dtype
         if platform == "tpu":
             rule: Any = tuning.tpu_rule(dtype, head_dim, page_size, KV_HEADS * GROUP, KV_HEADS)
-            searches: list[tuple[str, str, Any, Choices, Any]] = [("TPU", "config", rule, TPU, decodes + prefills)]
+            searches: list[tuple[str, Any, str, Any, Choices, Any]] = [
+                ("TPU", tpu.attention, "config", rule, TPU, decodes + prefills)
+            ]
         else:
             rule = tuning.gpu_prefill_rule(q_dtype, head_dim, options.chunk * GROUP)
             searches = [
-                ("GPU_DECODE", "decode_config", tuning.gpu_decode_rule(dtype, head_dim), DECODE, decodes),
-                ("GPU_PREFILL", "prefill_config", rule, PREFILL, prefills),
+                (
+                    "GPU_DECODE",
+                    gpu.attention,
+                    "decode_config",
+                    tuning.gpu_decode_rule(dtype, head_dim),
+                    DECODE,
+                    decodes,
+                ),
+                ("GPU_PREFILL", gpu.attention, "prefill_config", rule, PREFILL, prefills),
             ]
-        for name, option, start, choices, problems in searches:
+            # The better of this and the line before is the implementation to choose for prefill.
+            reason = mosaic.supports(AttentionCall.of(*prefills[0], platform))
+            rule = tuning.gpu_mosaic_prefill_rule(head_dim)
+            if reason is None:
+                searches.append(
+                    ("GPU_MOSAIC_PREFILL", mosaic.attention, "prefill_config", rule, MOSAIC_PREFILL, prefills)
+                )
+            else:
+                print(f"GPU_MOSAIC_PREFILL: {key}: {reason}", file=sys.stderr)
+        for name, attention, option, start, choices, problems in searches:
             measure = partial(timed, attention, option, problems)
             found = best(measure, start, choices, budget=options.seconds)
             if found is not None:

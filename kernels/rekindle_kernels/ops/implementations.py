@@ -20,6 +20,7 @@ XLA_LINEAR, XLA_NORM, XLA_ROPE = "rekindle_kernels.xla.linear", "rekindle_kernel
 XLA_GROUPED = "rekindle_kernels.xla.grouped"
 XLA_SAMPLING, XLA_TOP_K = "rekindle_kernels.xla.sampling", "rekindle_kernels.xla.top_k"
 GPU_ATTENTION, GPU_WRITE = "rekindle_kernels.pallas.gpu.attention", "rekindle_kernels.pallas.gpu.write_kv"
+GPU_MOSAIC = "rekindle_kernels.pallas.gpu.mosaic"
 GPU_GROUPED, GPU_INT4 = "rekindle_kernels.pallas.gpu.grouped", "rekindle_kernels.pallas.gpu.int4"
 TPU_ATTENTION = "rekindle_kernels.pallas.tpu.attention"
 REFERENCE = "rekindle_kernels.reference"
@@ -30,7 +31,10 @@ ATTENTION.register("pallas_tpu", TPU_ATTENTION, "ATTENTION", platforms=TPU)
 ATTENTION.register("native", NATIVE, "ATTENTION", platforms=CPU)
 ATTENTION.register("xla", XLA_ATTENTION, "ATTENTION", platforms=ANYWHERE)
 ATTENTION.register("reference", REFERENCE, "ATTENTION", platforms=ANYWHERE)
-ATTENTION.register("pallas_gpu_interpret", GPU_ATTENTION, "INTERPRETED")  # for tests, as is the next
+# By their names: no GPU has run the first yet, and the others are for tests.
+ATTENTION.register("pallas_mosaic_gpu", GPU_MOSAIC, "ATTENTION")
+ATTENTION.register("pallas_mosaic_gpu_interpret", GPU_MOSAIC, "INTERPRETED")
+ATTENTION.register("pallas_gpu_interpret", GPU_ATTENTION, "INTERPRETED")
 ATTENTION.register("pallas_tpu_interpret", TPU_ATTENTION, "INTERPRETED")
 
 WRITE_KV.register("pallas_gpu", GPU_WRITE, "WRITE_KV", platforms=GPU)

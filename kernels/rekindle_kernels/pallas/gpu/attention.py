@@ -48,30 +48,48 @@ def attention(
     """`ops.attention.paged_attention`; block sizes and `extra` items of work come from `tuning` unless given."""
     q, kv, rows = inputs.q, inputs.kv, options.decode_rows
     tokens, heads, head_dim = q.shape
-    pages = as_values(kv.pages, kv)
-    if 2**31 < pages.nbytes <= 2**32 and pages.dtype.itemsize == 1:
-        # Pallas counts elements in 32 signed bits up to 4 GiB.
-        raise ValueError(
-            f"{pages.nbytes / 2**30:.1f} GiB of one-byte pages in one layer; make it at most 2 GiB or over 4"
-        )
-    paged = Paged(pages, kv.scales, inputs.page_table)
-    scoring = Scoring(float(options.scale), options.soft_cap, options.sliding_window, emulated=bool(interpret))
+    paged, scoring = paged_and_scoring(inputs, options, interpret=interpret)
     out = None
     if rows:
-        config = decode_config or tuning.gpu_decode(kv.dtype, head_dim, kv.page_size)
-        longest = min(inputs.page_table.shape[1] * kv.page_size, options.sliding_window or 2**31)
-        if extra is None:
-            extra = tuning.gpu_extra_items(config, rows, kv.kv_heads, longest)
-        with jax.named_scope("decode"):
-            out = decode(
-                inputs, paged, decode_rows=rows, scoring=scoring, config=config, extra=extra, interpret=interpret
-            )
+        out = decode_rows(inputs, paged, scoring, rows, config=decode_config, extra=extra, interpret=interpret)
     if tokens > rows:
         pairs = (tokens - rows) * (heads // kv.kv_heads)
         tile = prefill_config or tuning.gpu_prefill(q.dtype, kv.dtype, head_dim, kv.page_size, pairs)
         with jax.named_scope("prefill"):
             out = prefill(inputs, paged, out, decode_rows=rows, scoring=scoring, config=tile, interpret=interpret)
     return jnp.zeros_like(q) if out is None else out
+
+
+def paged_and_scoring(inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool) -> tuple[Paged, Scoring]:
+    """The pages and the scoring, as the kernels take them."""
+    pages = as_values(inputs.kv.pages, inputs.kv)
+    if 2**31 < pages.nbytes <= 2**32 and pages.dtype.itemsize == 1:
+        # Pallas counts elements in 32 signed bits up to 4 GiB.
+        raise ValueError(
+            f"{pages.nbytes / 2**30:.1f} GiB of one-byte pages in one layer; make it at most 2 GiB or over 4"
+        )
+    scoring = Scoring(float(options.scale), options.soft_cap, options.sliding_window, emulated=interpret)
+    return Paged(pages, inputs.kv.scales, inputs.page_table), scoring
+
+
+def decode_rows(
+    inputs: AttentionInputs,
+    paged: Paged,
+    scoring: Scoring,
+    rows: int,
+    *,
+    config: tuning.GpuDecode | None = None,
+    extra: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of the decode rows: [T, H, D], where only rows 0..R-1 are written."""
+    kv = inputs.kv
+    config = config or tuning.gpu_decode(kv.dtype, inputs.q.shape[-1], kv.page_size)
+    longest = min(inputs.page_table.shape[1] * kv.page_size, scoring.sliding_window or 2**31)
+    if extra is None:
+        extra = tuning.gpu_extra_items(config, rows, kv.kv_heads, longest)
+    with jax.named_scope("decode"):
+        return decode(inputs, paged, decode_rows=rows, scoring=scoring, config=config, extra=extra, interpret=interpret)
 
 
 ATTENTION = Implementation("pallas_gpu", attention, supports)
