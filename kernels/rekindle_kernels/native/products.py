@@ -19,8 +19,7 @@ from rekindle_kernels.native.kernel_table import (
     DECODE,
     GATE,
     GEMM,
-    INT4,
-    INT8_GROUPS,
+    GROUPED,
     MATVEC,
     PREFILL,
     RMS_NORM,
@@ -35,7 +34,7 @@ GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 # XLA multiplies by tiles (AMX) where the processor has them: from so many rows on that beats any kernel here.
 _TILES = {"bfloat16": ("amx-bf16", FEW_ROWS + 1), "int8": ("amx-int8", 64)}
-_GROUPED = {"uint8": INT4, "int32": INT8_GROUPS}  # by the dtype of matrices in groups: of four bits, of eight
+_GROUPED = {int4.DTYPES[bits]: spec for bits, spec in GROUPED.items()}  # by the dtype of matrices in groups
 
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
@@ -103,7 +102,7 @@ def multiply_int4(
     eps: float = 0.0,
     gated: bool = False,
 ) -> jax.Array:
-    """x [R, K] · a matrix [N, K] of four or eight bits in groups + residual -> float32 [R, N].
+    """x [R, K] · a matrix [N, K] of four, six or eight bits in groups + residual -> float32 [R, N].
 
     Norm and gate are those of `multiply`.
 
