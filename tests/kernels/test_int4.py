@@ -57,7 +57,7 @@ def test_six_bits_lie_where_the_definition_says() -> None:
     for output, column in [(0, 0), (5, 3), (5, 4), (63, 255), (17, 100), (40, 9), (31, 14)]:
         tile, four, inside = column // 16, column % 16 // 4, column % 4
         line, high = (192 * tile + 64 * part + 4 * (output % 16) + inside for part in (four // 2, 2))
-        row = packed[output // 16]
+        row = packed[output // 16].astype(int)
         low = row[line] >> 4 if four % 2 else row[line] & 15
         assert low + ((row[high] >> 2 * four & 3) << 4) - 32 == q[output, column]
 
