@@ -248,6 +248,19 @@ def test_rows_of_eight_bits_are_multiplied_exactly(
 
 
 @needs_numba
+@pytest.mark.parametrize("minimums", [False, True])
+def test_six_bits_give_what_eight_give_to_the_last_bit(minimums: bool) -> None:
+    (six, scale, minimum), _ = matrix(112, 768, 16, "int8", minimums, 6)
+    eight = jnp.asarray(int4.pack(int4.unpack(np.asarray(six)), 8))
+    x = RANDOM.standard_normal((50, 768), np.float32)
+    multiply = jax.jit(native.multiply_int4)
+    for rows in (1, 2, 4, 14, 50):
+        np.testing.assert_array_equal(
+            multiply(x[:rows], six, scale, minimum), multiply(x[:rows], eight, scale, minimum)
+        )
+
+
+@needs_numba
 @pytest.mark.parametrize("rows", [1, 3, 16, 47, 199])
 @pytest.mark.parametrize("minimums", [False, True])
 def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: int, minimums: bool) -> None:
