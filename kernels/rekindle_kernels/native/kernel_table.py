@@ -36,8 +36,8 @@ GEMM = _product("gemm")
 MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
 
 
-# Rows times a matrix of four, six or eight bits in groups, whose three arrays `rekindle_kernels.int4` describes; W is its
-# columns. With `amx`, the processor has these instructions: results are the same without.
+# Rows times a matrix of four, six or eight bits in groups, whose three arrays `rekindle_kernels.int4` describes; W is
+# its columns. With `amx`, the processor has these instructions: results are the same without.
 def _grouped(kind: str, weight: str) -> KernelSpec:
     return KernelSpec(
         kind,

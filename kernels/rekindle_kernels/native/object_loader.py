@@ -126,9 +126,7 @@ def _places(sections: list[_Section]) -> tuple[dict[int, int], int]:
     return places, end
 
 
-def _relocations(
-    code: bytes, sections: list[_Section], symbols: int
-) -> Iterator[tuple[int, tuple[int, int, int]]]:
+def _relocations(code: bytes, sections: list[_Section], symbols: int) -> Iterator[tuple[int, tuple[int, int, int]]]:
     """The number of a section, and offset, kind and addend of an address that has to be filled in there."""
     for section in sections:
         if section.kind not in (_RELOCATIONS, _SHORT_RELOCATIONS):

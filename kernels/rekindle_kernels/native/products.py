@@ -64,14 +64,18 @@ def _has_gemm(weight: jax.Array) -> bool:
     return K % 64 == 0 and N % 16 == 0 and has_dot_product(weight.dtype.name)
 
 
-def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]:
-    """The kernels that a step calls, by their names, for matrices and pages of these dtypes."""
-    matrices = set(matrices)
+def kernels_for(
+    matrices: Iterable[str], pages: str, head_dim: int, scaled: Iterable[tuple[str, str]] = ()
+) -> list[str]:
+    """The kernels that a step calls, by their names, for matrices and pages of these dtypes; `scaled` are those of
+    matrices with scales, and of their scales."""
+    matrices, scaled = set(matrices), set(scaled)
     kinds = [dtype for dtype in DTYPES if dtype in matrices]
     products = [MATVEC.variant(dtype) for dtype in kinds]
     products += [GEMM.variant(dtype) for dtype in kinds if has_dot_product(dtype)]
-    for stored, spec in _GROUPED.items():  # with other scales the first call is compiled
-        products += [spec.variant("float16")] if stored in matrices else []
+    for stored, spec in _GROUPED.items():
+        scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
+        products += [spec.variant(scale) for scale in scales] if stored in matrices else []
     own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE, GATE)]
     if pages in DTYPES and head_dim % 16 == 0:
         own += [spec.variant(pages, head_dim) for spec in (DECODE, PREFILL)]

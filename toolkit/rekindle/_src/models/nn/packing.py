@@ -1,4 +1,4 @@
-"""How a matrix is stored in groups of four, six or eight bits: what the kinds of a plan and the shape of a matrix come to.
+"""How a matrix is stored in groups of four, six or eight bits: what the kinds of a plan and its shape come to.
 
 Kinds are text, as a graph and its JSON hold them: `int4`, with `-32`, `-64` or `-128` for the inputs of a group, then
 `-min` where groups have minimums, then `-f32` where scales and minimums are float32, or `-k` where they are integers
