@@ -163,8 +163,8 @@ def _pack_six(quads: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def _words_of_six(tiles: Any) -> tuple[Any, ...]:
-    """Four arrays of words [..., 16], one for each four inputs of tiles [..., 3, 16] in six bits, with their integers in
-    its bytes, larger by SIX_OFFSET. For arrays of NumPy as well as of JAX."""
+    """Four arrays of words [..., 16], one for each four inputs of tiles [..., 3, 16] in six bits: their integers are in
+    its bytes, larger by SIX_OFFSET. For arrays of NumPy and of JAX."""
     lines = [tiles[..., line, :] for line in range(3)]
     found = []
     for quad in range(4):
