@@ -13,6 +13,7 @@ from rekindle._src.bench import reference
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, prepared, reading
 from rekindle._src.models.loading.checkpoint import describe, load, read
+from rekindle._src.models.loading.gguf import grouped
 from rekindle._src.models.nn.packing import is_packed, matrix_shape, packing_of
 from rekindle._src.session.exporting import export
 from rekindle_kernels import int4, unavailable_reason
@@ -246,6 +247,30 @@ def test_logits_are_close_to_those_of_the_floats(eight: bool, tmp_path: Path, mo
     )
     assert np.abs(ours - theirs).max() < (0.11 if eight else 0.1) * theirs.std()
     assert np.sqrt(np.square(ours - theirs).mean()) < 0.027 * theirs.std()
+
+
+@needs_numba
+@pytest.mark.slow
+def test_logits_of_six_bits_are_those_of_eight_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So every token is the one that it was when these types were kept in eight bits."""
+    types = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_up": "Q5_K"}
+    file = gguf_files.of_types(
+        tmp_path / "model.gguf", RAW, lambda name: types.get(name.split(".")[-2], "Q4_K" if "blk" in name else "Q6_K")
+    )
+    six = load(file)
+    monkeypatch.setattr(
+        grouped,
+        "PACKINGS",
+        {kind: one._replace(bits=8 if one.bits == 6 else one.bits) for kind, one in grouped.PACKINGS.items()},
+    )
+    eight = load(file)
+    ours, theirs = (set(kinds(model).values()) for model in (six, eight))
+    assert theirs == {kind.replace("int6", "int8") for kind in ours} != ours
+    room = [reference.empty_cache(model, 16) for model in (six, eight)]
+    logits = (
+        reference.prefill(model, [3, 9, 27, 81, 11], cache)[0] for model, cache in zip((six, eight), room, strict=True)
+    )
+    np.testing.assert_array_equal(*map(np.asarray, logits))
 
 
 def test_the_next_start_takes_them_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
