@@ -1,4 +1,4 @@
-"""Matrices of four bits, and of eight, in groups: how they are stored, and what they mean.
+"""Matrices of four bits, and of six or eight, in groups: how they are stored, and what they mean.
 
 A matrix [N, K] (N outputs, K inputs) consists of integers q from 0 to 15. Each `group` of consecutive inputs of an
 output has a scale, and a minimum or none:
@@ -6,12 +6,13 @@ output has a scale, and a minimum or none:
     value = scale * (q - 8)            without minimums
     value = scale * q + minimum        with them
 
-Matrices of eight bits have integers from -128 to 127, and no number is subtracted from them. The group is 32, 64 or
-128 inputs, of eight bits 16 too. It divides K, and 16 divides N. There are three arrays, of which the last may be
-missing (None); a stack of matrices has one more axis in front of each of them:
+Matrices of eight bits have integers from -128 to 127, those of six from -32 to 31, and no number is subtracted from
+them. The group is 32, 64 or 128 inputs, of more than four bits 16 too. It divides K, and 16 divides N. There are three
+arrays, of which the last may be missing (None); a stack of matrices has one more axis in front of each of them:
 
     weight   uint8                [N / 16, K * 8]             two integers in each byte
              or int32             [N / 16, K * 4]             one in each byte: a matrix of eight bits
+             or uint32            [N / 16, K * 3]             four in three bytes: a matrix of six bits
     scale    float16 or float32   [N / 16, K / group * 16]
              or int8              [N / 16, K / 256 * (4096 / group + 32)]
     minimum  as scale
@@ -23,6 +24,10 @@ line; tile t holds the inputs 8 t to 8 t + 7. Its byte 4 o + i (output o of the 
 its inputs in the four bytes of the lane, which is what instructions that multiply bytes take; sums stay in their lanes.
 
 Of eight bits, a tile is two cache lines: first the inputs 8 t to 8 t + 3, four bytes for each output, then the others.
+
+Of six bits, a tile holds the inputs 16 t to 16 t + 15 in three cache lines. 32 is added to each integer. The first two
+lines have the low four bits of what is then there, as two tiles of four bits; byte 4 o + i of the third has the two
+high bits of the inputs 16 t + i, 16 t + 4 + i, 16 t + 8 + i and 16 t + 12 + i, the first of them in its lowest bits.
 
 Scales of int8 are integers, and 256 inputs of an output share a float16 step: a scale is integer * step. For each 256
 inputs, a row has 16 integers for each of their groups, one per output, and then the 16 steps in 32 bytes. Such products
@@ -40,9 +45,11 @@ What other formats become, all of them exactly (`pack` and `pack_scales` do it):
 Scales and minimums are then those of the format to the last bit, their products with integers are exact in float32,
 and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it.
 
-In eight bits, with groups of 32: Q8_0, Q5_0 and IQ4_NL, whose table has integers, with float16 scales; Q5_1 with
-float16 minimums too; IQ4_XS with int8 scales, Q5_K with minimums as well. Q6_K has groups of 16 and int8 scales. 4-bit
-floats (MXFP4, NVFP4) are halves of integers and have float32 scales.
+In six bits, with groups of 32: Q5_0 with float16 scales, Q5_1 with float16 minimums too, Q5_K with int8 scales and
+minimums. Q6_K has groups of 16 and int8 scales: 6.6 bits per weight, as the file has.
+
+In eight bits, with groups of 32: Q8_0 and IQ4_NL, whose table has integers, with float16 scales; IQ4_XS with int8
+scales. 4-bit floats (MXFP4, NVFP4) are halves of integers and have float32 scales.
 """
 
 from __future__ import annotations
@@ -57,21 +64,25 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 GROUPS = (32, 64, 128)  # inputs that share a scale
-GROUPS_OF = {4: GROUPS, 8: (16, *GROUPS)}  # by bits
+GROUPS_OF = {4: GROUPS, 6: (16, *GROUPS), 8: (16, *GROUPS)}  # by bits
 OUTPUTS = 16  # of a row of the arrays: lanes of a vector
-INPUTS = 8  # of a tile
-TILE = OUTPUTS * INPUTS // 2  # bytes
+INPUTS = 8  # of a tile of four bits
+TILE = OUTPUTS * INPUTS // 2  # bytes: a cache line
 ROW_BYTES = TILE // INPUTS  # of a row of `weight` for each input
-COLUMNS = {"uint8": ROW_BYTES, "int32": ROW_BYTES // 2}  # of `weight` for each input, by its dtype
-DTYPES = {4: "uint8", 8: "int32"}  # of `weight` by bits
+COLUMNS = {"uint8": ROW_BYTES, "uint32": 3, "int32": ROW_BYTES // 2}  # of `weight` for each input, by its dtype
+DTYPES = {4: "uint8", 6: "uint32", 8: "int32"}  # of `weight` by bits
 BITS = {dtype: bits for bits, dtype in DTYPES.items()}
+INPUTS_OF = {4: INPUTS, 6: 2 * INPUTS, 8: INPUTS}  # of a tile, by bits
 OFFSET = 8  # of integers without minimums
+SIX_OFFSET = 32  # by which integers of six bits are stored larger
 HIGHEST = 15
 SCALES = ("float16", "float32")
 STEPPED = "int8"  # scales that are integers, with a step for each SPAN inputs
 STORED = (*SCALES, STEPPED)
 SPAN = 256
 STEP_BYTES = 2  # of an output
+_NIBBLES, _PAIRS = 0x0F0F0F0F, 0x03030303  # four and two bits of each byte
+_AT_ONCE = 1 << 16  # words that are packed at a time, so that what is made on the way stays in the cache
 
 
 def reason_against(outputs: int, inputs: int, group: int, bits: int = 4) -> str | None:
@@ -117,12 +128,15 @@ def group_of(weight: Any, scale: Any) -> int:
     return group
 
 
-def pack(integers: NDArray[Any]) -> NDArray[Any]:
-    """`weight` of integers 0 to 15, [N, K] or [G, N, K]; of eight bits if they are int8."""
+def pack(integers: NDArray[Any], bits: int | None = None) -> NDArray[Any]:
+    """`weight` of integers 0 to 15, [N, K] or [G, N, K]; of eight bits, or as many as are said, if they are int8."""
     *stack, outputs, inputs = integers.shape
     if integers.dtype == np.int8:
-        quads = np.ascontiguousarray(integers).view(np.int32).reshape(*stack, outputs // OUTPUTS, OUTPUTS, inputs // 4)
-        return np.ascontiguousarray(np.swapaxes(quads, -1, -2)).reshape(weight_shape(integers.shape, 8))
+        quads = np.ascontiguousarray(integers).view(np.uint32).reshape(*stack, outputs // OUTPUTS, OUTPUTS, inputs // 4)
+        if bits == 6:
+            return _pack_six(quads.reshape(-1, OUTPUTS, inputs // 4)).reshape(weight_shape(integers.shape, 6))
+        words = np.ascontiguousarray(np.swapaxes(quads, -1, -2)).view(np.int32)
+        return words.reshape(weight_shape(integers.shape, 8))
     # In words of four bytes: one byte by one it took four times as long.
     words = np.ascontiguousarray(integers, np.uint8).view(np.uint32)
     words = words.reshape(*stack, outputs // OUTPUTS, OUTPUTS, inputs // INPUTS, 2)
@@ -130,9 +144,43 @@ def pack(integers: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(np.swapaxes(pairs, -1, -2)).view(np.uint8).reshape(weight_shape(integers.shape))
 
 
+def _pack_six(quads: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Tiles [blocks, K / 16, 3, 16] of six bits that hold words [blocks, 16, K / 4] of four integers each, as int8."""
+    blocks, _, words = quads.shape
+    packed, step = np.empty((blocks, words // 4, 3, OUTPUTS), np.uint32), max(1, _AT_ONCE // (OUTPUTS * words))
+    for first in range(0, blocks, step):
+        few = slice(first, first + step)
+        # Adding 32 to six bits of two's complement turns the highest one around. Bytes are shifted as words: what comes
+        # from the byte beside is masked.
+        stored = (quads[few] ^ np.uint32(0x20202020)).reshape(-1, OUTPUTS, words // 4, 4)
+        fours = [np.swapaxes(stored[..., four], 1, 2) for four in range(4)]
+        low = [four & np.uint32(_NIBBLES) for four in fours]
+        high = [(four >> np.uint32(4)) & np.uint32(_PAIRS) for four in fours]
+        packed[few, :, 0] = low[0] | (low[1] << np.uint32(4))
+        packed[few, :, 1] = low[2] | (low[3] << np.uint32(4))
+        packed[few, :, 2] = high[0] | (high[1] << np.uint32(2)) | (high[2] << np.uint32(4)) | (high[3] << np.uint32(6))
+    return packed
+
+
+def _words_of_six(tiles: Any) -> tuple[Any, ...]:
+    """Four arrays of words [..., 16], one for each four inputs of tiles [..., 3, 16] in six bits: their integers are in
+    its bytes, larger by SIX_OFFSET. For arrays of NumPy and of JAX."""
+    lines = [tiles[..., line, :] for line in range(3)]
+    found = []
+    for quad in range(4):
+        low = (lines[quad // 2] >> np.uint32(4 * (quad % 2))) & np.uint32(_NIBBLES)
+        found.append(low | (((lines[2] >> np.uint32(2 * quad)) & np.uint32(_PAIRS)) << np.uint32(4)))
+    return tuple(found)
+
+
 def unpack(weight: NDArray[Any]) -> NDArray[Any]:
     """The integers [N, K] or [G, N, K] that `weight` holds; the inverse of `pack`."""
     *stack, blocks, width = weight.shape
+    if weight.dtype == np.uint32:
+        tiles = weight.reshape(*stack, blocks, width // (3 * OUTPUTS), 3, OUTPUTS)
+        words = np.stack(_words_of_six(tiles), axis=-1)  # [..., blocks, tiles, 16, 4]
+        integers = np.ascontiguousarray(np.swapaxes(words, -2, -3)).view(np.int8) - np.int8(SIX_OFFSET)
+        return integers.reshape(matrix_shape(weight))
     if weight.dtype == np.int32:
         quads = np.swapaxes(weight.reshape(*stack, blocks, width // OUTPUTS, OUTPUTS), -1, -2)
         return np.ascontiguousarray(quads).view(np.int8).reshape(matrix_shape(weight))
@@ -202,16 +250,25 @@ def numbers(scale: jax.Array, inputs: int) -> jax.Array:
 
 def _wide(weight: jax.Array) -> int:
     """Columns of `weight` that a tile takes."""
-    return INPUTS * COLUMNS[weight.dtype.name]
+    return INPUTS_OF[BITS[weight.dtype.name]] * COLUMNS[weight.dtype.name]
 
 
 def _integers(tiles: jax.Array) -> jax.Array:
-    """The integers, counted from 0, of tiles [..., columns] as float32 [..., 16, 2, 4]: outputs, halves, inputs."""
+    """The integers, of four bits counted from 0, of tiles [..., columns] as float32 [..., 16, 2, 4], of six bits
+    [..., 16, 4, 4]: outputs, fours of inputs, inputs."""
+    if tiles.dtype == jnp.uint32:
+        words = jnp.stack(_words_of_six(tiles.reshape(*tiles.shape[:-1], 3, OUTPUTS)), axis=-1)
+        return _bytes_of_six(words)
     if tiles.dtype == jnp.int32:
         halves = jnp.swapaxes(tiles.reshape(*tiles.shape[:-1], 2, OUTPUTS), -1, -2)
         return jax.lax.bitcast_convert_type(halves, jnp.int8).astype(jnp.float32)
     pairs = tiles.reshape(*tiles.shape[:-1], OUTPUTS, 4)
     return jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)
+
+
+def _bytes_of_six(words: jax.Array) -> jax.Array:
+    """The integers of words [...] of what `_words_of_six` makes, as float32 [..., 4]."""
+    return (jax.lax.bitcast_convert_type(words, jnp.int8) - jnp.int8(SIX_OFFSET)).astype(jnp.float32)
 
 
 def rows(
@@ -226,6 +283,9 @@ def rows(
 
     if weight.dtype == jnp.int32:
         q = jax.lax.bitcast_convert_type(one(weight, ()), jnp.int8).astype(jnp.float32)  # [..., quads, 4]
+    elif weight.dtype == jnp.uint32:
+        lines = one(weight, ()).reshape(*at.shape, -1, 3, 1)  # [..., tiles, lines, 1]
+        q = _bytes_of_six(jnp.concatenate(_words_of_six(lines), axis=-1))  # [..., tiles, quads, 4]
     else:
         pairs = one(weight, (4,))  # [..., tiles, 4]
         q = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)  # [..., tiles, 2, 4]
@@ -245,5 +305,5 @@ def rows(
 def _values(weight: jax.Array, q: jax.Array, scale: jax.Array | None, minimum: jax.Array | None) -> jax.Array:
     assert scale is not None, "integers have scales"
     if minimum is None:
-        return (q - (0 if weight.dtype == jnp.int32 else OFFSET)) * scale.astype(jnp.float32)
+        return (q - (OFFSET if BITS[weight.dtype.name] == 4 else 0)) * scale.astype(jnp.float32)
     return q * scale.astype(jnp.float32) + minimum.astype(jnp.float32)

@@ -38,7 +38,10 @@ FEW_TESTS = (
 )
 # Kernels of newer levels that are others than the level below has.
 NEWER = {
-    "armv8.2-dotprod": ["gemm_int8", *(name for name in ALL if name.startswith(("int4_", "int8groups_")))],
+    "armv8.2-dotprod": [
+        "gemm_int8",
+        *(name for name in ALL if name.startswith(("int4_", "int6groups_", "int8groups_"))),
+    ],
     "armv8.6-i8mm-bf16": ["gemm_int8", "gemm_bfloat16"],
 }
 BESIDE = ["norm", "matvec_bfloat16", "matvec_float16", "matvec_float32", "matvec_int8"]  # tests need them

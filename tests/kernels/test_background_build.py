@@ -87,3 +87,8 @@ def test_the_kernels_of_a_model_follow_from_its_dtypes() -> None:
     assert {"chain", "matvec_bfloat16", "decode_bfloat16_64", "prefill_bfloat16_64", "write_bfloat16"} <= {*names}
     assert not {"matvec_float32", "gemm_int8"} & {*names}
     assert not [name for name in kernels_for(["int8"], "int8", 8) if name.startswith(("decode", "write"))]
+    scaled = [("uint8", "int8"), ("uint32", "int8"), ("uint32", "float32"), ("int8", "float32")]
+    grouped = kernels_for(["uint8", "uint32", "int32", "int8"], "bfloat16", 64, scaled)
+    assert sorted(name for name in grouped if name.startswith("int")) == [
+        "int4_int8", "int6groups_float32", "int6groups_int8", "int8groups_float16"
+    ]  # fmt: skip

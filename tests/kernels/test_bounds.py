@@ -87,6 +87,10 @@ for rows in (3, 40, 300):
         for far in FAR:
             product = jax.jit(native.multiply_int4)
             product(floats(rows, 128), weight, scale, count=jnp.int32(far)).block_until_ready()
+        weight = jnp.asarray(random.integers(0, 2**32, (blocks, 768)), jnp.uint32)
+        scale = jnp.asarray(random.integers(-9, 9, (blocks, 288)), jnp.int8)
+        for far in FAR:
+            product(floats(rows, 256), weight, scale, count=jnp.int32(far)).block_until_ready()
 """,
     "masks": """
 draw = jax.jit(native.draw, static_argnums=7)

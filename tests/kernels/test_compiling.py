@@ -29,8 +29,8 @@ def code() -> bytes:
 
 
 def test_names_tell_which_kernel_they_are_of(code: bytes) -> None:
-    """One engine has the code of all kernels, and numba counts its functions anew in every process."""
-    assert build._load("another", code)
+    """LLVM's engine has the code of all kernels, and numba counts its functions anew in every process."""
+    assert build._load_by_llvm("another", code)
     names = [name for name in code.split(b"\0") if b"sample" in name or b"task" in name]
     assert names
     assert all(name.startswith(build.entry("another").encode()) for name in names)

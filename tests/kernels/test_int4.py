@@ -1,7 +1,8 @@
-"""Matrices of four bits: what they hold and mean, and products with them."""
+"""Matrices of four bits, and of six and eight in groups: what they hold and mean, and products with them."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import jax
@@ -9,23 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import on_aarch64
 from rekindle_kernels import LinearOptions, deprecated, int4, linear, native
 from rekindle_kernels.native import products
 from rekindle_kernels.native.cpu import has_feature
 
 RANDOM = np.random.default_rng(0)
+# Kernels that few files need: to compile them takes longer than the tests. For another processor they are there.
+RARER = [] if on_aarch64.LEVEL in os.environ else [pytest.mark.slow]
 needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 
 
 def integers(*shape: int, bits: int = 4) -> np.ndarray:
-    return RANDOM.integers(0, 16, shape).astype(np.uint8) if bits == 4 else RANDOM.integers(-128, 128, shape, np.int8)
+    half = 1 << (bits - 1)
+    return RANDOM.integers(0, 16, shape).astype(np.uint8) if bits == 4 else RANDOM.integers(-half, half, shape, np.int8)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("shape", [(16, 32), (48, 128), (3, 32, 96), (2, 16, 2048)], ids=str)
 def test_integers_and_scales_come_back(shape: tuple[int, ...], bits: int) -> None:
     q = integers(*shape, bits=bits)
-    packed = int4.pack(q)
+    packed = int4.pack(q, bits)
     assert (packed.dtype.name, packed.shape) == (int4.DTYPES[bits], int4.weight_shape(shape, bits))
     assert packed.nbytes * 8 == q.size * bits
     assert int4.matrix_shape(packed) == shape
@@ -46,7 +51,27 @@ def test_a_byte_lies_where_the_definition_says() -> None:
         assert (byte >> 4 if inside >= 4 else byte & 15) == q[output, column]
 
 
-@pytest.mark.parametrize(("bits", "group"), [(bits, group) for bits in (4, 8) for group in int4.GROUPS_OF[bits]])
+def test_six_bits_lie_where_the_definition_says() -> None:
+    q = integers(64, 256, bits=6)
+    packed = int4.pack(q, 6).view(np.uint8)
+    for output, column in [(0, 0), (5, 3), (5, 4), (63, 255), (17, 100), (40, 9), (31, 14)]:
+        tile, four, inside = column // 16, column % 16 // 4, column % 4
+        line, high = (192 * tile + 64 * part + 4 * (output % 16) + inside for part in (four // 2, 2))
+        row = packed[output // 16].astype(int)
+        low = row[line] >> 4 if four % 2 else row[line] & 15
+        assert low + ((row[high] >> 2 * four & 3) << 4) - 32 == q[output, column]
+
+
+@pytest.mark.parametrize("rows", [1, 3000])
+def test_six_bits_are_packed_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = integers(160, 64, bits=6)
+    whole = int4.pack(q, 6)
+    monkeypatch.setattr(int4, "_AT_ONCE", rows)
+    np.testing.assert_array_equal(int4.pack(q, 6), whole)
+    np.testing.assert_array_equal(int4.unpack(whole), q)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(bits, group) for bits in (4, 6, 8) for group in int4.GROUPS_OF[bits]])
 @pytest.mark.parametrize("kind", int4.SCALES)
 @pytest.mark.parametrize("shape", [(32, 256), (2, 16, 128)], ids=str)
 def test_values_are_those_of_the_definition_to_the_last_bit(
@@ -57,7 +82,7 @@ def test_values_are_those_of_the_definition_to_the_last_bit(
         RANDOM.standard_normal((*shape[:-1], shape[-1] // group)).astype(np.float32).astype(kind) for _ in range(2)
     )
     wide, low = (np.repeat(array.astype(np.float64), group, -1) for array in (scale, minimum))
-    weight, *packed = int4.pack(q), int4.pack_scales(scale), int4.pack_scales(minimum)
+    weight, *packed = int4.pack(q, bits), int4.pack_scales(scale), int4.pack_scales(minimum)
     symmetric = np.asarray(int4.dequantized(weight, packed[0], None))
     np.testing.assert_array_equal(symmetric, ((q.astype(np.float64) - offset) * wide).astype(np.float32))
     got = np.asarray(int4.dequantized(weight, *packed))
@@ -70,10 +95,10 @@ def test_values_are_those_of_the_definition_to_the_last_bit(
         np.testing.assert_array_equal(int4.rows(weight, packed[0], None, jnp.asarray(at)), symmetric[at])
 
 
-@pytest.mark.parametrize("group", [16, 32, 128])
+@pytest.mark.parametrize(("bits", "group"), [(8, 16), (8, 32), (8, 128), (6, 16)])
 @pytest.mark.parametrize("shape", [(32, 256), (2, 16, 1024)], ids=str)
-def test_scales_with_steps_are_their_products_to_the_last_bit(shape: tuple[int, ...], group: int) -> None:
-    q = integers(*shape, bits=8)
+def test_scales_with_steps_are_their_products_to_the_last_bit(shape: tuple[int, ...], bits: int, group: int) -> None:
+    q = integers(*shape, bits=bits)
     scales = [RANDOM.integers(-128, 128, (*shape[:-1], shape[-1] // group), np.int8) for _ in range(2)]
     steps = [RANDOM.standard_normal((*shape[:-1], shape[-1] // 256)).astype(np.float16) for _ in range(2)]
     wide = [
@@ -82,7 +107,7 @@ def test_scales_with_steps_are_their_products_to_the_last_bit(shape: tuple[int, 
     ]
     held = [int4.stepped(*pair) for pair in zip(scales, steps, strict=True)]
     packed = [int4.pack_scales(each) for each in held]
-    weight = int4.pack(q)
+    weight = int4.pack(q, bits)
     assert packed[0].shape == int4.scale_shape(shape, group, int4.STEPPED)
     assert int4.group_of(weight, packed[0]) == group
     for each, number in zip(held, wide, strict=True):
@@ -97,10 +122,10 @@ def test_scales_with_steps_are_their_products_to_the_last_bit(shape: tuple[int, 
 
 
 @needs_numba
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 16), (8, 32)])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), pytest.param(6, 16, marks=RARER), (8, 16), (8, 32)])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_products_with_steps_are_those_with_numbers_to_the_last_bit(rows: int, bits: int, group: int) -> None:
-    q = jnp.asarray(int4.pack(integers(80, 1280, bits=bits)))
+    q = jnp.asarray(int4.pack(integers(80, 1280, bits=bits), bits))
     scale, minimum = (stored(RANDOM.standard_normal((80, 1280 // group)), "int8", group) for _ in range(2))
     x = jnp.asarray(RANDOM.standard_normal((rows, 1280), np.float32))
     for low in (minimum, None):
@@ -151,14 +176,14 @@ def matrix(
     """A random matrix and its values in float64."""
     q = integers(outputs, inputs, bits=bits)
     shape = outputs, inputs // group
-    scale = stored(RANDOM.random(shape) / (40 if bits == 4 else 640), kind, group)
+    scale = stored(RANDOM.random(shape) / (2.5 * (1 << bits)), kind, group)
     minimum = stored(RANDOM.standard_normal(shape) / 5, kind, group) if minimums else None
-    values = np.repeat(numbers(scale), group, -1) * (q - (0.0 if minimums or bits == 8 else 8.0))
+    values = np.repeat(numbers(scale), group, -1) * (q - (0.0 if minimums or bits > 4 else 8.0))
     packed = None
     if minimum is not None:
         values += np.repeat(numbers(minimum), group, -1)
         packed = jnp.asarray(int4.pack_scales(minimum))
-    return (jnp.asarray(int4.pack(q)), jnp.asarray(int4.pack_scales(scale)), packed), values
+    return (jnp.asarray(int4.pack(q, bits)), jnp.asarray(int4.pack_scales(scale)), packed), values
 
 
 def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,6 +201,8 @@ FORMS = [
     (4, 32, "float16", False), (4, 64, "float16", False), (4, 128, "float16", True), (4, 64, "float32", True),
     (8, 32, "float16", False), (8, 16, "float32", False), (8, 16, "float32", True), (8, 128, "float16", True),
     (4, 32, "int8", True), (4, 128, "int8", False), (8, 16, "int8", True), (8, 32, "int8", False),
+    (6, 16, "int8", False), (6, 32, "int8", True),
+    *(pytest.param(*form, marks=RARER) for form in ((6, 32, "float16", False), (6, 64, "float32", True))),
 ]  # fmt: skip
 
 
@@ -218,6 +245,19 @@ def test_rows_of_eight_bits_are_multiplied_exactly(
     for rows in (1, 2, 3, 4, 5, 8, 11, 12, 13, 24, 29, 100, 192):
         got = multiply(x[:rows], *packed)
         np.testing.assert_array_equal(got, whole[:rows], err_msg=f"{rows} rows differ from all together")
+
+
+@needs_numba
+@pytest.mark.parametrize("minimums", [False, True])
+def test_six_bits_give_what_eight_give_to_the_last_bit(minimums: bool) -> None:
+    (six, scale, minimum), _ = matrix(112, 768, 16, "int8", minimums, 6)
+    eight = jnp.asarray(int4.pack(int4.unpack(np.asarray(six)), 8))
+    x = RANDOM.standard_normal((50, 768), np.float32)
+    multiply = jax.jit(native.multiply_int4)
+    for rows in (1, 2, 4, 14, 50):
+        np.testing.assert_array_equal(
+            multiply(x[:rows], six, scale, minimum), multiply(x[:rows], eight, scale, minimum)
+        )
 
 
 @needs_numba

@@ -1,9 +1,9 @@
 """Machine code of the native kernels: from a library that the wheel brought, or compiled by numba once per machine.
 
-What numba compiled is kept as an object file and loaded without numba.
+What numba compiled is kept as an object file and loaded without numba, on x86-64 by `object_loader`.
 
-Importing numba takes half a second and compiling a kernel up to one and a half; loading an object takes milliseconds
-and llvmlite alone. The file's name is a digest of what the code depends on: the sources, the versions, the CPU.
+Importing numba takes half a second and compiling a kernel up to one and a half; loading an object takes milliseconds,
+and elsewhere llvmlite. The file's name is a digest of what the code depends on: the sources, the versions, the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from rekindle_kernels import private_files
-from rekindle_kernels.native import cpu, fill_pages, library, zeros
+from rekindle_kernels.native import cpu, fill_pages, library, object_loader, zeros
 from rekindle_kernels.native.chain_plan import ENTRIES, SLOTS, slot
 
 PREFIX = "rekindle_"
@@ -190,6 +190,11 @@ def _compile(name: str) -> bytes:
 
 
 def _load(name: str, code: bytes) -> int:
+    own = object_loader.load(code, entry(name), {ENTRIES: ctypes.addressof(_entries())})
+    return own or _load_by_llvm(name, code)
+
+
+def _load_by_llvm(name: str, code: bytes) -> int:
     import llvmlite.binding as llvm
 
     engine = _engine()

@@ -33,7 +33,7 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     names = [CHAIN]
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
-        if spec in (kernel_table.INT4, kernel_table.INT8_GROUPS):
+        if spec in kernel_table.GROUPED.values():
             dtypes = int4.STORED
         if spec is kernel_table.GEMM:
             dtypes = tuple(cpu.DOT_PRODUCTS)

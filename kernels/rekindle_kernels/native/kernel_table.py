@@ -36,8 +36,8 @@ GEMM = _product("gemm")
 MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
 
 
-# Rows times a matrix of four or eight bits in groups, whose three arrays `rekindle_kernels.int4` describes; W is its
-# columns. With `amx`, the processor has these instructions: results are the same without.
+# Rows times a matrix of four, six or eight bits in groups, whose three arrays `rekindle_kernels.int4` describes; W is
+# its columns. With `amx`, the processor has these instructions: results are the same without.
 def _grouped(kind: str, weight: str) -> KernelSpec:
     return KernelSpec(
         kind,
@@ -56,7 +56,10 @@ def _grouped(kind: str, weight: str) -> KernelSpec:
     )
 
 
-INT4, INT8_GROUPS = _grouped("int4", "uint8"), _grouped("int8groups", "int32")
+INT4, INT6_GROUPS, INT8_GROUPS = (
+    _grouped(kind, dtype) for kind, dtype in (("int4", "uint8"), ("int6groups", "uint32"), ("int8groups", "int32"))
+)
+GROUPED = {4: INT4, 6: INT6_GROUPS, 8: INT8_GROUPS}  # by bits
 
 # x / rms(x) · weight.
 RMS_NORM = KernelSpec(
@@ -158,7 +161,7 @@ GATE = KernelSpec(
 KERNELS = {
     spec.kind: spec
     for spec in (
-        *(MATVEC, GEMM, INT4, INT8_GROUPS, RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL),
+        *(MATVEC, GEMM, *GROUPED.values(), RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL),
         *(ARGMAX, SAMPLE, GATE),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands

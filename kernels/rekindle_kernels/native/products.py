@@ -19,8 +19,7 @@ from rekindle_kernels.native.kernel_table import (
     DECODE,
     GATE,
     GEMM,
-    INT4,
-    INT8_GROUPS,
+    GROUPED,
     MATVEC,
     PREFILL,
     RMS_NORM,
@@ -35,7 +34,7 @@ GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 # XLA multiplies by tiles (AMX) where the processor has them: from so many rows on that beats any kernel here.
 _TILES = {"bfloat16": ("amx-bf16", FEW_ROWS + 1), "int8": ("amx-int8", 64)}
-_GROUPED = {"uint8": INT4, "int32": INT8_GROUPS}  # by the dtype of matrices in groups: of four bits, of eight
+_GROUPED = {int4.DTYPES[bits]: spec for bits, spec in GROUPED.items()}  # by the dtype of matrices in groups
 
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
@@ -65,14 +64,18 @@ def _has_gemm(weight: jax.Array) -> bool:
     return K % 64 == 0 and N % 16 == 0 and has_dot_product(weight.dtype.name)
 
 
-def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]:
-    """The kernels that a step calls, by their names, for matrices and pages of these dtypes."""
-    matrices = set(matrices)
+def kernels_for(
+    matrices: Iterable[str], pages: str, head_dim: int, scaled: Iterable[tuple[str, str]] = ()
+) -> list[str]:
+    """The kernels that a step calls, by their names, for matrices and pages of these dtypes; `scaled` are those of
+    matrices with scales, and of their scales."""
+    matrices, scaled = set(matrices), set(scaled)
     kinds = [dtype for dtype in DTYPES if dtype in matrices]
     products = [MATVEC.variant(dtype) for dtype in kinds]
     products += [GEMM.variant(dtype) for dtype in kinds if has_dot_product(dtype)]
-    for stored, spec in _GROUPED.items():  # with other scales the first call is compiled
-        products += [spec.variant("float16")] if stored in matrices else []
+    for stored, spec in _GROUPED.items():
+        scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
+        products += [spec.variant(scale) for scale in scales] if stored in matrices else []
     own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE, GATE)]
     if pages in DTYPES and head_dim % 16 == 0:
         own += [spec.variant(pages, head_dim) for spec in (DECODE, PREFILL)]
@@ -103,7 +106,7 @@ def multiply_int4(
     eps: float = 0.0,
     gated: bool = False,
 ) -> jax.Array:
-    """x [R, K] · a matrix [N, K] of four or eight bits in groups + residual -> float32 [R, N].
+    """x [R, K] · a matrix [N, K] of four, six or eight bits in groups + residual -> float32 [R, N].
 
     Norm and gate are those of `multiply`.
 

@@ -27,7 +27,7 @@ class LinearOptions:
     """The static options of a product."""
 
     # How a weight is multiplied that is not of floats: int8 by "int8", which rounds rows to int8, or "int8-weight",
-    # which doesn't; "int4" is stored as `rekindle_kernels.int4` says, in four bits or eight.
+    # which doesn't; "int4" is stored as `rekindle_kernels.int4` says, in four bits or more.
     quantize: str | None = None
     gate: str | None = None  # an activation: the result is `gated(…, gate)`, half as wide
     eps: float = 0.0  # of the norm

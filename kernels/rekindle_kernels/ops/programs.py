@@ -49,12 +49,15 @@ def environment() -> dict[str, Any]:
     return {"native": native.unavailable_reason() is None, "chains": native.chains(), **build.identity()}
 
 
-def kernels_for(matrices: Iterable[str], pages: str, head_dim: int) -> list[str]:
+def kernels_for(
+    matrices: Iterable[str], pages: str, head_dim: int, scaled: Iterable[tuple[str, str]] = ()
+) -> list[str]:
     """The native kernels that a model's steps call, by their names: for matrices and pages of these dtypes.
 
-    It may name too many; one that it leaves out is compiled when a program that calls it is traced.
+    `scaled` are the dtypes of matrices with scales, each with that of the scales; those in groups that it leaves out
+    have float16. It may name too many; one that it leaves out is compiled when a program that calls it is traced.
     """
-    return native.kernels_for(matrices, pages, head_dim)
+    return native.kernels_for(matrices, pages, head_dim, scaled)
 
 
 def plain_kernels() -> AbstractContextManager[None]:

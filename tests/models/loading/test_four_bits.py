@@ -13,6 +13,7 @@ from rekindle._src.bench import reference
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, prepared, reading
 from rekindle._src.models.loading.checkpoint import describe, load, read
+from rekindle._src.models.loading.gguf import grouped
 from rekindle._src.models.nn.packing import is_packed, matrix_shape, packing_of
 from rekindle._src.session.exporting import export
 from rekindle_kernels import int4, unavailable_reason
@@ -39,16 +40,16 @@ def kinds(model: LoadedModel) -> dict[str, str]:
 
 KINDS = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-min", "Q4_K": "int4-32-min-k",
-    "Q8_0": "int8-32", "Q5_0": "int8-32", "Q5_1": "int8-32-min", "Q5_K": "int8-32-min-k", "Q6_K": "int8-16-k",
+    "Q8_0": "int8-32", "Q5_0": "int6-32", "Q5_1": "int6-32-min", "Q5_K": "int6-32-min-k", "Q6_K": "int6-16-k",
     "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-k", "MXFP4": "int8-32-f32",
 }  # fmt: skip
 # Of each weight in memory, as the documentation says.
 BITS = {
-    "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 8.5, "Q5_1": 9, "Q5_K": 8.625, "Q6_K": 8.5625,
+    "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 6.5, "Q5_1": 7, "Q5_K": 6.625, "Q6_K": 6.5625,
     "IQ4_NL": 8.5, "IQ4_XS": 8.3125, "MXFP4": 9,
 }  # fmt: skip
-native = unavailable_reason("cpu") is None  # groups of eight bits have native kernels only
-needs_numba = pytest.mark.skipif(not native, reason="groups of eight bits are kept where native kernels are")
+native = unavailable_reason("cpu") is None  # groups of six and eight bits have native kernels only
+needs_numba = pytest.mark.skipif(not native, reason="groups of more bits are kept where native kernels are")
 
 
 @pytest.mark.parametrize(("kind", "expected"), list(KINDS.items()))
@@ -58,8 +59,8 @@ def test_blocks_of_gguf_are_kept(
 ) -> None:
     if case != "qwen3" and kind not in ("Q4_0", "Q4_1", "Q4_K", "Q8_0"):
         pytest.skip("one family will do")
-    if expected.startswith("int8") and not native:
-        pytest.skip("groups of eight bits are kept where native kernels are")
+    if not expected.startswith("int4") and not native:
+        pytest.skip("groups of more bits are kept where native kernels are")
     monkeypatch.setattr(reading, "UNPACKED", 4 * 256 * 24)
     raw = checkpoints.CASES[case] | {
         "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64,
@@ -123,7 +124,7 @@ def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Pat
 
 @needs_numba
 def test_a_mixture_of_types_is_kept(tmp_path: Path) -> None:
-    """A file like Q4_K_M: v and down in Q6_K in some layers; q, k and v together then have eight bits."""
+    """A file like Q4_K_M: v and down in Q6_K in some layers; q, k and v together then have six bits."""
 
     def types(name: str) -> str:
         return "Q6_K" if name in ("blk.0.attn_v.weight", "blk.0.ffn_down.weight", "token_embd.weight") else "Q4_K"
@@ -131,10 +132,10 @@ def test_a_mixture_of_types_is_kept(tmp_path: Path) -> None:
     file = gguf_files.of_types(tmp_path / "model.gguf", RAW, types)
     kept, floats = load(file), load(file, dtype="float32")
     found = kinds(kept)
-    expected = {"0.attention.qkv": "int8-16-min-k", "1.attention.qkv": "int4-32-min-k"}
-    expected |= {"0.mlp.down": "int8-16-k", "0.mlp.gate_up": "int4-32-min-k"}
+    expected = {"0.attention.qkv": "int6-16-min-k", "1.attention.qkv": "int4-32-min-k"}
+    expected |= {"0.mlp.down": "int6-16-k", "0.mlp.gate_up": "int4-32-min-k"}
     assert {path: found[f"layers.{path}.weight"] for path in expected} == expected
-    assert found["embed.weight"] == "int8-16-k"
+    assert found["embed.weight"] == "int6-16-k"
     assert_close(kept, floats)
 
 
@@ -179,10 +180,17 @@ def test_a_model_for_several_devices_can_be_divided_after_every_group(tmp_path: 
 
 
 @needs_numba
-def test_what_is_joined_may_have_different_bits(tmp_path: Path) -> None:
-    file = gguf_files.of_types(tmp_path / "model.gguf", RAW, lambda name: "Q4_0" if "attn_q." in name else "Q8_0")
+@pytest.mark.parametrize(
+    ("q", "others", "expected"),
+    [
+        ("Q4_0", "Q8_0", "int8-32"), ("Q6_K", "Q8_0", "int8-16-f32"), ("Q4_0", "Q5_0", "int6-32"),
+        ("Q4_0", "Q5_1", "int6-32-min"), ("Q5_0", "Q4_1", "int6-32-min"), ("Q6_K", "IQ4_XS", "int8-16-k"),
+    ],
+)  # fmt: skip
+def test_what_is_joined_may_have_different_bits(q: str, others: str, expected: str, tmp_path: Path) -> None:
+    file = gguf_files.of_types(tmp_path / "model.gguf", RAW, lambda name: q if "attn_q." in name else others)
     kept, floats = load(file), load(file, dtype="float32")
-    assert kinds(kept)["layers.0.attention.qkv.weight"] == "int8-32"
+    assert kinds(kept)["layers.0.attention.qkv.weight"] == expected
     assert_close(kept, floats)
 
 
@@ -239,6 +247,30 @@ def test_logits_are_close_to_those_of_the_floats(eight: bool, tmp_path: Path, mo
     )
     assert np.abs(ours - theirs).max() < (0.11 if eight else 0.1) * theirs.std()
     assert np.sqrt(np.square(ours - theirs).mean()) < 0.027 * theirs.std()
+
+
+@needs_numba
+@pytest.mark.slow
+def test_logits_of_six_bits_are_those_of_eight_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So every token is the one that it was when these types were kept in eight bits."""
+    types = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_up": "Q5_K"}
+    file = gguf_files.of_types(
+        tmp_path / "model.gguf", RAW, lambda name: types.get(name.split(".")[-2], "Q4_K" if "blk" in name else "Q6_K")
+    )
+    six = load(file)
+    monkeypatch.setattr(
+        grouped,
+        "PACKINGS",
+        {kind: one._replace(bits=8 if one.bits == 6 else one.bits) for kind, one in grouped.PACKINGS.items()},
+    )
+    eight = load(file)
+    ours, theirs = (set(kinds(model).values()) for model in (six, eight))
+    assert theirs == {kind.replace("int6", "int8") for kind in ours} != ours
+    room = [reference.empty_cache(model, 16) for model in (six, eight)]
+    logits = (
+        reference.prefill(model, [3, 9, 27, 81, 11], cache)[0] for model, cache in zip((six, eight), room, strict=True)
+    )
+    np.testing.assert_array_equal(*map(np.asarray, logits))
 
 
 def test_the_next_start_takes_them_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Rows times a matrix of four or eight bits: rows become 8-bit integers with a scale for each group of inputs.
+"""Rows times a matrix of four, six or eight bits: rows become 8-bit integers with a scale for each group of inputs.
 
 A group's products are exact integers, and groups are added in their order, so a row's results are the same to the last
 bit whatever is computed beside it. Few rows read the matrix as fast as memory gives it. Tiles of 12 rows unpack it on
@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.int4 import COLUMNS, DTYPES, OFFSET, SPAN, STEP_BYTES, STEPPED
+from rekindle_kernels.int4 import COLUMNS, DTYPES, INPUTS_OF, OFFSET, SIX_OFFSET, SPAN, STEP_BYTES, STEPPED
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernel_table import INT4, INT8_GROUPS
+from rekindle_kernels.native.kernel_table import GROUPED
 from rekindle_kernels.native.kernels import int4_amx
 from rekindle_kernels.native.kernels.int4_tile import (
     BACK,
@@ -169,10 +169,11 @@ def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
 
 
 def kernel(dtype: str, bits: int = 4) -> Kernel:
-    """Rows times a matrix of four or eight bits whose scales have this dtype."""
+    """Rows times a matrix of so many bits whose scales have this dtype."""
     instruction = best_instruction()
-    offset, columns = OFFSET if bits == 4 else 0 if instruction in SIGNED else 128, COLUMNS[DTYPES[bits]]
-    word, step_inputs, scale_word = np.dtype(DTYPES[bits]).itemsize, STEP[bits] * 8, np.dtype(dtype).itemsize
+    offset = {4: OFFSET, 6: SIX_OFFSET, 8: 0 if instruction in SIGNED else 128}[bits]
+    columns, word, scale_word = COLUMNS[DTYPES[bits]], np.dtype(DTYPES[bits]).itemsize, np.dtype(dtype).itemsize
+    step_inputs = STEP[bits] * INPUTS_OF[bits]
     stepped = dtype == STEPPED
     large = instruction == "vnni"
     unpack = unpacker(bits)
@@ -254,7 +255,7 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
         job.weight = frame.weight.data
         job.scale = frame.scale.data
         job.minimum = frame.minimum.data if frame.has_minimum else 0
-        job.offset = offset if bits == 8 or job.minimum == 0 else 0
+        job.offset = offset if bits > 4 or job.minimum == 0 else 0
         job.block_bytes = dim(frame.weight, 1) * word
         job.scale_bytes = dim(frame.scale, 1) * scale_word
         job.groups = dim(frame.scale, 1) // LANES
@@ -302,9 +303,9 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
         if large and behind > 0:
             strip = 0
             if first + SEVERAL <= end:
-                strip, tiles = memory, job.width // 8
-                unpack(job.weight + block * job.block_bytes, strip, tiles)
-                unpack(job.weight + (block + behind) * job.block_bytes, strip + LANES * 4, tiles)
+                strip = memory
+                unpack(job.weight + block * job.block_bytes, strip, job.width)
+                unpack(job.weight + (block + behind) * job.block_bytes, strip + LANES * 4, job.width)
             while r + ROWS <= end:
                 twelve(job, block, behind, r, sums, strip)
                 put(job, block, r, ROWS, sums, half)
@@ -366,4 +367,4 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
     def finish(job: Any) -> None:
         free(job.packed)
 
-    return Kernel(INT4 if bits == 4 else INT8_GROUPS, JOB, prepare, block, finish)
+    return Kernel(GROUPED[bits], JOB, prepare, block, finish)

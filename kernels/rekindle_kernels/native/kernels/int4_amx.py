@@ -302,12 +302,12 @@ def ask_for(weight: int, further: int, nbytes: int) -> None:
 def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
     """`multiply(job, block, behind, first, last, memory, following)`: the rows [first, last) of a job of `int4` times a
     block of outputs and the one so many blocks behind it. Weights at `following` are needed next; it may be 0. What is
-    stored is `offset` more than the integers, where there are no minimums or it has eight bits.
+    stored is `offset` more than the integers, where there are no minimums or it has more than four bits.
 
     `put(job, block, first, count, sums, behind)` writes results.
     """
     single, pairs = _single(scale), _pairs(scale)
-    unpack, unpack_signed = unpacker(bits, offset if bits == 8 else 0), unpacker(bits, offset)
+    unpack, unpack_signed = unpacker(bits, offset if bits > 4 else 0), unpacker(bits, offset)
 
     @jit
     def multiply(job: Any, block: int, behind: int, first: int, last: int, memory: int, following: int) -> None:
@@ -324,13 +324,13 @@ def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
         panels, blocks = (job.width + PANEL - 1) // PANEL, (last - first + ROWS - 1) // ROWS
         for panel in range(panels):
             start, stop = first_group(panel, panels, groups), first_group(panel + 1, panels, groups)
-            here, tiles = weight + start * nbytes, (stop - start) * group // 8
+            here, inputs = weight + start * nbytes, (stop - start) * group
             if minimum > 0:
-                unpack(here, unpacked, tiles)
-                unpack(here + further, unpacked + LINE, tiles)
+                unpack(here, unpacked, inputs)
+                unpack(here + further, unpacked + LINE, inputs)
             else:
-                unpack_signed(here, unpacked, tiles)
-                unpack_signed(here + further, unpacked + LINE, tiles)
+                unpack_signed(here, unpacked, inputs)
+                unpack_signed(here + further, unpacked + LINE, inputs)
             ahead = weight + stop * nbytes if panel + 1 < panels else following
             if ahead > 0:
                 ask_for(ahead, further, (stop - start) * nbytes)

@@ -2,10 +2,10 @@
 groups of inputs.
 
 A load fills a vector with eight inputs of each of 16 outputs (`rekindle_kernels.int4`). Its low and its high halves of
-bytes meet four 8-bit inputs of a row each, spread over a vector; of eight bits, two loads do that. What a group adds up
-to is an exact integer; it is multiplied by the row's scale of that group, then by the outputs' and added to what
-earlier groups have given. So the result of a row is the same to the last bit whatever tile computes it, with whatever
-instructions.
+bytes meet four 8-bit inputs of a row each, spread over a vector; of eight bits, two loads do that, and of six, three
+make four such vectors. What a group adds up to is an exact integer; it is multiplied by the row's scale of that group,
+then by the outputs' and added to what earlier groups have given. So the result of a row is the same to the last bit
+whatever tile computes it, with whatever instructions.
 
 Sums of integers begin at the bits of MAGIC, so that as a float they are MAGIC plus the sum, without a conversion. A
 row's scale has 22 bits, so that MAGIC times the scale is exact, and (MAGIC + sum) · scale - MAGIC · scale, in one
@@ -14,6 +14,7 @@ operation, is the sum times the scale, rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -21,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rekindle_kernels.int4 import OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
+from rekindle_kernels.int4 import INPUTS_OF, OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.memory import WORD
@@ -31,8 +32,9 @@ INT, BYTE = ir.IntType(32), ir.IntType(8)
 _INTS, _HALF_INTS = ir.VectorType(INT, LANES), ir.VectorType(INT, LANES // 2)
 _BYTES, _SHORTS = ir.VectorType(BYTE, 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
 _VECTOR_OF_BYTES = ir.VectorType(BYTE, 4 * LANES)
-_LOW_BITS, _SIGN_BITS = 0x0F0F0F0F, 0x80808080
-STEP = {4: 4, 8: 2}  # tiles of the smallest group, by bits
+_LOW_BITS, _HIGH_PAIRS, _SIGN_BITS = 0x0F0F0F0F, 0x30303030, 0x80808080
+STEP = {4: 4, 6: 1, 8: 2}  # tiles of the smallest group, by bits
+TILE_BYTES = {bits: OUTPUTS * inputs * bits // 8 for bits, inputs in INPUTS_OF.items()}
 AHEAD = 8 << 10  # bytes by which weights are prefetched, as in `matvec`
 
 # What a row is packed into: its 8-bit integers, then for all groups four numbers of four bytes each: their scales, what
@@ -40,7 +42,7 @@ AHEAD = 8 << 10  # bytes by which weights are prefetched, as in `matvec`
 SCALE, BEGIN, VALUES, BACK = range(4)
 NUMBERS = 4
 MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000  # 1.5 · 2^23: one more is one more in its bits
-UNPACKED = 4 * LANES * 4  # bytes of a tile of two blocks of outputs, an integer in each byte
+UNPACKED = 4 * LANES * 4  # bytes of eight inputs of two blocks of outputs, an integer in each byte
 assert OUTPUTS == LANES, "an output has a lane"
 INSTRUCTIONS = {
     "avx512vnni": "vnni",
@@ -72,10 +74,11 @@ def multiply_tile(
     of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP[bits] tiles;
     `minimums` may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is one that `best_instruction` names, and
     `scale` the dtype of scales. With `unpacked`, weights are what `unpacker` made of two blocks. Integers of eight bits
-    are multiplied as if 128 were added to them, unless the instruction is in SIGNED.
+    are multiplied as if 128 were added to them, unless the instruction is in SIGNED; those of six as they are stored.
     """
     in_registers = rows * vectors <= 8
-    count, tile_bytes, step = rows * vectors, TILE * bits // 4, STEP[bits]
+    count, tile_bytes, step, tile_inputs = rows * vectors, TILE_BYTES[bits], STEP[bits], INPUTS_OF[bits]
+    apart = UNPACKED * tile_inputs // 8 if unpacked else tile_bytes
 
     @intrinsic
     def tile(
@@ -107,12 +110,16 @@ def multiply_tile(
             kept = [cgutils.alloca_once(builder, FLOATS) if in_registers else at(place, FLOATS) for place in places]
             for one in kept:
                 builder.store(ir.Constant(FLOATS, [0.0] * LANES), one, align=64 if in_registers else 4)
-            width = times(times(groups, steps), step * 8)  # inputs, and bytes of a row's integers
-            scales_at = scale_reader(builder, scale, times(steps, step * 8))
+            width = times(times(groups, steps), step * tile_inputs)  # inputs, and bytes of a row's integers
+            scales_at = scale_reader(builder, scale, times(steps, step * tile_inputs))
 
             def number(row: int, group: Any, which: int, kind: ir.Type) -> Any:
                 behind = builder.add(width, times(builder.add(times(groups, which), group), 4))
                 return everywhere(builder, builder.load(at(builder.add(begins[row], behind), kind)), kind)
+
+            def loaded(address: Any, four: int) -> list[Any]:
+                places = (builder.add(address, WORD(4 * LANES * index)) for index in (2 * four, 2 * four + 1))
+                return [builder.load(at(place, _INTS), align=64) for place in places]
 
             with cgutils.for_range(builder, groups) as outer:
                 group = outer.index
@@ -124,21 +131,17 @@ def multiply_tile(
                     first = times(builder.add(times(group, steps), inner.index), step)
                     for each in range(step):
                         number_of_tile = builder.add(first, WORD(each))
-                        address = builder.add(weights, times(number_of_tile, UNPACKED if unpacked else tile_bytes))
+                        address = builder.add(weights, times(number_of_tile, apart))
                         for line in range(0, tile_bytes if prefetches else 0, TILE):
                             _prefetch(builder, builder.add(address, WORD(AHEAD + line)))
                         if unpacked:
-                            found = [
-                                builder.load(at(builder.add(address, WORD(4 * LANES * index)), _INTS), align=64)
-                                for index in range(4)
-                            ]
-                            halves = [found[:2], found[2:]]
+                            fours: Iterable[Any] = (loaded(address, four) for four in range(tile_inputs // 4))
                         else:
                             pair = [address, builder.add(address, further)][:vectors]
                             integers = _signed if instruction in SIGNED else _unsigned
-                            halves = [*zip(*(integers(builder, bits, place) for place in pair), strict=True)]
-                        for half, columns in enumerate(halves):
-                            inputs = builder.add(times(number_of_tile, 8), WORD(4 * half))
+                            fours = zip(*(integers(builder, bits, place) for place in pair), strict=True)
+                        for four, columns in enumerate(fours):
+                            inputs = builder.add(times(number_of_tile, tile_inputs), WORD(4 * four))
                             for row in range(rows):
                                 here = [totals[vector * rows + row] for vector in range(vectors)]
                                 word = builder.add(begins[row], inputs)
@@ -215,19 +218,43 @@ def _halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
     return builder.and_(pairs, mask), builder.and_(shifted, mask)
 
 
-def _unsigned(builder: Any, bits: int, address: Any) -> tuple[Any, Any]:
+def _six(builder: Any, pointer: Any) -> Iterator[Any]:
+    """The integers of a tile of six bits as bytes, four inputs after the other four: what is stored, from 0 to 63.
+
+    Each is made when it is asked for: all four of two blocks would fill too many registers.
+    """
+    mask = ir.Constant(_INTS, [_HIGH_PAIRS] * LANES)
+
+    def line(number: int) -> Any:
+        return builder.load(builder.gep(pointer, [WORD(number)]), align=4)
+
+    def shifted(left: int) -> Any:
+        by = ir.Constant(_INTS, [abs(left)] * LANES)
+        return high if left == 0 else builder.shl(high, by) if left > 0 else builder.lshr(high, by)
+
+    high = line(2)
+    for number in range(2):
+        for half, low in enumerate(_halves(builder, line(number))):
+            yield builder.or_(low, builder.and_(shifted(4 - 4 * number - 2 * half), mask))
+
+
+def _unsigned(builder: Any, bits: int, address: Any) -> Iterable[Any]:
     """The integers of the tile at `address` as unsigned bytes: its first four inputs, and the others."""
     pointer = builder.inttoptr(address, _INTS.as_pointer())
     if bits == 4:
         return _halves(builder, builder.load(pointer, align=4))
+    if bits == 6:
+        return _six(builder, pointer)
     first, second = (builder.load(builder.gep(pointer, [WORD(half)]), align=4) for half in range(2))
     signs = ir.Constant(_INTS, [_SIGN_BITS] * LANES)
     return builder.xor(first, signs), builder.xor(second, signs)
 
 
-def _signed(builder: Any, bits: int, address: Any) -> tuple[Any, Any]:
-    """The same as they are: the integers of four bits are no larger than signed bytes."""
+def _signed(builder: Any, bits: int, address: Any) -> Iterable[Any]:
+    """The same as they are: the integers of four bits, and of six as stored, are no larger than signed bytes."""
     pointer = builder.inttoptr(address, _INTS.as_pointer())
+    if bits == 6:
+        return _six(builder, pointer)
     if bits == 4:
         pairs = builder.bitcast(builder.load(pointer, align=4), _VECTOR_OF_BYTES)
         low = builder.and_(pairs, ir.Constant(_VECTOR_OF_BYTES, [15] * 4 * LANES))
@@ -276,7 +303,7 @@ def _with_vnni(builder: Any, word: Any, columns: list[Any], sums: list[Any]) -> 
 
 
 def _with_avx2(builder: Any, bits: int, inputs: Any, column: Any, total: Any) -> Any:
-    """Two products of 4 and 8 bits fit into 16 bits with room to spare, so that nothing saturates. Two of 8 and 8 bits
+    """Two products of 6 and 8 bits fit into 16 bits with room to spare, so that nothing saturates. Two of 8 and 8 bits
     do not: their bytes are widened before."""
     products = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_SHORTS, [_BYTES, _BYTES]), "llvm.x86.avx2.pmadd.ub.sw"
@@ -290,7 +317,7 @@ def _with_avx2(builder: Any, bits: int, inputs: Any, column: Any, total: Any) ->
     for start in (0, LANES // 2):
         lanes = ir.Constant(_HALF_INTS, list(range(start, start + LANES // 2)))
         halves = [builder.shuffle_vector(vector, vector, lanes) for vector in (column, spread)]
-        if bits == 4:
+        if bits < 8:
             w, x = (builder.bitcast(half, _BYTES) for half in halves)
             found.append(builder.call(pairs, [builder.call(products, [w, x]), ones]))
             continue
@@ -312,14 +339,14 @@ def _with_any(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
 
 
 def unpacker(bits: int, offset: int = 0) -> Any:
-    """`unpack(weights, target, tiles)`: the weights of a block of outputs, an unsigned integer less `offset` in each
-    byte: at `target` the first four inputs of its first tile, two vectors behind them the others, and four vectors
-    behind each tile the next one."""
+    """`unpack(weights, target, inputs)`: the weights of a block of outputs, an unsigned integer less `offset` in each
+    byte: at `target` the first four inputs, and two vectors behind every four the next ones."""
 
     @intrinsic
-    def unpack(typing_context: Any, weights: Any, target: Any, tiles: Any) -> Any:
+    def unpack(typing_context: Any, weights: Any, target: Any, inputs: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weights, target, tiles = args
+            weights, target, inputs = args
+            tiles = builder.udiv(inputs, WORD(INPUTS_OF[bits]))
             many = ir.VectorType(BYTE, 4 * LANES)
             subtracted = ir.Constant(many, [offset] * 4 * LANES)
 
@@ -327,10 +354,10 @@ def unpacker(bits: int, offset: int = 0) -> Any:
                 return builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
 
             with cgutils.for_range(builder, tiles) as loop:
-                halves = _unsigned(builder, bits, at(weights, loop.index, TILE * bits // 4))
-                for half, integers in enumerate(halves):
+                fours = tuple(_unsigned(builder, bits, at(weights, loop.index, TILE_BYTES[bits])))
+                for four, integers in enumerate(fours):
                     values = builder.sub(builder.bitcast(integers, many), subtracted)
-                    place = at(target, loop.index, UNPACKED, half * UNPACKED // 2)
+                    place = at(target, loop.index, len(fours) * UNPACKED // 2, four * UNPACKED // 2)
                     builder.store(values, builder.inttoptr(place, many.as_pointer()), align=64)
             return context.get_dummy_value()
 

@@ -68,6 +68,7 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.MATVEC: _matvec,
     table.GEMM: _gemm,
     table.INT4: lambda kernel: int4.kernel(kernel.dtype),
+    table.INT6_GROUPS: lambda kernel: int4.kernel(kernel.dtype, 6),
     table.INT8_GROUPS: lambda kernel: int4.kernel(kernel.dtype, 8),
     table.RMS_NORM: lambda kernel: rms_norm.kernel(),
     table.ROPE: lambda kernel: rope.kernel(),

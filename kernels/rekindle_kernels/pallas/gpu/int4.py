@@ -25,6 +25,7 @@ from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pallas.gpu.block import both, product
 
 TYPES = ("bfloat16", "float16", "float32")
+WORDS = {"uint8": 8, "int32": 4}  # inputs in a word, by the dtype of weights: those of four bits, and of eight
 FEW_ROWS = 64  # up to so many, reading the matrix is what takes the time
 WAVES = 2  # programs per multiprocessor that few rows are divided into
 LEAST_TURNS = 4  # of a program's loop
@@ -66,6 +67,8 @@ def supports(call: LinearCall) -> str | None:
     """The reason why the kernel can't serve the call, or None."""
     if call.quantize != "int4":
         return "the matrix is not in groups"
+    if call.weight.dtype.name not in WORDS:
+        return f"integers of {int4.BITS[call.weight.dtype.name]} bits are not widened in registers"
     if call.x.dtype.name not in TYPES:
         return f"rows are {call.x.dtype.name}, not one of {', '.join(TYPES)}"
     if call.norm:
@@ -171,7 +174,7 @@ def _input(stored: jax.Array, number: int, each: int) -> jax.Array:
 
 def inputs_in_word(weight: jax.Array) -> int:
     """J of a stored matrix."""
-    return 8 if weight.dtype == jnp.uint8 else 4
+    return WORDS[weight.dtype.name]
 
 
 def as_words(weight: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from rekindle_kernels import int4
 from rekindle_kernels.pallas.gpu.expert_tiles import END, FIRST, OWNER, tile_table
 from rekindle_kernels.pallas.gpu.int4 import TYPES as TYPES
+from rekindle_kernels.pallas.gpu.int4 import WORDS as WORDS
 from rekindle_kernels.pallas.gpu.int4 import Tile, as_words, inputs_in_word, laid_out, summed
 
 

@@ -32,7 +32,7 @@ PARTS = {
     "idle": "the host's work and the program's start, before the step",
 }
 KERNELS = {
-    "matvec": "products", "gemm": "products", "int4": "products", "int8groups": "products",
+    "matvec": "products", "gemm": "products", "int4": "products", "int6groups": "products", "int8groups": "products",
     "decode": "attention", "prefill": "attention", "write": "pages",
     "norm": "norms", "rope": "rope", "argmax": "sampling", "sample": "sampling",
 }  # fmt: skip

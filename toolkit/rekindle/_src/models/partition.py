@@ -129,7 +129,7 @@ def roles_of(graph: Graph) -> dict[str, Role]:
 
 
 def packings_of(graph: Graph) -> dict[str, Packing]:
-    """How the matrices of four or eight bits in groups are stored, by the paths of their weights."""
+    """How the matrices of four, six or eight bits in groups are stored, by the paths of their weights."""
     if not graph.precision.quantizes:
         return {}
     leaves = dict(zip(graph.paths, leaf_shapes(graph), strict=True))

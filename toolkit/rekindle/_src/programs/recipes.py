@@ -82,9 +82,12 @@ class Recipes:
         wanted = {self.config.kernels, self.graph.precision.implementation}
         if not wanted <= {None, "native"} or jax.default_backend() != "cpu":
             return []
-        named = zip(self.graph.paths, self.leaves, strict=True)
-        matrices = [leaf.dtype.name for path, leaf in named if path.endswith("weight") and len(leaf.shape) > 1]
-        return kernels_for(matrices, self.kv[0].dtype.name, self.kv[0].head_dim)
+        leaves = dict(zip(self.graph.paths, self.leaves, strict=True))
+        matrices = {path: leaf for path, leaf in leaves.items() if path.endswith("weight") and len(leaf.shape) > 1}
+        beside = ((leaf, leaves.get(f"{path.removesuffix('weight')}scale")) for path, leaf in matrices.items())
+        scaled = [(leaf.dtype.name, scale.dtype.name) for leaf, scale in beside if scale is not None]
+        dtypes = [leaf.dtype.name for leaf in matrices.values()]
+        return kernels_for(dtypes, self.kv[0].dtype.name, self.kv[0].head_dim, scaled)
 
     def layout(self, bucket: Bucket) -> Layout:
         most = self.config.max_requests

@@ -99,7 +99,7 @@ def describe(
     """Checks a folder or hub id and describes the model that `load` would return for it.
 
     With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and where
-    native kernels multiply them those of eight bits too. A model that will be `divided` over devices can be divided
+    native kernels multiply them those of six and eight too. A model that will be `divided` over devices can be divided
     after every group.
     """
     quantize = checked_quantize(quantize)
@@ -133,7 +133,7 @@ def describe(
 
 
 def _multiplies_groups() -> bool:
-    """Whether there are kernels for groups of eight bits; elsewhere products with 16 bits are faster."""
+    """Whether there are kernels for groups of six and eight bits; elsewhere products with 16 bits are faster."""
     return jax.default_backend() == "cpu" and unavailable_reason("cpu") is None
 
 

@@ -1,4 +1,4 @@
-"""Matrices that a checkpoint stores in groups of four or eight bits, kept as they are: which can be, and how.
+"""Matrices that a checkpoint stores in groups of four, six or eight bits, kept as they are: which can be, and how.
 
 A reader of rows that has `packing` and `integers` can fill a matrix of `rekindle_kernels.int4` exactly. A parameter of
 the model may be made of several tensors, q, k and v for example; their packings are joined to one that holds them all.
@@ -54,14 +54,14 @@ def stored_kinds(
     declared: Manifest, entries: Mapping[str, TensorEntry], *, eight: bool = True, steps: bool = True
 ) -> tuple[tuple[str, str], ...]:
     """The kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in groups of four bits, and of
-    `eight`. Without `steps`, scales are numbers, so that a matrix can be divided after every group."""
+    more up to `eight`. Without `steps`, scales are numbers, so that a matrix can be divided after every group."""
     found = []
     for path, source in declared.sources.items():
         parts = [entries[name] for name in source.names if name in entries]
         packing = _joined(_packing(entry) for entry in parts) if len(parts) == len(source.names) else None
         if packing is None or source.transpose or source.add or source.tiled or not path.endswith(".weight"):
             continue
-        if packing.bits == 8 and not eight:
+        if packing.bits > 4 and not eight:
             continue
         if packing.scales == int4.STEPPED and not steps:
             packing = packing._replace(scales="float32")
@@ -80,9 +80,9 @@ def fills(packing: Packing | None, entry: TensorEntry, source: Source) -> bool:
 
 
 def fitted(found: Integers, stored: Packing, packing: Packing) -> Integers:
-    """The same numbers for a packing that holds more: smaller groups, minimums, wider scales, eight bits."""
+    """The same numbers for a packing that holds more: smaller groups, minimums, wider scales, more bits."""
     scales = _spread(found.scales, stored, packing)
-    integers, offset = found.integers, 0 if stored.minimum or stored.bits == 8 else int4.OFFSET
+    integers, offset = found.integers, 0 if stored.minimum or stored.bits > 4 else int4.OFFSET
     if packing.bits > stored.bits:
         integers, offset = integers.astype(np.int8) - np.int8(offset), 0
     if not packing.minimum:

@@ -78,7 +78,7 @@ class LeafArrays(NamedTuple):
             return found if leaf.scale is None or self.scale is None else found | {leaf.scale: self.scale}
         assert leaf.scale is not None, "integers have scales"
         assert self.scale is not None, "integers have scales"
-        found = {leaf.path: int4.pack(self.values), leaf.scale: int4.pack_scales(self.scale)}
+        found = {leaf.path: int4.pack(self.values, leaf.packing.bits), leaf.scale: int4.pack_scales(self.scale)}
         if leaf.minimum is not None and self.minimum is not None:
             found[leaf.minimum] = int4.pack_scales(self.minimum)
         return {path: _adopted(array) for path, array in found.items()}

@@ -11,9 +11,9 @@ A quantised matrix is a pair of leaves of its module, and `quantised = weight * 
 
 `quantize="int8"` multiplies int8 by int8 with one dynamic scale per activation row; `"int8-weight"` widens the weights
 to the activations' 16 bits right before the product. Both have the same leaves. A matrix of four bits ("int4", with a
-scale for each group of inputs), or of eight that a file has in groups, has the leaves `weight`, `scale` and perhaps
-`minimum` that `rekindle_kernels.int4` describes. `quantise` chooses, once the model is made, by the precision and each
-matrix's place in the model.
+scale for each group of inputs), or of six or eight that a file has in groups, has the leaves `weight`, `scale` and
+perhaps `minimum` that `rekindle_kernels.int4` describes. `quantise` chooses, once the model is made, by the precision
+and each matrix's place in the model.
 
 Where experts are picked one by one in a loop (on CPU), a stack of 16-bit floats is kept as a uint16 leaf that holds
 their bits, `array.view(numpy.uint16)`: XLA:CPU would widen the whole stack to float32 before it takes a slice of it,

@@ -1,10 +1,10 @@
-"""How a matrix is stored in groups of four or eight bits: what the kinds of a plan and the shape of a matrix come to.
+"""How a matrix is stored in groups of four, six or eight bits: what the kinds of a plan and its shape come to.
 
 Kinds are text, as a graph and its JSON hold them: `int4`, with `-32`, `-64` or `-128` for the inputs of a group, then
 `-min` where groups have minimums, then `-f32` where scales and minimums are float32, or `-k` where they are integers
 with steps: `int4-32` holds Q4_0, `int4-32-min` Q4_1, `int4-128-min-f32` AWQ and GPTQ with zeros, `int4-32-min-k` Q4_K.
 Users name the first four.
-`int8-32` and so on are groups of eight bits, which only files have: Q8_0, Q6_K, Q5_0 and others.
+`int8-32` and so on are groups of eight bits, and `int6-32` of six, which only files have: Q8_0, Q6_K, Q5_0 and others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFERRED = 64  # inputs of a group where a plan does not say it; 32 where 64 do
 
 
 class Packing(NamedTuple):
-    """A matrix of four or eight bits in groups, as `rekindle_kernels.int4` stores it."""
+    """A matrix of four, six or eight bits in groups, as `rekindle_kernels.int4` stores it."""
 
     group: int
     minimum: bool = False  # groups have minimums
@@ -43,9 +43,9 @@ def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | No
 
     Raises ConfigError for a matrix that can't be stored like this.
     """
-    if kind is None or not re.match(r"int4|int8-\d", kind):
+    if kind is None or not re.match(r"int4|int[68]-\d", kind):
         return None
-    found = re.fullmatch(r"int([48])(?:-(\d+))?(-min)?(-f32|-k)?", kind)
+    found = re.fullmatch(r"int([468])(?:-(\d+))?(-min)?(-f32|-k)?", kind)
     assert found is not None, f"kind {kind!r}"
     bits, asked, minimum, suffix = found.groups()
     outputs, inputs = shape[-2:]

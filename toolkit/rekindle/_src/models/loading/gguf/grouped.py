@@ -1,4 +1,4 @@
-"""Types of GGUF tensors that are integers in groups of 32 or 16: how they are kept in four or eight bits, exactly.
+"""Types of GGUF tensors that are integers in groups of 32 or 16: how they are kept in four, six or eight bits, exactly.
 
 What they stand for is what `dequantize` makes of them: levels of a table are integers, and scales that a type computes
 in float32 as a product are kept as its factors.
@@ -21,10 +21,10 @@ PACKINGS = {
     "Q4_0": Packing(32),
     "Q4_1": Packing(32, minimum=True),
     "Q4_K": Packing(32, minimum=True, scales=int4.STEPPED),
-    "Q5_0": Packing(32, bits=8),
-    "Q5_1": Packing(32, minimum=True, bits=8),
-    "Q5_K": Packing(32, minimum=True, scales=int4.STEPPED, bits=8),
-    "Q6_K": Packing(16, scales=int4.STEPPED, bits=8),
+    "Q5_0": Packing(32, bits=6),
+    "Q5_1": Packing(32, minimum=True, bits=6),
+    "Q5_K": Packing(32, minimum=True, scales=int4.STEPPED, bits=6),
+    "Q6_K": Packing(16, scales=int4.STEPPED, bits=6),
     "Q8_0": Packing(32, bits=8),
     "IQ4_NL": Packing(32, bits=8),
     "IQ4_XS": Packing(32, scales=int4.STEPPED, bits=8),
