@@ -11,6 +11,12 @@ from rekindle._src.core import gc_pause
 from rekindle._src.core.gc_pause import gc_paused
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_frozen() -> None:
+    """What other modules left is, see `tests/conftest.py`."""
+    gc.unfreeze()
+
+
 def test_it_is_off_until_the_last_thread_is_done() -> None:
     inside, leave = threading.Event(), threading.Event()
 
