@@ -2,8 +2,8 @@
 
 Axes: T tokens, H heads, K kv heads, D head_dim, S page size, B keys of a block. A program has 128 rows: 64 tokens of
 two heads that share their keys, or, where groups are odd, 128 tokens of one head. Each consumer has 64 of them. The
-form is that of FlashAttention-3: the tensor memory accelerator (TMA) copies page after page into a ring of blocks, and while
-one consumer multiplies, the other takes its softmax.
+form is that of FlashAttention-3: the tensor memory accelerator (TMA) copies page after page into a ring of blocks, and
+while one consumer multiplies, the other takes its softmax.
 
 A copy brings whole pages, so a block holds rows that no query may read: behind the sequence's end, and before a sliding
 window. Scores of such keys are masked. Their values would be multiplied by zero, which does not help against NaN, so
@@ -115,7 +115,7 @@ def _produce(pages_ref: Any, ids_ref: Any, tile: Tile, shared: Shared, *, head: 
     newest = lax.div(tile.context - 1, jnp.int32(copied)) * copied
     oldest = lax.div(tile.oldest, jnp.int32(copied)) * copied
 
-    def turn(index: jax.Array, _: None) -> None:
+    def turn(index: jax.Array, carry: None) -> None:
         done = index - tile.low
         slot = lax.rem(done, jnp.int32(stages))
         rows = []
