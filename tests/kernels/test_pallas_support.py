@@ -178,7 +178,7 @@ def test_gpu_benchmark_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_gpu_benchmark_builds_every_contestant() -> None:
     small = replace(bench_gpu.DECODE, rows=1, context=256, chunk=256, heads=2, kv_heads=1, head_dim=64, page_size=16)
-    for build in (bench_gpu.decode_runs, bench_gpu.prefill_runs):
+    for build in (bench_gpu.decode_runs, partial(bench_gpu.prefill_runs, with_mosaic=True)):
         runs = build(small)
         dense = runs["jax.nn.dot_product_attention xla, dense"]()
         ours = next(iter(runs.values()))()
