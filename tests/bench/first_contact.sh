@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The first minutes on a GPU: `tests/bench/first_contact.sh [OUT]`, ten of them at most. Correctness first, then figures.
+# The first minutes on a GPU: `tests/bench/first_contact.sh [OUT]`, twelve of them if each part needs all its time.
+# Correctness comes before figures.
 #
 # Each part has a time limit and runs whatever became of those before, except that nothing is measured where the kernels
 # are wrong. OUT (default: first_contact) gets a log of each part and first_contact.json with what it printed last.
