@@ -1,17 +1,17 @@
-"""Many rows times a 16-bit or 8-bit matrix by AMX: rows in panels, as `gemm_packing` lays them out, the matrix as stored.
+"""Many rows times a 16-bit or 8-bit matrix by AMX: rows in the panels of `gemm_packing`, the matrix as it is stored.
 
 A tile register holds sixteen words of 16 outputs, just as they lie in the matrix, or of 16 rows, just as they lie in a
 panel. One instruction adds to 16 x 16 sums what these multiply to; two registers of either give 32 outputs of 32 rows.
 The matrix is read once, and nothing of it is turned or copied: XLA does that, and before the first product of each
 program it thinks 2.4 ms about how (jax 0.10), which made 0.3 s of the first step of a model with 30 layers.
 
-Milliseconds of two cores of a Xeon, for a layer of the 135M model in bfloat16:
+Milliseconds of two cores of a Xeon, for the products of 30 layers of the 135M model in bfloat16:
 
-    rows               8     34    130    514
-    XLA             FILL
-    here            FILL
+    rows               5     16     34    130    514
+    XLA              9.9   10.2   14.0   28.1   77.7
+    here             6.9    7.5   11.7   24.3   85.8
 
-Products are added in another order than without AMX, so the last bits of 16-bit results differ; 8-bit ones are exact.
+Products are added in another order than without AMX, so the last bits of 16-bit results differ.
 """
 
 from __future__ import annotations

@@ -70,10 +70,12 @@ class Layered:
         return "parts" if self.kernels else PLAIN
 
     def starts_anew(self, keys: Iterable[Key]) -> bool:
-        """Whether parts of these programs are there much sooner than the programs: none is stored, in either form."""
-        kinds = self._cut.kinds
-        return len(kinds) >= MANY_LAYERS * len({*kinds}) and all(
-            self.takes(key) and not (self._holds(key.name) or self._holds(_plain_opening(key))) for key in keys
+        """Whether parts of these programs are there much sooner than the programs, of which not all are stored."""
+        kinds, keys = self._cut.kinds, [*keys]
+        return (
+            len(kinds) >= MANY_LAYERS * len({*kinds})
+            and all(self.takes(key) and not self._holds(_plain_opening(key)) for key in keys)
+            and not all(self._holds(key.name) for key in keys)
         )
 
     def _holds(self, name: str) -> bool:
