@@ -1,9 +1,10 @@
 """Seconds from a command to its first text: on a fresh machine, in a second process, and with kernels but no programs.
 
-    python tests/bench/first_text.py [--model tiny] [--rounds 5]
+    python tests/bench/first_text.py [--model tiny] [--rounds 5] [--python VENV/bin/python]
 
 Each round begins with an empty cache folder, and its second process waits until the kernels are compiled. What a text
-waited for is in the line that `rekindle generate` prints at its end.
+waited for is in the line that `rekindle generate` prints at its end. With --python, what is installed there is timed
+instead of this source tree: a wheel, say, in an environment without numba.
 """
 
 from __future__ import annotations
@@ -19,14 +20,27 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ABOUT = """
+import importlib.util, rekindle
+from rekindle_kernels.native import library
+found = library.find()
+kernels = "none prebuilt" if found is None else f"prebuilt for {next(iter(found.levels))}"
+numba = "numba" if importlib.util.find_spec("numba") else "no numba"
+print(f"rekindle {rekindle.__version__} in {rekindle.__path__[0]}; kernels: {kernels}, {numba}")
+"""
 
 
-def once(cache: Path, model: str) -> tuple[float, str]:
+def variables(cache: Path, *, installed: bool) -> dict[str, str]:
+    """The environment of a process that has its caches in a folder."""
+    left_out = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")  # an installed package comes with bytecode
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    paths = {} if installed else {"PYTHONPATH": os.pathsep.join([str(ROOT / "toolkit"), str(ROOT / "kernels")])}
+    return {**kept, **paths, "REKINDLE_CACHE": str(cache / "rekindle")}
+
+
+def once(python: str, cache: Path, model: str, environment: dict[str, str]) -> tuple[float, str]:
     """Seconds to the first byte of text, and the line at the end."""
-    paths = os.pathsep.join([str(ROOT / "toolkit"), str(ROOT / "kernels")])
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": paths}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package comes with bytecode
-    command = [sys.executable, "-m", "rekindle", "generate", "Once upon a time", "--max-tokens", "32", "--model", model]
+    command = [python, "-m", "rekindle", "generate", "Once upon a time", "--max-tokens", "32", "--model", model]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=cache) as child:
         assert child.stdout is not None and child.stderr is not None
@@ -34,7 +48,9 @@ def once(cache: Path, model: str) -> tuple[float, str]:
         seconds = time.perf_counter() - start
         child.stdout.read()
         lines = child.stderr.read().decode().splitlines()
-    return seconds, lines[-1] if lines else f"ended with status {child.returncode}"
+    if child.returncode:
+        raise SystemExit("\n".join([*lines, f"ended with status {child.returncode}"]))
+    return seconds, lines[-1] if lines else ""
 
 
 def compiling(cache: Path) -> bool:
@@ -47,14 +63,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--python", help="the Python of an environment in which rekindle is installed")
     arguments = parser.parse_args()
+    python, installed = arguments.python or sys.executable, arguments.python is not None
     found: dict[str, list[float]] = {"fresh machine": [], "second process": [], "kernels, no programs": []}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = variables(Path(folder), installed=installed)
+        subprocess.run([python, "-c", ABOUT], env=environment, cwd=folder, check=True)
     for _ in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:
+            environment = variables(Path(folder), installed=installed)
             for name, seconds in found.items():
                 if name == "kernels, no programs":
                     shutil.rmtree(Path(folder, "rekindle", "programs"), ignore_errors=True)
-                first, said = once(Path(folder), arguments.model)
+                first, said = once(python, Path(folder), arguments.model, environment)
                 seconds.append(first)
                 print(f"{name:22}{first:6.2f} s  {said}", flush=True)
                 while compiling(Path(folder)):

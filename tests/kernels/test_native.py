@@ -8,6 +8,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from rekindle_kernels import init_pages, native, pages
-from rekindle_kernels.native import build, cpu, products, rope_kv
+from rekindle_kernels.native import build, products, rope_kv
 from rekindle_kernels.native.kernel_table import GEMM
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
@@ -45,6 +46,15 @@ def test_few_rows_times_a_matrix(dtype: str, height: int, width: int, rows: int)
     np.testing.assert_allclose(got, x.astype(np.float64) @ meaning.T, rtol=0, atol=1e-5 * width)
 
 
+@pytest.fixture(params=["amx", "no amx"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By AMX, where the processor has it, and without."""
+    if request.param == "amx" and not products.has_amx():
+        pytest.skip("this processor has no AMX")
+    monkeypatch.setattr(products, "has_amx", lambda: request.param == "amx")
+
+
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("rows", [5, 15, 16, 17, 20, 21, 32, 34, 47, 64, 66, 85, 130, 192, 203, 515])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_many_rows_times_a_matrix(dtype: str, rows: int) -> None:
@@ -67,20 +77,33 @@ def test_many_rows_times_a_matrix(dtype: str, rows: int) -> None:
     np.testing.assert_allclose(got, x @ meaning.T, rtol=1e-5, atol=1e-3)
 
 
-def test_where_the_processor_has_tiles_many_rows_are_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, quantised = weights("bfloat16", 64, 64)[0], weights("int8", 64, 64)[0]
-    if not (products._has_gemm(weight) and products._has_gemm(quantised)):
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_with_and_without_amx_a_product_is_the_same(dtype: str, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not products.has_amx():
+        pytest.skip("this processor has no AMX")
+    weight, scale, _ = weights(dtype, 224, 128)
+    x = RANDOM.standard_normal((700, 128), np.float32)
+
+    def product(amx: bool) -> np.ndarray:
+        monkeypatch.setattr(products, "has_amx", lambda: amx)
+        return np.asarray(jax.jit(partial(native.multiply, quantize_rows=True, gated=gated))(x, weight, scale))
+
+    got, right = product(True), product(False)
+    exact = dtype == "int8"  # but for the scales' rounding
+    np.testing.assert_allclose(got, right, rtol=2e-6 if exact else 1e-5, atol=1e-5 if exact else 1e-3)
+
+
+def test_deterministic_products_do_without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, scale, _ = weights("bfloat16", 64, 64)
+    if not products._has_gemm(weight):
         pytest.skip("this processor has no instruction for it")
-    monkeypatch.setattr(products, "_TILES", {"bfloat16": ("amx-bf16", 5), "int8": ("amx-int8", 64)})
-    own = cpu.features()
-
-    def choices(features: frozenset[str]) -> list[bool]:
-        monkeypatch.setattr(cpu, "features", lambda: features)
-        return [native.multiplies(rows, one, quantize_rows=True) for one in (weight, quantised) for rows in (8, 16, 64)]
-
-    assert choices(own - {"amx-bf16", "amx-int8"}) == [True] * 6
-    assert choices(own | {"amx-bf16", "amx-int8"}) == [False, False, False, True, True, False]
-    assert native.multiplies(64, weight, deterministic=True), "XLA's results depend on the number of rows"
+    asked: list[Any] = []
+    monkeypatch.setattr(products, "has_amx", lambda: True)
+    monkeypatch.setattr(products, "call", lambda kernel, operands, settings, sizes: asked.append(settings) or (None,))
+    for deterministic in (False, True):
+        native.multiply(jnp.zeros((64, 64), jnp.float32), weight, scale, deterministic=deterministic)
+    assert [settings["amx"] for settings in asked] == [True, False], "sums are added in another order by it"
 
 
 @pytest.mark.parametrize(("version", "works"), [("0.44.0", False), ("0.47.1", False), ("0.48.0", True), ("1.0", True)])
@@ -102,6 +125,7 @@ def test_what_it_does_not_multiply() -> None:
     assert not native.multiplies(16, jnp.zeros((64, 64), jnp.float32))
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 20, 47, 130, 199])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(dtype: str, rows: int) -> None:

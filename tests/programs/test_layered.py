@@ -350,12 +350,15 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     programs, going = begun(store)
     assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and programs.traces == 0
     going.stop(60)
-    # One whose predecessor ended too soon finds its parts.
-    store.kept = {name: program for name, program in store.kept.items() if " parts " in name}
+    # One whose predecessor ended too soon finds its parts, or parts of one program and the whole of another.
     monkeypatch.setattr(Programs, "end_plain", lambda self, stopped: None)
-    programs, going = begun(store)
-    assert all(isinstance(programs.get(key), LayeredStep) for key in first) and programs.compilations == 0
-    going.stop(60)
+    parts = {name: program for name, program in store.kept.items() if " parts " in name}
+    for whole in ({}, {first[1].name: store.kept[first[1].name]}):
+        store.kept = parts | whole
+        programs, going = begun(store)
+        in_parts = [isinstance(programs.get(key), LayeredStep) for key in first]
+        assert in_parts == [True, not whole] and programs.compilations == 0
+        going.stop(60)
 
 
 def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from helpers import vocabularies
 from rekindle._src.text import Tokenizer
@@ -112,6 +113,17 @@ def test_only_panics_are_translated() -> None:
         with pytest.raises(type(error)), panics_as(RequestFailed, "it was tried"):
             raise error
         assert not is_panic(error)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "bytes", "none"])
+def test_how_ids_are_decoded_is_read_without_the_vocabulary(kind: str) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    if kind == "byte level":
+        made.decoder = tokenizers.decoders.ByteLevel()
+    elif kind == "bytes":
+        parts = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+        made.decoder = tokenizers.decoders.Sequence(parts)
+    assert Tokenizer(made).decoder == (json.loads(made.to_str())["decoder"] or {})
 
 
 def test_a_decoder_that_panics_is_a_typed_error() -> None:

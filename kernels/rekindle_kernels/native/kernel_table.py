@@ -32,7 +32,7 @@ def _product(kind: str, **settings: str) -> KernelSpec:
     )
 
 
-GEMM = _product("gemm")
+GEMM = _product("gemm", amx="int32")  # 1: the processor has these instructions
 MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
 
 

@@ -32,21 +32,13 @@ FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, wh
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 DTYPES = ("float32", "bfloat16", "float16", "int8")
-# XLA multiplies by tiles (AMX) where the processor has them: from so many rows on that beats any kernel here.
-_TILES = {"bfloat16": ("amx-bf16", FEW_ROWS + 1), "int8": ("amx-int8", 64)}
 _GROUPED = {int4.DTYPES[bits]: spec for bits, spec in GROUPED.items()}  # by the dtype of matrices in groups
 
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
     """Whether `multiply` takes so many rows and this weight, and beats XLA unless it has to be deterministic."""
     kernel = _kernel(rows, weight, quantize_rows, deterministic)
-    by_tiles = not deterministic and _xla_has_tiles(rows, weight)
-    return kernel is not None and not by_tiles and builds(kernel.name)
-
-
-def _xla_has_tiles(rows: int, weight: jax.Array) -> bool:
-    feature, enough = _TILES.get(weight.dtype.name, ("", 0))
-    return has_feature(feature) and rows >= enough
+    return kernel is not None and builds(kernel.name)
 
 
 def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bool = False) -> Variant | None:
@@ -90,8 +82,8 @@ def multiplies_int4(weight: jax.Array, scale: str) -> bool:
 
 
 def has_amx() -> bool:
-    """Whether 4-bit products of many rows may use AMX; Linux gives it to a process that asks."""
-    return has_feature("amx-int8") and sys.platform == "linux"
+    """Whether products of many rows may use AMX; Linux gives it to a process that asks."""
+    return has_feature("amx-int8") and has_feature("amx-bf16") and sys.platform == "linux"
 
 
 def multiply_int4(
@@ -164,6 +156,8 @@ def multiply(
     R, N = x.shape[0], weight.shape[0]
     kernel = _kernel(R, weight, quantize_rows, deterministic)
     assert kernel is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
+    # AMX adds the products of a row in another order than what a program of fewer rows has.
+    own = {"invariant": deterministic} if kernel.spec is MATVEC else {"amx": has_amx() and not deterministic}
     if scale is None and weight.dtype == jnp.int8:
         scale = jnp.ones((N,), jnp.float32)
     (product,) = call(
@@ -176,7 +170,7 @@ def multiply(
             "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
             "norm": None if norm is None else norm.astype(jnp.float32),
         },
-        {"eps": eps, "gated": gated} | ({"invariant": deterministic} if kernel.spec is MATVEC else {}),
+        {"eps": eps, "gated": gated, **own},
         {"M": N // 2 if gated else N},
     )
     return product

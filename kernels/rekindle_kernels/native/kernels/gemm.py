@@ -1,7 +1,8 @@
 """Many rows times a 16-bit or 8-bit matrix, with the instructions that multiply two or four of them in a lane.
 
-Rows are packed first (`gemm_packing`), then multiplied: by `gemm_panels`, and where there are hundreds of them by
-`gemm_strips`. XLA:CPU repacks the matrix for every product, and has no instruction for four int8.
+Rows are packed first (`gemm_packing`), then multiplied: by `gemm_amx` where the processor has AMX, else by
+`gemm_panels`, and where there are hundreds of them by `gemm_strips`. XLA:CPU repacks the matrix for every product, and
+has no instruction for four int8.
 
 GFLOP/s, 2 cores, best of 60, rows of float32 that are narrowed here and were narrowed before for XLA:
 
@@ -20,10 +21,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.cpu import on_arm
-from rekindle_kernels.native.kernels import gemm_panels, gemm_strips
+from rekindle_kernels.native import cpu, kernel_table
+from rekindle_kernels.native.cpu import has_feature, on_arm
+from rekindle_kernels.native.kernels import gemm_amx, gemm_panels, gemm_strips
 from rekindle_kernels.native.kernels.gemm_packing import JOB, describe
+from rekindle_kernels.native.language.amx import allowed
 from rekindle_kernels.native.language.handler import Kernel, wait_for_blocks
 from rekindle_kernels.native.language.jit import jit
 from rekindle_kernels.native.language.memory import free
@@ -39,24 +41,36 @@ def kernel(size: int, add: Any) -> Kernel:
     if on_arm():  # strips are written for the registers of AVX-512
         return _of_panels(prepare_panels, pack_panels, multiply_panels)
     prepare_strips, pack_rows, multiply_strip = gemm_strips.functions(size)
+    prepare_tiles, pack_for_tiles, multiply_by_tiles = gemm_amx.functions(size)
+    # Whether the code for AMX is there; a caller says whether it runs.
+    may_be_tiled = cpu.building_for is not None or has_feature("amx-int8")
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
+        job.striped = 0
+        if may_be_tiled and frame.settings.amx > 0 and allowed() > 0:
+            job.tiled = 1
+            return prepare_tiles(job, threads)
         job.striped = 1 if job.rows >= ENOUGH else 0
         return prepare_strips(job, threads) if job.striped > 0 else prepare_panels(job, threads)
 
     @jit
     def block(job: Any, index: int) -> None:
         packs, striped = job.packs, job.striped > 0
+        tiled = may_be_tiled and job.tiled > 0
         if index < packs:
-            if striped:
+            if tiled:
+                pack_for_tiles(job, index)
+            elif striped:
                 pack_rows(job, index)
             else:
                 pack_panels(job, index)
             return
         wait_for_blocks(job, packs)  # blocks that multiply come last: by then every row is packed
-        if striped:
+        if tiled:
+            multiply_by_tiles(job, index - packs)
+        elif striped:
             multiply_strip(job, index - packs)
         else:
             multiply_panels(job, index - packs)

@@ -66,6 +66,7 @@ JOB = job_layout(
         "group": "rows that a block multiplies",
         "parts": "blocks into which the outputs are cut",
         "striped": "1 if the matrix is turned, strip by strip",
+        "tiled": "1 if it is multiplied by AMX: no row is left over then",
     },
     numbers={"eps": "added to the mean square"},
 )
@@ -91,6 +92,7 @@ def describe(frame: Any, job: Any) -> None:
     job.out = frame.out.data
     job.results = dim(frame.out, 1)
     job.ups = job.results if frame.settings.gated > 0 else 0
+    job.tiled = 0
 
 
 @inline
@@ -100,15 +102,16 @@ def row_of(job: Any, r: int) -> int:
 
 
 @inline
-def left_over(rows: int) -> int:
+def left_over(job: Any) -> int:
     """How many rows follow after the last vector."""
-    return rows % LANES if rows % LANES <= LEFT_OVER else 0
+    behind = job.rows % LANES
+    return behind if behind <= LEFT_OVER and job.tiled == 0 else 0
 
 
 @inline
-def panels_of(rows: int) -> int:
-    """How many panels these rows fill, those that are left over apart."""
-    return (rows - left_over(rows) + PANEL - 1) // PANEL
+def panels_of(job: Any) -> int:
+    """How many panels the rows fill, those that are left over apart."""
+    return (job.rows - left_over(job) + PANEL - 1) // PANEL
 
 
 @inline
@@ -121,13 +124,13 @@ def count_packs(job: Any) -> int:
     return job.packs
 
 
-def narrower(size: int) -> Any:
+def narrower(size: int, *, signed: bool = False) -> Any:
     """`narrow(job, r, out, scratch)`: row r as it will be multiplied, in numbers of `size` bytes.
 
     8-bit rows are stored as unsigned integers, 128 larger than the numbers they stand for, where that is what the
-    instruction multiplies.
+    instruction multiplies, unless they are to be `signed`.
     """
-    store_integers = store_u8 if unsigned() else store_i8
+    store_integers = store_u8 if unsigned() and not signed else store_i8
 
     @inline
     def narrow(job: Any, r: int, out: int, scratch: int) -> None:
@@ -151,14 +154,14 @@ def narrower(size: int) -> Any:
     return narrow
 
 
-def finisher(size: int) -> Any:
+def finisher(size: int, *, corrected: bool | None = None) -> Any:
     """`finish(job, sums, weight_sums, behind, r, n)`: the results of row r for 16 outputs from n on.
 
     `sums` is the address of the sums of their products. Where rows are unsigned integers, 128 was added to each of
     them, so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is where
     those are. Where results are gated, `behind` bytes after both lies the same for the outputs from n + ups on.
     """
-    corrected = unsigned()
+    corrected = unsigned() if corrected is None else corrected
 
     @inline
     def scaled(job: Any, sums: int, weight_sums: int, r: int, n: int) -> Any:
@@ -182,9 +185,9 @@ def finisher(size: int) -> Any:
     return finish
 
 
-def packer(size: int) -> Any:
+def packer(size: int, *, signed: bool = False) -> Any:
     """`pack(job, index)`: a block of rows into panels, in numbers of `size` bytes."""
-    narrow = narrower(size)
+    narrow = narrower(size, signed=signed)
 
     @inline
     def pack_sixteen(job: Any, first: int) -> None:
@@ -192,9 +195,9 @@ def packer(size: int) -> Any:
         rows, words = job.rows, job.width * size // 4
         lines = malloc((LANES * words + job.width) * 4)
         scratch = lines + LANES * words * 4
-        if first >= rows - left_over(rows):
+        if first >= rows - left_over(job):
             for r in range(first, rows):
-                narrow(job, r, job.packed + (panels_of(rows) * PANEL + r - first) * words * 4, scratch)
+                narrow(job, r, job.packed + (panels_of(job) * PANEL + r - first) * words * 4, scratch)
             free(lines)
             return
         for lane in range(LANES):

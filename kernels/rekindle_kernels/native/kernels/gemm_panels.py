@@ -41,10 +41,10 @@ def functions(size: int, add: Any) -> Any:
     @inline
     def prepare(job: Any, threads: int) -> int:
         rows = job.rows
-        groups = max(1, (rows - left_over(rows) + TOGETHER - 1) // TOGETHER)
+        groups = max(1, (rows - left_over(job) + TOGETHER - 1) // TOGETHER)
         parts = min(job.results // OUTPUTS, (4 * threads + groups - 1) // groups)
         job.parts = parts
-        words = job.width * size // 4 * (panels_of(rows) * PANEL + left_over(rows))
+        words = job.width * size // 4 * (panels_of(job) * PANEL + left_over(job))
         job.packed = malloc((words + rows + LANES) * 4)
         job.row_scales = job.packed + words * 4
         return count_packs(job) + groups * parts
@@ -270,7 +270,7 @@ def multiplier(size: int, add: Any) -> Any:
         """The rows from `whole` on, which no panel holds, times 16 outputs from n on."""
         rows, words = job.rows, job.width * size // 4
         turned, weight_sums = scratch + TURNED_AT, scratch + WEIGHT_SUMS_AT
-        x = job.packed + panels_of(rows) * PANEL * words * 4
+        x = job.packed + panels_of(job) * PANEL * words * 4
         for half in range(halves):
             few(x, weights_of(job, n, half), words, rows - whole, turned + half * SUMS, scratch, whole == 0)
         for r in range(whole, rows):
@@ -283,7 +283,7 @@ def multiplier(size: int, add: Any) -> Any:
         group, part = index // parts, index % parts
         halves = 2 if job.ups > 0 else 1
         scratch = malloc(2 * SUMS)  # of both halves
-        whole = rows - left_over(rows)
+        whole = rows - left_over(job)
         first, end = group * TOGETHER, min(whole, group * TOGETHER + TOGETHER)
         for unit in range(first_unit(part, parts, units), first_unit(part + 1, parts, units)):
             n = unit * OUTPUTS

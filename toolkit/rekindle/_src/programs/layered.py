@@ -38,7 +38,7 @@ from rekindle_kernels import plain_kernels
 # With them XLA:CPU compiles in six tenths of the time, and steps take as long (jax 0.10, 135M: 32 ms for a token). At
 # level 0 it would be a third, and steps take 1.3 to 2.3 times as long.
 QUICK: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
-MANY_LAYERS = 12  # of each kind
+MANY_LAYERS = 5  # of each kind; with 5 a first text waits half a second for its parts, 1.7 for whole programs
 PLAIN = "plain"  # parts without native kernels
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -71,10 +71,12 @@ class Layered:
         return "parts" if self.kernels else PLAIN
 
     def starts_anew(self, keys: Iterable[Key]) -> bool:
-        """Whether parts of these programs are there much sooner than the programs: none is stored, in either form."""
-        kinds = self._cut.kinds
-        return len(kinds) >= MANY_LAYERS * len({*kinds}) and all(
-            self.takes(key) and not (self._holds(key.name) or self._holds(_plain_opening(key))) for key in keys
+        """Whether parts of these programs are there much sooner than the programs, of which not all are stored."""
+        kinds, keys = self._cut.kinds, [*keys]
+        return (
+            len(kinds) >= MANY_LAYERS * len({*kinds})
+            and all(self.takes(key) and not self._holds(_plain_opening(key)) for key in keys)
+            and not all(self._holds(key.name) for key in keys)
         )
 
     def _holds(self, name: str) -> bool:

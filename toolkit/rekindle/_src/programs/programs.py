@@ -326,8 +326,13 @@ class Programs:
         return f"{key.name} {self._layered.form}"
 
     def _load(self, key: Key) -> bool:
-        """Load a program from the store, which is asked once for each."""
+        """Load a program from the store, which is asked once for each; rather a whole one than its parts."""
         plain = self._without_kernels(key)
+        if plain and self._layered.kernels and self._load_as(key, plain=False):
+            return True
+        return self._load_as(key, plain=plain)
+
+    def _load_as(self, key: Key, *, plain: bool) -> bool:
         name = self._plain_name(key) if plain else key.name
         if self._store is None or name in self._why:
             return False

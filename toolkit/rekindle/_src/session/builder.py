@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from rekindle._src.kvcache.tiers.divided_disk import DividedDiskTier
 from rekindle._src.kvcache.tiers.divided_host import DividedHostTier
 from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.loading.checkpoint import Described
 from rekindle._src.models.loading.gguf.header import forget_headers
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.collectives import collective_times
@@ -57,10 +59,16 @@ def build(request: OpenRequest) -> Engine:
 def _build(request: OpenRequest) -> Engine:
     configure(cache_folder=cache_folder())  # of kernels: the user's folder, since kernels are shared by all sessions
     team = None if request.config.processes == 1 else _gathered(request)
+    tokenizers = ThreadPoolExecutor(1, thread_name_prefix="rekindle tokenizer")
+    reading: list[Future[Tokenizer]] = []
+
+    def begin_to_read(model: LoadedModel | Described) -> None:
+        reading.append(tokenizers.submit(_tokenizer, model))  # while weights are read, which leaves the GIL
+
     try:
-        parts = make_parts(request, None if team is None else team.agree)
+        parts = make_parts(request, None if team is None else team.agree, found=begin_to_read)
         try:
-            return _engine(request, parts, team)
+            return _engine(request, parts, team, reading[0].result)
         except BaseException:
             parts.warming.stop()
             raise
@@ -68,6 +76,14 @@ def _build(request: OpenRequest) -> Engine:
         if team is not None:
             team.close()
         raise
+    finally:
+        tokenizers.shutdown(wait=False)
+
+
+def _tokenizer(model: LoadedModel | Described) -> Tokenizer:
+    folder = model.folder if isinstance(model, LoadedModel) else model.found.folder
+    eos_ids = (model if isinstance(model, LoadedModel) else model.found).config.eos_token_ids
+    return Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=eos_ids)
 
 
 def _gathered(request: OpenRequest) -> Team:
@@ -77,7 +93,7 @@ def _gathered(request: OpenRequest) -> Team:
     return gather(request)
 
 
-def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
+def _engine(request: OpenRequest, parts: Parts, team: Team | None, read_tokenizer: Callable[[], Tokenizer]) -> Engine:
     config, loaded, programs, warming, prefer_ready = parts
     owned, model = loaded is not request.model, loaded.config
     name = model.model_type if isinstance(request.model, LoadedModel) else str(request.model)
@@ -102,7 +118,7 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
     if tiers is not None:
         tiers.busy = lambda: scheduler.has_work
     folder = loaded.folder
-    tokenizer = Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=model.eos_token_ids)
+    tokenizer = read_tokenizer()
     weights = Weights(loaded, runner, config, tiers, owned=owned, placement=programs.parts.placement, team=team)
 
     def release() -> None:

@@ -61,8 +61,13 @@ class Parts(NamedTuple):
     prefer_ready: bool
 
 
-def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
-    """Load or compile programs, and load the weights meanwhile."""
+def make_parts(
+    request: OpenRequest,
+    agree: Agree | None = None,
+    *,
+    found: Callable[[LoadedModel | Described], object] = lambda described: None,
+) -> Parts:
+    """Load or compile programs, and load the weights meanwhile. `found` is called before, with what will be loaded."""
     shared_cache.attach(request.config.shared_cache, (cache_folder(), cache_folder(request.config.cache_dir)))
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
     model, graph, shapes, weight_bytes = _shapes(described)
@@ -87,6 +92,7 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
         contexts=request.contexts,
     )
     try:
+        found(described)
         request.shown.stage = "weights"
         loaded = _loaded(request, described, placement)
     except BaseException:

@@ -194,8 +194,12 @@ class Tokenizer:
     @functools.cached_property
     def decoder(self) -> dict[str, Any]:
         """The decoder section of tokenizer.json, by which detokenizing chooses its stream."""
-        described = json.loads(self.backend.to_str()).get("decoder") if self.backend.decoder is not None else None
-        return described or {}
+        decoder = self.backend.decoder
+        # As it is pickled: to write the whole tokenizer and read it again took the first request 20 ms.
+        state = None if decoder is None else decoder.__getstate__()
+        if isinstance(state, bytes | str):
+            return dict(json.loads(state))
+        return {} if decoder is None else dict(json.loads(self.backend.to_str())["decoder"])
 
     def _id_of(self, name: str) -> int | None:
         if self._backend is None or name not in self.special:
