@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from helpers import compilers, mosaic
+from helpers.absent_devices import H100
 from helpers.compilers import Row
 from rekindle_kernels import AttentionInputs, AttentionOptions, abstract_pages, deprecated, paged_attention
 from rekindle_kernels.pallas.gpu import mosaic as kernels
@@ -23,7 +23,6 @@ pytestmark = [
         jax.__version_info__ < kernels.OLDEST, reason=f"jax is {jax.__version__}, and the kernel is written for 0.12"
     ),
 ]
-H100 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
 SHARED = 227 << 10
 FEATURES: tuple[dict[str, Any], ...] = ({}, {"sliding_window": 100}, {"soft_cap": 30.0, "sinks": True})
 CASES = [  # head size, page size, group, what else

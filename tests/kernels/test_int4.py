@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import on_aarch64
+from helpers.absent_devices import ABSENT
 from rekindle_kernels import LinearOptions, deprecated, int4, linear, native
 from rekindle_kernels.native import products
 from rekindle_kernels.native.cpu import has_feature
@@ -357,7 +358,7 @@ def test_it_lowers_for_other_platforms(platform: str) -> None:
         kind = {"cuda": "gpu"}.get(platform, platform)
         return linear(x, weight, scale=scale, minimum=minimum, options=options, platform=kind)
 
-    with deprecated.known():
+    with deprecated.known(), jax.sharding.use_abstract_mesh(ABSENT[platform]):
         triton = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
         export = jax.export.export(jax.jit(product), platforms=[platform], disabled_checks=triton)
         found = export(x, weight, scale, minimum)

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
+from helpers.absent_devices import ABSENT
 from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, deprecated
 from rekindle_kernels.pages import needs_scales
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
@@ -21,11 +21,6 @@ from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
 from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
 CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")]
-# What is lowered for: from 0.11 on JAX wants to know the GPU, and takes one that isn't there.
-DEVICES = {
-    "cuda": AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")),
-    "tpu": AbstractMesh((), ()),
-}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 # Every (query type, page type) pair at every head size; page sizes and groups rotate through the table.
@@ -73,7 +68,7 @@ def lower(attention: partial[jax.Array], platform: str, inputs: AttentionInputs,
 
 
 def exported(run: Callable[..., Any], platform: str, arguments: tuple[object, ...]) -> str:
-    with deprecated.known(), jax.sharding.use_abstract_mesh(DEVICES[platform]):
+    with deprecated.known(), jax.sharding.use_abstract_mesh(ABSENT[platform]):
         return str(jax.export.export(run, platforms=[platform], disabled_checks=CALLS)(*arguments).mlir_module())
 
 
