@@ -47,7 +47,7 @@ def own_cache() -> Iterator[None]:
 def left_alone_by_the_collector() -> Iterator[None]:
     """What a module leaves behind, mostly programs, is not looked through at each collection in later ones.
 
-    That took an eighth of the time or more. What is no longer referred to is freed as before.
+    Looking took an eighth of the time or more. Objects that nothing refers to any longer are freed as before.
     """
     yield
     gc.collect()

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from helpers.kernel_cases import Case, build, in_wide_queries, tolerance
+from helpers.kernel_cases import Case, build
 from helpers.mosaic_cases import EVERYTHING, supported
-from rekindle_kernels import AttentionCall, deprecated, paged_attention, tuning
+from helpers.on_gpu import assert_attends
+from rekindle_kernels import AttentionCall, deprecated, tuning
 from rekindle_kernels.pallas.gpu import mosaic
 
 pytestmark = [
@@ -36,13 +37,8 @@ def check(case: Case, **options: object) -> None:
     reason = mosaic.supports(AttentionCall.of(problem.inputs, problem.options))
     if reason is not None:
         pytest.skip(reason)
-    with jax.default_matmul_precision("highest"):
-        want = paged_attention(in_wide_queries(problem.inputs), problem.options, implementation="reference")
     run = jax.jit(partial(mosaic.attention, options=problem.options, **options))
-    got = np.asarray(run(problem.inputs).astype("float32"))
-    assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
-    np.testing.assert_allclose(got, np.asarray(want), rtol=0, atol=tolerance(case))
-    assert not got[~problem.used].any(), "padding must give zeros"
+    got = assert_attends(run, case, problem)
     np.testing.assert_array_equal(np.asarray(run(problem.inputs).astype("float32")), got)
 
 

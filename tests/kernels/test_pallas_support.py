@@ -93,10 +93,16 @@ def test_every_row_is_in_exactly_one_tile(queries: list[int], real: int, tile: t
     tokens, (group, block) = 160, tile
     queries = [count if index < real else 0 for index, count in enumerate(queries)]
     lens = np.array([9, 9, *(100 + count for count in queries)])
-    build = jax.jit(
-        partial(tiles.tile_table, tokens=tokens, decode_rows=2, rows_per_token=group, block=block),
+    inputs = AttentionInputs(
+        q=jnp.zeros((tokens + 2, 1, 8)),
+        kv=init_pages(1, 1, 8, 8, "float32"),
+        page_table=jnp.zeros((len(lens), 1), jnp.int32),
+        kv_lens=jnp.asarray(lens),
+        cu_q_lens=jnp.asarray(np.cumsum([0, *queries])),
+        num_prefills=jnp.asarray(real),
     )
-    table = np.asarray(build(jnp.asarray(np.cumsum([0, *queries])), jnp.asarray(lens), jnp.asarray(real)))
+    build = jax.jit(partial(tiles.tile_table, decode_rows=2, rows_per_token=group, block=block))
+    table = np.asarray(build(inputs))
     seen = np.zeros((tokens + 2) * group, int)
     for sequence, query, count, context, first in table.T:
         rows = np.arange(first, min(first + block, count * group))

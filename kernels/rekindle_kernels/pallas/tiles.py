@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from rekindle_kernels.ops.attention import AttentionInputs
+
 # Rows of the table, int32 [5, tiles].
 SEQUENCE = 0  # row of the page table (padding tiles name an existing row and never read it)
 QUERY = 1  # first token of the sequence, counted in the whole of q
@@ -22,24 +24,16 @@ def tile_count(tokens: int, sequences: int, rows_per_token: int, block: int) -> 
     return min(tokens * rows_per_token, tokens * rows_per_token // block + sequences + 1)
 
 
-def tile_table(
-    cu_q_lens: jax.Array,  # int32 [N-R+1]
-    kv_lens: jax.Array,  # int32 [N]
-    num_prefills: jax.Array,  # int32 []
-    *,
-    tokens: int,
-    decode_rows: int,
-    rows_per_token: int,
-    block: int,
-) -> jax.Array:
+def tile_table(inputs: AttentionInputs, *, decode_rows: int, rows_per_token: int, block: int) -> jax.Array:
     """Fill the table for tiles of `block` rows."""
+    cu_q_lens, tokens = inputs.cu_q_lens, inputs.q.shape[0] - decode_rows
     sequences = cu_q_lens.shape[0] - 1
-    real = jnp.arange(sequences) < num_prefills
+    real = jnp.arange(sequences) < inputs.num_prefills
     queries = jnp.where(real, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     used = jnp.sum(queries)
     queries = jnp.append(queries, tokens - used)
     starts = jnp.append(cu_q_lens[:-1], used)
-    contexts = jnp.append(jnp.where(real, kv_lens[decode_rows:], 0), 0)
+    contexts = jnp.append(jnp.where(real, inputs.kv_lens[decode_rows:], 0), 0)
 
     tiles = (queries * rows_per_token + block - 1) // block
     ends = jnp.cumsum(tiles)

@@ -351,18 +351,10 @@ def prefill(
 ) -> jax.Array:
     """Attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
     q = inputs.q
-    tokens, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     kv_heads, page = inputs.kv.kv_heads, inputs.kv.page_size
     sizes = Sizes(config.block_k, config.stages, page, kv_heads, heads // kv_heads, head_dim)
-    table = tiles.tile_table(
-        inputs.cu_q_lens,
-        inputs.kv_lens,
-        inputs.num_prefills,
-        tokens=tokens - decode_rows,
-        decode_rows=decode_rows,
-        rows_per_token=1,
-        block=sizes.tokens,
-    )
+    table = tiles.tile_table(inputs, decode_rows=decode_rows, rows_per_token=1, block=sizes.tokens)
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
     arguments = [q, paged.pages.reshape(-1, head_dim), paged.table, table]

@@ -96,18 +96,9 @@ def prefill(
 ) -> jax.Array:
     """Attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
     q = inputs.q
-    tokens, heads, _ = q.shape
     kv_heads = paged.pages.shape[2]
-    group = heads // kv_heads
-    table = tiles.tile_table(
-        inputs.cu_q_lens,
-        inputs.kv_lens,
-        inputs.num_prefills,
-        tokens=tokens - decode_rows,
-        decode_rows=decode_rows,
-        rows_per_token=group,
-        block=config.block_m,
-    )
+    group = q.shape[1] // kv_heads
+    table = tiles.tile_table(inputs, decode_rows=decode_rows, rows_per_token=group, block=config.block_m)
     arguments: tuple[Any, ...] = (q, paged, table, inputs.sinks)
     aliases = {}
     if out is not None:

@@ -104,15 +104,7 @@ def attention(
     if tokens > decode_rows:
         with jax.named_scope("prefill"):
             span = min(config.tokens, _pad_rows(tokens - decode_rows, q.dtype))
-            table = tiles.tile_table(
-                inputs.cu_q_lens,
-                inputs.kv_lens,
-                inputs.num_prefills,
-                tokens=tokens - decode_rows,
-                decode_rows=decode_rows,
-                rows_per_token=group,
-                block=span * group,
-            )
+            table = tiles.tile_table(inputs, decode_rows=decode_rows, rows_per_token=group, block=span * group)
             start = table[tiles.FIRST] // group
             offset = start[:, None] + jnp.arange(span)
             token = table[tiles.QUERY][:, None] + offset
