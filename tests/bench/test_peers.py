@@ -58,9 +58,7 @@ def load(name: str) -> Any:
 
 
 def setting(**changes: Any) -> Any:
-    return load("engine").Setting(
-        **{"folder": "f", "eight_bit": False, "threads": 2, "scratch": "s", "cache": "c"} | changes
-    )
+    return load("engine").Setting(**{"folder": "f", "bits": 16, "threads": 2, "scratch": "s", "cache": "c"} | changes)
 
 
 def test_a_closed_batch_is_there_at_once(clock: Clock) -> None:

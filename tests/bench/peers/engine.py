@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 ENGINES = ("rekindle", "rekindle_int8", "llama_cpp", "llama_server", "openvino", "transformers")
 CONVERTED = ("llama_cpp", "llama_server", "openvino")  # that read weights in a format of their own
+QUANTIZE = {16: None, 8: "int8", 4: "int4-32"}  # what rekindle calls so many bits of a weight
 Prompt = list[int]
 Moments = Sequence[float]  # in seconds
 
@@ -26,7 +27,7 @@ class Setting:
     """What an engine is opened with."""
 
     folder: str  # a Hugging Face checkpoint with bfloat16 weights
-    eight_bit: bool
+    bits: int  # of a weight: 16, 8 or 4
     threads: int
     scratch: str  # the engine's own folder for converted weights
     cache: str  # and for what it keeps between processes, such as compiled programs
@@ -37,7 +38,7 @@ class Setting:
     @property
     def weights(self) -> Path:
         """Where `convert` puts this precision's weights."""
-        return Path(self.scratch) / ("8bit" if self.eight_bit else "16bit")
+        return Path(self.scratch) / f"{self.bits}bit"
 
 
 @dataclasses.dataclass

@@ -12,13 +12,18 @@ from engine import hf_config
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
+KINDS = {
+    16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    8: (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    4: (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+}
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
 
 
-def write(folder: str, file: Path, *, eight_bit: bool) -> None:
+def write(folder: str, file: Path, *, bits: int) -> None:
     config = hf_config(folder)
     kind = ARCHITECTURES[config["model_type"]]
-    matrices = gguf.GGMLQuantizationType.Q8_0 if eight_bit else gguf.GGMLQuantizationType.BF16
+    matrices, file_type = KINDS[bits]
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[kind])
     writer.add_vocab_size(config["vocab_size"])
@@ -33,7 +38,7 @@ def write(folder: str, file: Path, *, eight_bit: bool) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if eight_bit else gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(file_type)
     writer.add_tokenizer_model("none")
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     for name, tensor in tensors(folder):

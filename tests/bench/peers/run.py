@@ -23,7 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[2] / "toolkit"), str(HERE.parents[2]
 
 import shared_file  # noqa: E402
 import table  # noqa: E402
-from engine import ENGINES, Setting  # noqa: E402
+from engine import ENGINES, QUANTIZE, Setting  # noqa: E402
 from plans import WORKLOADS, Figures  # noqa: E402
 from process import EngineFailed  # noqa: E402
 from rounds import Race, say  # noqa: E402
@@ -57,11 +57,12 @@ def race(shape: str, precision: int | str, options: argparse.Namespace, log: Any
         written = shared_file.write(folder, precision, options.work / f"{shape}-{precision}.gguf")
         about |= {"bits": None, "file": written.name, "file_mb": written.stat().st_size / 1e6}
         file = str(written)
+    bits = precision if isinstance(precision, int) else 16  # a file has its own
     settings = {}
     for name in options.engines:
         scratch = options.work / f"{shape}-{name}"
         settings[name] = Setting(
-            str(folder), precision == 8, options.threads, str(scratch), str(scratch / "cache"), file=file,
+            str(folder), bits, options.threads, str(scratch), str(scratch / "cache"), file=file,
             program=str(options.llama_server or ""),
         )  # fmt: skip
     one = Race(settings, options.pythons, shapes.SHAPES[shape]["vocab_size"], log, restart)
@@ -71,7 +72,7 @@ def race(shape: str, precision: int | str, options: argparse.Namespace, log: Any
 
 def restart(setting: Setting) -> Figures:
     """W8, with the programs that the engine's own process has compiled."""
-    own = {"dtype": "bfloat16", "quantize": "int8" if setting.eight_bit else None}
+    own = {"dtype": "bfloat16", "quantize": QUANTIZE[setting.bits]}
     precision = {} if setting.file else own
     try:
         return fresh.restart(setting.file or setting.folder, precision, programs=Path(setting.cache))
@@ -82,7 +83,7 @@ def restart(setting: Setting) -> Figures:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["135m"], choices=list(shapes.SHAPES))
-    parser.add_argument("--bits", nargs="*", type=int, choices=[16, 8], help="default 16 8, and none with --gguf")
+    parser.add_argument("--bits", nargs="*", type=int, choices=[16, 8, 4], help="default 16 8, and none with --gguf")
     parser.add_argument(
         "--gguf", nargs="+", default=[], choices=shared_file.KINDS, help="files of the shapes that everybody opens"
     )

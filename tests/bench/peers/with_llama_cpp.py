@@ -26,7 +26,7 @@ def convert(setting: Setting) -> None:
     import gguf_file
 
     setting.weights.mkdir(parents=True, exist_ok=True)
-    gguf_file.write(setting.folder, setting.weights / "model.gguf", eight_bit=setting.eight_bit)
+    gguf_file.write(setting.folder, setting.weights / "model.gguf", bits=setting.bits)
 
 
 def open(setting: Setting) -> LlamaCpp:

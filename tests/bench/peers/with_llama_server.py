@@ -29,7 +29,7 @@ def convert(setting: Setting) -> None:
     setting.weights.mkdir(parents=True, exist_ok=True)
     file = setting.weights / "model.gguf"
     file.unlink(missing_ok=True)
-    export(setting.folder, file, type="q8_0" if setting.eight_bit else "bf16")
+    export(setting.folder, file, type={16: "bf16", 8: "q8_0", 4: "q4_0"}[setting.bits])
 
 
 def open(setting: Setting) -> Server:

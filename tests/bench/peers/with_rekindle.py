@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio
-from engine import Answer, Moments, Prompt, Setting
+from engine import QUANTIZE, Answer, Moments, Prompt, Setting
 
 import rekindle
 
@@ -23,7 +23,7 @@ class Rekindle:
     def __init__(self, setting: Setting) -> None:
         options: dict[str, Any] = {} if setting.first_token else dict(OPTIONS)
         if not setting.file:  # which has a precision of its own
-            options |= {"dtype": "bfloat16", "quantize": "int8" if setting.eight_bit else None}
+            options |= {"dtype": "bfloat16", "quantize": QUANTIZE[setting.bits]}
         self._session = rekindle.open_sync(
             setting.file or setting.folder, cache_dir=setting.cache, quiet=True, **options
         )

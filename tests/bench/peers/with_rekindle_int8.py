@@ -9,4 +9,4 @@ from engine import Setting
 
 
 def open(setting: Setting) -> with_rekindle.Rekindle:
-    return with_rekindle.open(dataclasses.replace(setting, file="", eight_bit=True))
+    return with_rekindle.open(dataclasses.replace(setting, file="", bits=8))

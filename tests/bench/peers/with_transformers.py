@@ -15,8 +15,8 @@ from engine import Answer, Moments, Prompt, Setting
 def open(setting: Setting) -> Transformers:
     if setting.file:
         raise NotImplementedError("GGUF: transformers widens what such a file holds")
-    if setting.eight_bit:
-        raise NotImplementedError("8 bits: torch's CPU backend has no product for them that transformers would use")
+    if setting.bits != 16:
+        raise NotImplementedError(f"{setting.bits} bits: transformers has no product for them on torch's CPU backend")
     return Transformers(setting)
 
 
