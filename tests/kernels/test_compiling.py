@@ -44,7 +44,7 @@ KINDS = (
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_kernel_can_fail_or_needs_python(name: str) -> None:
-    if name.startswith("gemm") and not cpu.has_dot_product(name.removeprefix("gemm_")):
+    if name.startswith("gemm") and not cpu.multiplies_many(name.removeprefix("gemm_")):
         pytest.skip("this processor has no instruction for it")
     build.ensure(name)
     code = build._stored(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
 import jax
@@ -10,21 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import on_aarch64
 from helpers.absent_devices import ABSENT
+from helpers.group_matrices import FORMS, RANDOM, RARER, integers, matrix, stored
 from rekindle_kernels import LinearOptions, deprecated, int4, linear, native
 from rekindle_kernels.native import products
 from rekindle_kernels.native.cpu import has_feature
 
-RANDOM = np.random.default_rng(0)
-# Kernels that few files need: to compile them takes longer than the tests. For another processor they are there.
-RARER = [] if on_aarch64.LEVEL in os.environ else [pytest.mark.slow]
 needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
-
-
-def integers(*shape: int, bits: int = 4) -> np.ndarray:
-    half = 1 << (bits - 1)
-    return RANDOM.integers(0, 16, shape).astype(np.uint8) if bits == 4 else RANDOM.integers(-half, half, shape, np.int8)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
@@ -123,7 +114,9 @@ def test_scales_with_steps_are_their_products_to_the_last_bit(shape: tuple[int, 
 
 
 @needs_numba
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), pytest.param(6, 16, marks=RARER), (8, 16), (8, 32)])
+@pytest.mark.parametrize(
+    ("bits", "group"), [(4, 32), pytest.param(6, 16, marks=RARER), pytest.param(8, 16, marks=RARER), (8, 32)]
+)
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_products_with_steps_are_those_with_numbers_to_the_last_bit(rows: int, bits: int, group: int) -> None:
     q = jnp.asarray(int4.pack(integers(80, 1280, bits=bits), bits))
@@ -154,39 +147,6 @@ def test_what_it_does_not_hold() -> None:
     assert "48" in str(int4.reason_against(64, 96, 48))
 
 
-Matrix = tuple[jax.Array, jax.Array, jax.Array | None]
-
-
-def stored(scales: np.ndarray, kind: str, group: int) -> np.ndarray:
-    """Scales [N, groups] as they are stored in this dtype, before they are packed."""
-    if kind != int4.STEPPED:
-        return scales.astype(kind)
-    grouped = scales.reshape(len(scales), -1, int4.SPAN // group)
-    steps = (np.abs(grouped).max(-1) / 127).astype(np.float16)
-    integers = np.rint(grouped / steps.astype(np.float64)[..., None]).clip(-127, 127).astype(np.int8)
-    return int4.stepped(integers.reshape(scales.shape), steps)
-
-
-def numbers(scales: np.ndarray) -> np.ndarray:
-    return (int4.stepped_numbers(scales) if scales.dtype == np.int8 else scales).astype(np.float64)
-
-
-def matrix(
-    outputs: int, inputs: int, group: int, kind: str = "float16", minimums: bool = False, bits: int = 4
-) -> tuple[Matrix, np.ndarray]:
-    """A random matrix and its values in float64."""
-    q = integers(outputs, inputs, bits=bits)
-    shape = outputs, inputs // group
-    scale = stored(RANDOM.random(shape) / (2.5 * (1 << bits)), kind, group)
-    minimum = stored(RANDOM.standard_normal(shape) / 5, kind, group) if minimums else None
-    values = np.repeat(numbers(scale), group, -1) * (q - (0.0 if minimums or bits > 4 else 8.0))
-    packed = None
-    if minimum is not None:
-        values += np.repeat(numbers(minimum), group, -1)
-        packed = jnp.asarray(int4.pack_scales(minimum))
-    return (jnp.asarray(int4.pack(q, bits)), jnp.asarray(int4.pack_scales(scale)), packed), values
-
-
 def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows as the native kernel multiplies them: 8-bit integers with a scale for each group, in float64; and in which
     rows no number lies between two integers, where either is right."""
@@ -196,15 +156,6 @@ def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     steps = grouped * (1 / unit)
     certain = (np.abs(np.abs(steps - np.rint(steps)) - 0.5) > 1e-5).all(axis=(1, 2))
     return (np.rint(steps).astype(np.float64) * unit.astype(np.float64)).reshape(x.shape), certain
-
-
-FORMS = [
-    (4, 32, "float16", False), (4, 64, "float16", False), (4, 128, "float16", True), (4, 64, "float32", True),
-    (8, 32, "float16", False), (8, 16, "float32", False), (8, 16, "float32", True), (8, 128, "float16", True),
-    (4, 32, "int8", True), (4, 128, "int8", False), (8, 16, "int8", True), (8, 32, "int8", False),
-    (6, 16, "int8", False), (6, 32, "int8", True),
-    *(pytest.param(*form, marks=RARER) for form in ((6, 32, "float16", False), (6, 64, "float32", True))),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)

@@ -152,7 +152,7 @@ def test_few_rows_times_any_matrix_are_native(rows: int, weight: str, quantize: 
 def test_many_rows_are_native_where_the_processor_has_the_instruction(
     weight: str, quantize: str | None, multiplied: str
 ) -> None:
-    native = cpu.has_dot_product(multiplied)
+    native = cpu.multiplies_many(multiplied)
     assert not native or multiplied in ("bfloat16", "int8")
     assert chosen(LINEAR, product(64, weight, quantize=quantize)) == ("native" if native else "xla")
     assert chosen(LINEAR, product(64, weight, inputs=96, quantize=quantize)) == "xla", "no multiple of a vector"

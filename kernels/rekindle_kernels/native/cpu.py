@@ -62,6 +62,7 @@ LEVELS = (  # of one machine the best first
     _x86("x86-64-v4-bf16", "x86-64-v4", V4, "avx512vnni", "avx512bf16"),
     _x86("x86-64-v4-vnni", "x86-64-v4", V4, "avx512vnni"),
     _x86("x86-64-v4", "x86-64-v4", V4),
+    _x86("x86-64-v3-vnni", "x86-64-v3", V3, "avxvnni"),
     _x86("x86-64-v3", "x86-64-v3", V3),
     _arm("armv8.6-i8mm-bf16", "neon", "dotprod", "i8mm", "bf16"),
     _arm("armv8.2-dotprod", "neon", "dotprod"),
@@ -120,6 +121,17 @@ def on_arm() -> bool:
 def has_dot_product(dtype: str) -> bool:
     """Whether native kernels have instructions that multiply all numbers of this dtype in a lane of four bytes."""
     return any(has_feature(name) for name in DOT_PRODUCTS.get(dtype, ()))
+
+
+def multiplies_many(dtype: str) -> bool:
+    """Whether a native kernel multiplies many rows by a matrix of this dtype."""
+    return has_dot_product(dtype) or (dtype in DOT_PRODUCTS and multiplies_widened())
+
+
+def multiplies_widened() -> bool:
+    """Whether native kernels multiply many rows by numbers that are widened to 16 or 32 bits, for want of anything
+    better."""
+    return has_feature("avx2") and not has_feature("avx512f")
 
 
 def features() -> frozenset[str]:

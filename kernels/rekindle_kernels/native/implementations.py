@@ -95,7 +95,16 @@ def linear(
     ) -> jax.Array:
         if options.quantize == "int4":
             assert scale is not None, "integers have scales"
-            return native.multiply_int4(x, weight, scale, minimum, *others, eps=eps, gated=gate is not None)
+            return native.multiply_int4(
+                x,
+                weight,
+                scale,
+                minimum,
+                *others,
+                eps=eps,
+                gated=gate is not None,
+                widened=not options.deterministic,
+            )
         return native.multiply(
             x,
             weight,

@@ -37,7 +37,8 @@ MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the s
 
 
 # Rows times a matrix of four, six or eight bits in groups, whose three arrays `rekindle_kernels.int4` describes; W is
-# its columns. With `amx`, the processor has these instructions: results are the same without.
+# its columns. With `amx`, the processor has these instructions: results are the same without, unless `widened` is 1:
+# then many rows may be multiplied as bfloat16.
 def _grouped(kind: str, weight: str) -> KernelSpec:
     return KernelSpec(
         kind,
@@ -51,7 +52,7 @@ def _grouped(kind: str, weight: str) -> KernelSpec:
             Operand("norm", "K", optional=True),
         ),
         results=(Result("out", "T M"),),
-        settings={"eps": "float32", "gated": "int32", "amx": "int32"},
+        settings={"eps": "float32", "gated": "int32", "amx": "int32", "widened": "int32"},
         parameters=DTYPE,
     )
 

@@ -12,7 +12,7 @@ from rekindle_kernels import int4
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import call
 from rekindle_kernels.native.chain_plan import CHAIN
-from rekindle_kernels.native.cpu import has_dot_product, has_feature
+from rekindle_kernels.native.cpu import has_feature, multiplies_many, multiplies_widened
 from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import (
     ARGMAX,
@@ -46,14 +46,16 @@ def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bo
     has no say in it."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
         return None
-    if (rows > FEW_ROWS or deterministic) and _has_gemm(weight) and (quantize_rows or weight.dtype != jnp.int8):
+    # Sixteen-bit weights have to be widened and turned first, which eight rows are too few for.
+    few = SOME_ROWS if weight.dtype == jnp.bfloat16 and multiplies_widened() else FEW_ROWS
+    if (rows > few or deterministic) and _has_gemm(weight) and (quantize_rows or weight.dtype != jnp.int8):
         return GEMM.variant(weight.dtype.name)
     return MATVEC.variant(weight.dtype.name) if rows <= SOME_ROWS or deterministic else None
 
 
 def _has_gemm(weight: jax.Array) -> bool:
     N, K = weight.shape
-    return K % 64 == 0 and N % 16 == 0 and has_dot_product(weight.dtype.name)
+    return K % 64 == 0 and N % 16 == 0 and multiplies_many(weight.dtype.name)
 
 
 def kernels_for(
@@ -64,7 +66,7 @@ def kernels_for(
     matrices, scaled = set(matrices), set(scaled)
     kinds = [dtype for dtype in DTYPES if dtype in matrices]
     products = [MATVEC.variant(dtype) for dtype in kinds]
-    products += [GEMM.variant(dtype) for dtype in kinds if has_dot_product(dtype)]
+    products += [GEMM.variant(dtype) for dtype in kinds if multiplies_many(dtype)]
     for stored, spec in _GROUPED.items():
         scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
         products += [spec.variant(scale) for scale in scales] if stored in matrices else []
@@ -97,13 +99,15 @@ def multiply_int4(
     *,
     eps: float = 0.0,
     gated: bool = False,
+    widened: bool = False,
 ) -> jax.Array:
     """x [R, K] · a matrix [N, K] of four, six or eight bits in groups + residual -> float32 [R, N].
 
     Norm and gate are those of `multiply`.
 
     Rows become 8-bit integers with a scale for each group of inputs. A row's results do not depend on the number of
-    rows, to the last bit. Results behind the first `count` rows are undefined.
+    rows, to the last bit; with `widened`, many rows and the matrix become bfloat16 where that is faster. Results behind
+    the first `count` rows are undefined.
     """
     R, (N, K) = x.shape[0], int4.matrix_shape(weight)
     assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
@@ -122,7 +126,7 @@ def multiply_int4(
             "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
             "norm": None if norm is None else norm.astype(jnp.float32),
         },
-        {"eps": eps, "gated": gated, "amx": has_amx()},
+        {"eps": eps, "gated": gated, "amx": has_amx(), "widened": widened},
         {"M": N // 2 if gated else N},
     )
     return product
@@ -148,8 +152,8 @@ def multiply(
 ) -> jax.Array:
     """x [R, K] · weight [N, K] · scale [N] + residual -> float32 [R, N]. With `norm`, x is `rms_norm(x, norm,
     eps)` first; `gated` results are silu of the first half of the outputs times the other, [R, N / 2]. Many rows are
-    rounded to bfloat16 where the weight is; where it is int8 and `quantize_rows`, they become int8 with a scale of
-    their own. With `deterministic`, a row's results do not depend on the number
+    rounded to bfloat16 where the weight is, unless the processor has AVX2 alone; where it is int8 and `quantize_rows`,
+    they become int8 with a scale of their own. With `deterministic`, a row's results do not depend on the number
     of rows, to the last bit. Results behind the first `count` rows are undefined."""
     assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
     assert not gated or gates(weight), f"{weight.shape[0]} outputs have to be gated behind"

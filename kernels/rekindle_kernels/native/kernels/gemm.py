@@ -1,8 +1,8 @@
 """Many rows times a 16-bit or 8-bit matrix, with the instructions that multiply two or four of them in a lane.
 
 Rows are packed first (`gemm_packing`), then multiplied: by `gemm_amx` where the processor has AMX, else by
-`gemm_panels`, and where there are hundreds of them by `gemm_strips`. XLA:CPU repacks the matrix for every product, and
-has no instruction for four int8.
+`gemm_panels`, and where there are hundreds of them by `gemm_strips`; by `gemm_widened` where it has AVX2 alone. XLA:CPU
+repacks the matrix for every product, and has no instruction for four int8.
 
 GFLOP/s, 2 cores, best of 60, rows of float32 that are narrowed here and were narrowed before for XLA:
 
@@ -22,8 +22,8 @@ from __future__ import annotations
 from typing import Any
 
 from rekindle_kernels.native import cpu, kernel_table
-from rekindle_kernels.native.cpu import has_feature, on_arm
-from rekindle_kernels.native.kernels import gemm_amx, gemm_panels, gemm_strips
+from rekindle_kernels.native.cpu import has_feature, multiplies_widened, on_arm
+from rekindle_kernels.native.kernels import gemm_amx, gemm_panels, gemm_strips, gemm_widened
 from rekindle_kernels.native.kernels.gemm_packing import JOB, describe
 from rekindle_kernels.native.language.amx import allowed
 from rekindle_kernels.native.language.handler import Kernel, wait_for_blocks
@@ -37,9 +37,11 @@ def kernel(size: int, add: Any) -> Kernel:
     """Many rows times a matrix of numbers of `size` bytes; `add(a, x, w)` adds to the lanes of a the products of what a
     word of x and one of the weights hold. int8 rows get a scale each, and results are multiplied by it and by the
     output's."""
+    if multiplies_widened():
+        return _of_one_form(*gemm_widened.functions(size))
     prepare_panels, pack_panels, multiply_panels = gemm_panels.functions(size, add)
     if on_arm():  # strips are written for the registers of AVX-512
-        return _of_panels(prepare_panels, pack_panels, multiply_panels)
+        return _of_one_form(prepare_panels, pack_panels, multiply_panels)
     prepare_strips, pack_rows, multiply_strip = gemm_strips.functions(size)
     prepare_tiles, pack_for_tiles, multiply_by_tiles = gemm_amx.functions(size)
     # Whether the code for AMX is there; a caller says whether it runs.
@@ -82,21 +84,21 @@ def kernel(size: int, add: Any) -> Kernel:
     return Kernel(kernel_table.GEMM, JOB, prepare, block, finish)
 
 
-def _of_panels(prepare_panels: Any, pack_panels: Any, multiply_panels: Any) -> Kernel:
-    """The kernel that has panels alone."""
+def _of_one_form(prepare_rows: Any, pack: Any, multiply: Any) -> Kernel:
+    """The kernel that multiplies any number of rows in the same way."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
-        return prepare_panels(job, threads)
+        return prepare_rows(job, threads)
 
     @jit
     def block(job: Any, index: int) -> None:
         if index < job.packs:
-            pack_panels(job, index)
+            pack(job, index)
             return
         wait_for_blocks(job, job.packs)
-        multiply_panels(job, index - job.packs)
+        multiply(job, index - job.packs)
 
     @jit
     def finish(job: Any) -> None:

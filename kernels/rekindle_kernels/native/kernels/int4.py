@@ -3,7 +3,7 @@
 A group's products are exact integers, and groups are added in their order, so a row's results are the same to the last
 bit whatever is computed beside it. Few rows read the matrix as fast as memory gives it. Tiles of 12 rows unpack it on
 the way, a tenth of their work; for more than a few tiles it is unpacked before. Processors with AMX multiply 16 rows
-and more by it (`int4_amx`).
+and more by it (`int4_amx`), and where a caller allows it, more rows as bfloat16 (`int4_widened`).
 
 Milliseconds of CPU time on one core, 5120 x 960 twice, the least of 12 in turn, on a busy machine with VNNI:
 
@@ -33,7 +33,7 @@ from rekindle_kernels.int4 import COLUMNS, DTYPES, INPUTS_OF, OFFSET, SIX_OFFSET
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_table import GROUPED
-from rekindle_kernels.native.kernels import int4_amx
+from rekindle_kernels.native.kernels import int4_amx, int4_widened, prefill_amx
 from rekindle_kernels.native.kernels.int4_tile import (
     BACK,
     BEGIN,
@@ -108,7 +108,7 @@ JOB = job_layout(
         "ups": "blocks of outputs before the first up, or 0",
         "parts": "into which the outputs are cut",
         "group": "rows that a block multiplies",
-        "tiles": "1 where many rows are multiplied by AMX",
+        "tiles": "1 where many rows are multiplied by AMX, 2 where they are bfloat16 then",
     },
     numbers={"eps": "added to the mean square"},
 )
@@ -122,12 +122,15 @@ def row_of(job: Any, r: int) -> int:
 
 @jit
 def pack_row(job: Any, r: int, scratch: int) -> None:
-    """Row r, normed, as 8-bit integers, and the numbers of its groups."""
+    """Row r, normed, as 8-bit integers, and the numbers of its groups; or as bfloat16."""
     width, groups = job.width, job.groups
     x, out = job.x + row_of(job, r) * width * 4, job.packed + r * job.stride
     if job.norm > 0:
         normalise(x, job.norm, job.eps, width, scratch)
         x = scratch
+    if job.tiles == 2:
+        int4_widened.store_row(x, job.packed, r, width)
+        return
     group, numbers = width // groups, out + width
     for g in range(groups):
         begin = g * group
@@ -274,8 +277,13 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
         job.tiles = 0
         if tiled and rows >= TILED and frame.settings.amx > 0:
             job.tiles = allowed()
+        widens = frame.settings.widened > 0 and int4_widened.is_faster(rows, job.width // job.groups)
+        if job.tiles > 0 and widens and job.width % int4_widened.DEPTH == 0:
+            job.tiles = 2
         step = int4_amx.ROWS if job.tiles > 0 else ROWS
         job.stride = (job.width + 4 * NUMBERS * job.groups + LINE - 1) // LINE * LINE
+        if job.tiles == 2:
+            job.stride = job.width * 2
         job.packed = malloc((rows + step - 1) // step * step * job.stride)  # the last tile is whole
         job.per_pack = max(1, PACKED_BYTES // (job.width * 4))
         if rows <= AT_ONCE:
@@ -290,6 +298,8 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
         parts = min(rounds * threads, units(job))
         job.parts = parts
         groups = max(1, min(4 * threads // max(1, parts), rows // FEWEST))
+        if job.tiles == 2:
+            groups = max(groups, (rows * job.stride + int4_widened.CACHED - 1) // int4_widened.CACHED)
         job.group = (rows + groups * step - 1) // (groups * step) * step
         if rows == 0:
             return 0
@@ -323,22 +333,31 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
             r += count
 
     multiply_by_tiles = int4_amx.multiplier(dtype, bits, offset, put) if tiled else None
+    multiply_widened = int4_widened.multiplier(dtype, bits, offset, put) if tiled else None
 
     @jit
     def by_tiles(job: Any, part: int, first: int, end: int) -> None:
         """A part of the outputs for the rows [first, end)."""
-        size, ups, blocks = unit(job), job.ups, job.results // LANES
-        memory = malloc(int4_amx.memory_for(end - first))
-        int4_amx.begin(memory, job.width // job.groups)
+        size, ups, blocks, widened = unit(job), job.ups, job.results // LANES, job.tiles == 2
+        memory = malloc(int4_widened.memory_for(end - first) if widened else int4_amx.memory_for(end - first))
+        if widened:
+            prefill_amx.begin(memory)
+        else:
+            int4_amx.begin(memory, job.width // job.groups)
         for u in range(first_unit(part, job.parts, units(job)), first_unit(part + 1, job.parts, units(job))):
             at = u * size
             behind = ups if ups > 0 else 1 if at + 1 < blocks else 0
             following = job.weight + (at + size) * job.block_bytes if at + 2 * size <= blocks else 0
-            if behind > 0:
+            if widened:
+                multiply_widened(job, at, behind, first, end, memory, following)
+            elif behind > 0:
                 multiply_by_tiles(job, at, behind, first, end, memory, following)
             else:
                 multiply_rows(job, at, 0, first, end, memory + int4_amx.INTEGERS, 0)
-        int4_amx.end(memory)
+        if widened:
+            prefill_amx.end(memory)
+        else:
+            int4_amx.end(memory)
         free(memory)
 
     @jit

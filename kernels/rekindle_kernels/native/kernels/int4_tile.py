@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 from rekindle_kernels.int4 import INPUTS_OF, OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.language import arm
-from rekindle_kernels.native.language.memory import WORD
+from rekindle_kernels.native.language.memory import WORD, prefetch_at
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call
 
 INT, BYTE = ir.IntType(32), ir.IntType(8)
@@ -46,6 +46,7 @@ UNPACKED = 4 * LANES * 4  # bytes of eight inputs of two blocks of outputs, an i
 assert OUTPUTS == LANES, "an output has a lane"
 INSTRUCTIONS = {
     "avx512vnni": "vnni",
+    "avxvnni": "avxvnni",
     "avx2": "avx2",
     "dotprod": "dotprod",
     "neon": "neon",
@@ -133,12 +134,12 @@ def multiply_tile(
                         number_of_tile = builder.add(first, WORD(each))
                         address = builder.add(weights, times(number_of_tile, apart))
                         for line in range(0, tile_bytes if prefetches else 0, TILE):
-                            _prefetch(builder, builder.add(address, WORD(AHEAD + line)))
+                            prefetch_at(builder, builder.add(address, WORD(AHEAD + line)))
                         if unpacked:
                             fours: Iterable[Any] = (loaded(address, four) for four in range(tile_inputs // 4))
                         else:
                             pair = [address, builder.add(address, further)][:vectors]
-                            integers = _signed if instruction in SIGNED else _unsigned
+                            integers = _signed if instruction in SIGNED else stored_integers
                             fours = zip(*(integers(builder, bits, place) for place in pair), strict=True)
                         for four, columns in enumerate(fours):
                             inputs = builder.add(times(number_of_tile, tile_inputs), WORD(4 * four))
@@ -238,8 +239,9 @@ def _six(builder: Any, pointer: Any) -> Iterator[Any]:
             yield builder.or_(low, builder.and_(shifted(4 - 4 * number - 2 * half), mask))
 
 
-def _unsigned(builder: Any, bits: int, address: Any) -> Iterable[Any]:
-    """The integers of the tile at `address` as unsigned bytes: its first four inputs, and the others."""
+def stored_integers(builder: Any, bits: int, address: Any) -> Iterable[Any]:
+    """The integers of the tile at `address` as unsigned bytes, its first four inputs, then the next ones: of four and
+    six bits what is stored, of eight 128 more."""
     pointer = builder.inttoptr(address, _INTS.as_pointer())
     if bits == 4:
         return _halves(builder, builder.load(pointer, align=4))
@@ -264,13 +266,6 @@ def _signed(builder: Any, bits: int, address: Any) -> Iterable[Any]:
     return first, second
 
 
-def _prefetch(builder: Any, address: Any) -> None:
-    flag, pointer = INT, BYTE.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [builder.inttoptr(address, pointer), flag(0), flag(3), flag(1)])
-
-
 def _add_row(builder: Any, instruction: str, bits: int, word: Any, columns: list[Any], sums: list[Any]) -> list[Any]:
     """The sums and the products of the four 8-bit inputs at address `word` with four unsigned bytes of each lane, which
     have so many bits."""
@@ -281,6 +276,9 @@ def _add_row(builder: Any, instruction: str, bits: int, word: Any, columns: list
         spread = everywhere(builder, inputs, INT)
         dot = arm.dot if instruction == "dotprod" else arm.widened_dot
         return [arm.in_parts(builder, dot, *pair, spread) for pair in zip(sums, columns, strict=True)]
+    if instruction == "avxvnni":
+        spread = everywhere(builder, inputs, INT)
+        return [_with_avxvnni(builder, spread, *pair) for pair in zip(columns, sums, strict=True)]
     if instruction == "avx2":
         return [_with_avx2(builder, bits, inputs, *pair) for pair in zip(columns, sums, strict=True)]
     return [_with_any(builder, inputs, *pair) for pair in zip(columns, sums, strict=True)]
@@ -300,6 +298,18 @@ def _with_vnni(builder: Any, word: Any, columns: list[Any], sums: list[Any]) -> 
     kind = ir.FunctionType(results, [_INTS] * count + [WORD] + [_INTS] * count)
     added = builder.asm(kind, "\n".join(lines), ",".join(registers), [*columns, word, *sums], side_effect=False)
     return [builder.extract_value(added, i) for i in range(count)]
+
+
+def _with_avxvnni(builder: Any, spread: Any, column: Any, total: Any) -> Any:
+    """The instruction of registers of eight lanes, for each half of a vector."""
+    kind = ir.FunctionType(_HALF_INTS, [_HALF_INTS] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.256")
+    found = []
+    for start in (0, LANES // 2):
+        lanes = ir.Constant(_HALF_INTS, list(range(start, start + LANES // 2)))
+        halves = [builder.shuffle_vector(vector, vector, lanes) for vector in (total, column, spread)]
+        found.append(builder.call(function, halves))
+    return builder.shuffle_vector(*found, ir.Constant(_INTS, list(range(LANES))))
 
 
 def _with_avx2(builder: Any, bits: int, inputs: Any, column: Any, total: Any) -> Any:
@@ -354,7 +364,7 @@ def unpacker(bits: int, offset: int = 0) -> Any:
                 return builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
 
             with cgutils.for_range(builder, tiles) as loop:
-                fours = tuple(_unsigned(builder, bits, at(weights, loop.index, TILE_BYTES[bits])))
+                fours = tuple(stored_integers(builder, bits, at(weights, loop.index, TILE_BYTES[bits])))
                 for four, integers in enumerate(fours):
                     values = builder.sub(builder.bitcast(integers, many), subtracted)
                     place = at(target, loop.index, len(fours) * UNPACKED // 2, four * UNPACKED // 2)

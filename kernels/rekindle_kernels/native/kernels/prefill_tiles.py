@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernels.attention_job import Stored, page_of
 from rekindle_kernels.native.language.dot_products import add_pairs, load_interleaved, store_columns
 from rekindle_kernels.native.language.jit import inline, jit
@@ -97,6 +98,7 @@ def products(paired: bool) -> Any:
     """`product` of four rows with four vectors and `row_vector` of one row with one vector, in words of two bfloat16 or
     of one float32."""
     add_product = add_pairs if paired else add_product_of_floats
+    wide = has_feature("avx512f") or paired  # else sixteen registers of half the size
 
     @inline
     def product(a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool) -> None:
@@ -140,6 +142,26 @@ def products(paired: bool) -> Any:
         store_four(c, 3 * c_step, r30, r31, r32, r33)
 
     @inline
+    def product_by_vectors(
+        a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool
+    ) -> None:
+        """The same a vector of b at a time, where registers do not hold the sums of four."""
+        for column in range(0, 4 * LANES, LANES):
+            r0 = r1 = r2 = r3 = splat(ZERO)
+            if add:
+                r0, r1 = load_f32(c, column), load_f32(c, c_step + column)
+                r2, r3 = load_f32(c, 2 * c_step + column), load_f32(c, 3 * c_step + column)
+            for i in range(depth):
+                x = load_f32(b, i * b_step + column)
+                r0, r1 = add_product(r0, x, splat(f32(a, i))), add_product(r1, x, splat(f32(a, a_step + i)))
+                r2 = add_product(r2, x, splat(f32(a, 2 * a_step + i)))
+                r3 = add_product(r3, x, splat(f32(a, 3 * a_step + i)))
+            store(c, column, r0)
+            store(c, c_step + column, r1)
+            store(c, 2 * c_step + column, r2)
+            store(c, 3 * c_step + column, r3)
+
+    @inline
     def row_vector(a: int, b: int, b_step: int, depth: int, c: int) -> None:
         """c += a · b for one row and one vector: for head sizes that four vectors do not divide."""
         x = load_f32(c, 0)
@@ -147,4 +169,4 @@ def products(paired: bool) -> Any:
             x = add_product(x, load_f32(b, i * b_step), splat(f32(a, i)))
         store(c, 0, x)
 
-    return product, row_vector
+    return product if wide else product_by_vectors, row_vector

@@ -173,16 +173,21 @@ def address_of(name: str) -> Any:
     return address
 
 
+def prefetch_at(builder: Any, address: Any) -> None:
+    """The instructions of `prefetch`."""
+    flag, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, keep, data = (ir.Constant(flag, number) for number in (0, 3, 1))
+    builder.call(function, [builder.inttoptr(address, pointer), read, keep, data])
+
+
 @intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for the cache line at `address`; any address will do."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        flag, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, keep, data = (ir.Constant(flag, number) for number in (0, 3, 1))
-        builder.call(function, [builder.inttoptr(args[0], pointer), read, keep, data])
+        prefetch_at(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen

@@ -1,0 +1,270 @@
+"""Many rows times a 16-bit or 8-bit matrix on processors of AVX2, which multiply no two of its numbers in a lane.
+
+Strips of 16 outputs are turned, as in `gemm_strips`, and widened: bfloat16 to float32, with rows that stay what they
+are, and int8 to pairs of 16 bits. Six rows times 16 outputs stay in registers: twelve sums, two vectors of the strip, a
+word of the row, and one to spare are all sixteen. With AVX-VNNI, int8 is multiplied four by four as it is.
+
+GFLOP/s, 2 cores of a Xeon, by processor time, XLA's from a process in which CPUID says AVX2 (`older_processor.py`):
+
+                                        XLA   here   AVX-VNNI
+    bfloat16   512 x 3072 x 576         148    213
+                32 x 3072 x 576         124    167
+    int8       512 x 3072 x 576         237    339        871
+                32 x 3072 x 576         200    274
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from rekindle_kernels.native.cpu import has_feature
+from rekindle_kernels.native.kernels.gemm_packing import finisher, narrower, row_of
+from rekindle_kernels.native.kernels.rms_norm import normalise
+from rekindle_kernels.native.language import avx2
+from rekindle_kernels.native.language.avx2 import REGISTER
+from rekindle_kernels.native.language.handler import first_unit
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import WORD, free, malloc, prefetch_at
+from rekindle_kernels.native.language.vector import LANES, load_f32, store
+
+ROWS, VECTORS = 6, 2  # of a tile
+FEWER_ROWS = 4  # of one of the last tiles: so that 8, 16, 32 and 64 rows are divided without a rest
+OUTPUTS = VECTORS * REGISTER
+FEWEST = 96  # of a group: many threads share a strip, and each turns it for itself
+PACKED_BYTES = 64 << 10  # of rows that one thread packs: to wake another takes as long
+assert OUTPUTS == LANES, "results are finished a vector at a time"
+
+
+class Form(NamedTuple):
+    """How numbers of a size are multiplied."""
+
+    size: int  # bytes of a number of the matrix
+    words: int  # of four bytes that four bytes of the matrix become
+    add: tuple[str, ...]  # instructions
+    unsigned: bool  # rows are larger by 128 than what they stand for
+
+
+def form_of(size: int) -> Form:
+    if size == 2:
+        return Form(2, 2, avx2.FLOATS_ADD, False)
+    if has_feature("avxvnni"):
+        return Form(1, 1, avx2.QUADS_ADD, True)
+    return Form(1, 2, avx2.PAIRS_ADD, False)
+
+
+def words_of(form: Form, width: Any) -> Any:
+    """Words of four bytes that a row of so many numbers has."""
+    return width * form.size // 4 * form.words
+
+
+def functions(size: int) -> Any:
+    """`prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)`, for `gemm.kernel`."""
+    form = form_of(size)
+    put_row, turn = row_packer(form), turner(form)
+    large, small = multiply_tile(form, ROWS), multiply_tile(form, FEWER_ROWS)
+    finish_vector = finisher(size, corrected=form.unsigned)
+    per_number = size * form.words  # bytes of a number in a row
+
+    @inline
+    def prepare(job: Any, threads: int) -> int:
+        rows, row_bytes, strips = job.rows, job.width * per_number, job.results // OUTPUTS
+        groups = max(1, min((4 * threads + strips - 1) // strips, rows // FEWEST))
+        job.group = (rows + groups * ROWS - 1) // (groups * ROWS) * ROWS
+        job.parts = min(strips, (8 * threads + groups - 1) // groups)
+        whole = rows + ROWS  # the last tile may be larger than what is left
+        job.packed = malloc(whole * row_bytes + (rows + LANES) * 4)
+        job.row_scales = job.packed + whole * row_bytes
+        job.per_pack = max(1, PACKED_BYTES // (job.width * 4))
+        job.packs = (rows + job.per_pack - 1) // job.per_pack
+        return job.packs + job.parts * ((rows + job.group - 1) // job.group)
+
+    @jit
+    def pack(job: Any, index: int) -> None:
+        scratch, first = malloc(job.width * 5), index * job.per_pack
+        for r in range(first, min(job.rows, first + job.per_pack)):
+            put_row(job, r, job.packed + r * job.width * per_number, scratch)
+        free(scratch)
+
+    @inline
+    def turn_strip(job: Any, n: int, strip: int, weight_sums: int) -> None:
+        """The weights of the outputs [n, n + OUTPUTS)."""
+        stride = job.width * size
+        for lane in range(0, OUTPUTS, REGISTER):
+            turn(job.weight + (n + lane) * stride, stride // 4, strip + lane * 4, weight_sums + lane * 4)
+
+    @jit
+    def multiply_strip(job: Any, n: int, begin: int, end: int, strip: int) -> None:
+        """The rows [begin, end) times a strip, or two of them where results are gated."""
+        row_bytes, halves = job.width * per_number, 2 if job.ups > 0 else 1
+        behind, strip_bytes = ROWS * OUTPUTS * 4, OUTPUTS * row_bytes
+        sums = strip + halves * strip_bytes
+        weight_sums = sums + 2 * behind
+        for half in range(halves):
+            turn_strip(job, n + half * job.ups, strip + half * strip_bytes, weight_sums + half * behind)
+        # The next strip's weights are asked for meanwhile, a few bytes with each word.
+        words, size_of_strip = row_bytes // 4, OUTPUTS * job.width * size
+        tiles = (end - begin + ROWS - 1) // ROWS
+        step = (size_of_strip + tiles * words - 1) // (tiles * words)
+        ahead = job.weight + (n + OUTPUTS) * job.width * size
+        r = begin
+        while r < end:
+            left = end - r
+            fewer = left <= FEWER_ROWS or left == ROWS + 1 or left == 2 * FEWER_ROWS
+            count = FEWER_ROWS if fewer else ROWS
+            for half in range(halves):
+                x, here = job.packed + r * row_bytes, strip + half * strip_bytes
+                coming = ahead + half * job.ups * job.width * size
+                if fewer:
+                    small(here, x, words, sums + half * behind, coming, step)
+                else:
+                    large(here, x, words, sums + half * behind, coming, step)
+            for i in range(min(count, left)):
+                finish_vector(job, sums + i * OUTPUTS * 4, weight_sums, behind, r + i, n)
+            ahead += step * words
+            r += count
+
+    @jit
+    def multiply(job: Any, index: int) -> None:
+        parts, strips = job.parts, job.results // OUTPUTS
+        part, begin = index % parts, index // parts * job.group
+        end = min(job.rows, begin + job.group)
+        strip = malloc(2 * OUTPUTS * job.width * per_number + 4 * ROWS * OUTPUTS * 4)
+        for number in range(first_unit(part, parts, strips), first_unit(part + 1, parts, strips)):
+            multiply_strip(job, number * OUTPUTS, begin, end, strip)
+        free(strip)
+
+    return prepare, pack, multiply
+
+
+def row_packer(form: Form) -> Any:
+    """`put(job, r, out, scratch)`: row r in words of the form; scratch has five bytes for each column."""
+    if form.size == 2:
+        return put_floats
+    narrow = narrower(1, signed=not form.unsigned)
+    if form.unsigned:
+        return narrow
+
+    @inline
+    def put_pairs(job: Any, r: int, out: int, scratch: int) -> None:
+        narrow(job, r, scratch, scratch + job.width)
+        spread_pairs(scratch, job.width // 4, out)
+
+    return put_pairs
+
+
+@inline
+def put_floats(job: Any, r: int, out: int, scratch: int) -> None:
+    width, x = job.width, job.x + row_of(job, r) * job.width * 4
+    if job.norm > 0:
+        normalise(x, job.norm, job.eps, width, out)
+        return
+    for k in range(0, width, LANES):
+        store(out, k, load_f32(x, k))
+
+
+def _register(builder: Any, start: Any, number: Any) -> Any:
+    """Where the register is whose first word is the one of that number."""
+    return builder.inttoptr(builder.add(start, builder.mul(number, WORD(4))), avx2.INTS.as_pointer())
+
+
+@intrinsic
+def spread_pairs(typing_context: Any, source: Any, words: Any, target: Any) -> Any:
+    """A row of int8 as pairs of 16 bits, in the order of `turner`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, words, target = args
+        with cgutils.for_range(builder, builder.udiv(words, WORD(REGISTER))) as loop:
+            first = builder.mul(loop.index, WORD(REGISTER))
+            loaded = builder.load(_register(builder, source, first), align=1)
+            for half, value in enumerate(avx2.bytes_in_two(builder, loaded)):
+                place = builder.add(builder.mul(first, WORD(2)), WORD(half * REGISTER))
+                builder.store(value, _register(builder, target, place), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+def turner(form: Form) -> Any:
+    """`turn(w, words, strip, weight_sums)`: eight outputs of so many words each become eight lanes of a strip. Where
+    rows are unsigned, the sums of the outputs' weights are noted, by which results are corrected."""
+
+    @intrinsic
+    def turn(typing_context: Any, w: Any, words: Any, strip: Any, weight_sums: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            w, words, strip, weight_sums = args
+            total = cgutils.alloca_once(builder, avx2.INTS)
+            builder.store(ir.Constant(avx2.INTS, [0] * REGISTER), total)
+            starts = [builder.add(w, builder.mul(words, WORD(4 * row))) for row in range(REGISTER)]
+            with cgutils.for_range(builder, builder.udiv(words, WORD(REGISTER))) as loop:
+                first = builder.mul(loop.index, WORD(REGISTER))
+                rows = [builder.load(_register(builder, start, first), align=4) for start in starts]
+                columns = avx2.transposed(builder, rows)
+                for j, value in enumerate(placed(builder, columns)):
+                    word = builder.add(builder.mul(first, WORD(form.words)), WORD(j))
+                    builder.store(value, _register(builder, strip, builder.mul(word, WORD(OUTPUTS))), align=4)
+                if form.unsigned:
+                    sums = builder.load(total)
+                    for column in columns:
+                        sums = avx2.add_bytes(builder, sums, column)
+                    builder.store(sums, total)
+            builder.store(builder.load(total), _register(builder, weight_sums, WORD(0)), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+    def placed(builder: Any, columns: list[Any]) -> list[Any]:
+        """The words that eight of the matrix become, in the order of a row's."""
+        if form.size == 2:
+            return [half for column in columns for half in avx2.bf16_in_two(builder, column)]
+        if form.unsigned:
+            return columns
+        both = [avx2.bytes_in_two(builder, column) for column in columns]
+        return [halves[0] for halves in both] + [halves[1] for halves in both]
+
+    return turn
+
+
+def multiply_tile(form: Form, rows: int) -> Any:
+    """`tile(strip, x, words, sums, ahead, step)`: rows of so many words that follow each other at x, times a strip
+    [words, 16]; sums [rows, 16]. With each word the cache is asked for memory that is `step` bytes further."""
+
+    @intrinsic
+    def tile(typing_context: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            strip, x, words, sums, ahead, step = args
+            kind = ir.VectorType(ir.FloatType(), REGISTER) if form.size == 2 else avx2.INTS
+
+            def register(start: Any, number: Any) -> Any:
+                return builder.bitcast(_register(builder, start, number), kind.as_pointer())
+
+            totals = [cgutils.alloca_once(builder, kind) for _ in range(rows * VECTORS)]
+            for total in totals:
+                builder.store(ir.Constant(kind, [0] * REGISTER), total)
+            row_size = builder.mul(words, WORD(4))
+            thirds = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, 3)]
+            with cgutils.for_range(builder, words) as loop:
+                first = builder.mul(loop.index, WORD(OUTPUTS))
+                columns = [
+                    builder.load(register(strip, builder.add(first, WORD(v * REGISTER))), align=4)
+                    for v in range(VECTORS)
+                ]
+                prefetch_at(builder, builder.add(ahead, builder.mul(loop.index, step)))
+                for row in range(rows):
+                    here = totals[row * VECTORS : (row + 1) * VECTORS]
+                    word = builder.add(thirds[row // 3], builder.mul(loop.index, WORD(4)))
+                    before = [builder.load(total) for total in here]
+                    after = avx2.add_row(builder, form.add, word, row_size, row % 3, columns, before)
+                    for total, value in zip(here, after, strict=True):
+                        builder.store(value, total)
+            for number, total in enumerate(totals):
+                builder.store(builder.load(total), register(sums, WORD(number * REGISTER)), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return tile

@@ -1,0 +1,62 @@
+"""Random matrices of four, six and eight bits in groups, in the forms that products are tested with."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import on_aarch64
+from rekindle_kernels import int4
+
+RANDOM = np.random.default_rng(0)
+# Kernels that few files need: to compile them takes longer than the tests. For another processor they are there.
+RARER = [] if on_aarch64.LEVEL in os.environ else [pytest.mark.slow]
+_USUAL = [
+    (4, 32, "float16", False), (4, 64, "float16", False), (4, 128, "float16", True), (4, 64, "float32", True),
+    (8, 32, "float16", False), (8, 16, "float32", False), (8, 16, "float32", True), (8, 128, "float16", True),
+    (4, 32, "int8", True), (4, 128, "int8", False), (8, 16, "int8", True), (8, 32, "int8", False),
+    (6, 16, "int8", False), (6, 32, "int8", True),
+]  # fmt: skip
+_RARE = [(6, 32, "float16", False), (6, 64, "float32", True)]
+FORMS = [*_USUAL, *(pytest.param(*form, marks=RARER) for form in _RARE)]
+ONE_FORM = [_USUAL[0], *(pytest.param(*form, marks=pytest.mark.slow) for form in (*_USUAL[1:], *_RARE))]  # by default
+Matrix = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
+def integers(*shape: int, bits: int = 4) -> np.ndarray:
+    half = 1 << (bits - 1)
+    return RANDOM.integers(0, 16, shape).astype(np.uint8) if bits == 4 else RANDOM.integers(-half, half, shape, np.int8)
+
+
+def stored(scales: np.ndarray, kind: str, group: int) -> np.ndarray:
+    """Scales [N, groups] as they are stored in this dtype, before they are packed."""
+    if kind != int4.STEPPED:
+        return scales.astype(kind)
+    grouped = scales.reshape(len(scales), -1, int4.SPAN // group)
+    steps = (np.abs(grouped).max(-1) / 127).astype(np.float16)
+    integers = np.rint(grouped / steps.astype(np.float64)[..., None]).clip(-127, 127).astype(np.int8)
+    return int4.stepped(integers.reshape(scales.shape), steps)
+
+
+def numbers(scales: np.ndarray) -> np.ndarray:
+    return (int4.stepped_numbers(scales) if scales.dtype == np.int8 else scales).astype(np.float64)
+
+
+def matrix(
+    outputs: int, inputs: int, group: int, kind: str = "float16", minimums: bool = False, bits: int = 4
+) -> tuple[Matrix, np.ndarray]:
+    """A random matrix and its values in float64."""
+    q = integers(outputs, inputs, bits=bits)
+    shape = outputs, inputs // group
+    scale = stored(RANDOM.random(shape) / (2.5 * (1 << bits)), kind, group)
+    minimum = stored(RANDOM.standard_normal(shape) / 5, kind, group) if minimums else None
+    values = np.repeat(numbers(scale), group, -1) * (q - (0.0 if minimums or bits > 4 else 8.0))
+    packed = None
+    if minimum is not None:
+        values += np.repeat(numbers(minimum), group, -1)
+        packed = jnp.asarray(int4.pack_scales(minimum))
+    return (jnp.asarray(int4.pack(q, bits)), jnp.asarray(int4.pack_scales(scale)), packed), values

@@ -1,0 +1,88 @@
+"""Many rows times matrices in groups as bfloat16, by AMX, and where that is left alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.group_matrices import ONE_FORM, RANDOM, matrix
+from rekindle_kernels import LinearOptions, linear, native
+from rekindle_kernels.native import products
+
+needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+FEWEST = {16: 48, 32: 48, 64: 96}  # rows, by group; larger groups are multiplied as integers
+widens = pytest.mark.skipif(not products.has_amx(), reason="this processor has no AMX")
+
+
+def as_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Values of float32 rounded to the nearest bfloat16, from the middle away from zero, in float64."""
+    bits = values.astype(np.float32).view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(np.float64)
+
+
+@needs_numba
+@widens
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), ONE_FORM)
+@pytest.mark.parametrize("shape", [(208, 256), (1072, 1280), (48, 2304)], ids=str)
+def test_many_rows_are_multiplied_as_bfloat16(
+    shape: tuple[int, int], bits: int, group: int, kind: str, minimums: bool
+) -> None:
+    packed, values = matrix(*shape, group, kind, minimums, bits)
+    random = np.random.default_rng(group)
+    x = random.standard_normal((203, shape[1]), np.float32) * random.random((203, 1), np.float32) * 10
+    x[7], x[:, 32:64] = 0, 0
+    multiply, exactly = jax.jit(partial(native.multiply_int4, widened=True)), jax.jit(native.multiply_int4)
+    fewest = FEWEST.get(group, 204)
+    few = x[: fewest - 1]
+    np.testing.assert_array_equal(multiply(few, *packed), exactly(few, *packed))
+    if group not in FEWEST:
+        return
+    whole = np.asarray(multiply(x, *packed))
+    narrow = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64)
+    # What float32 arithmetic on the way makes of a value may lie on the other side of the middle of two bfloat16.
+    turned = 0.0 if kind == "float16" and not minimums else 2.0**-8 * np.abs(narrow).max() * np.abs(values).max()
+    expected = narrow @ as_bfloat16(values).T
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=4e-6 * np.abs(expected).max() + turned)
+    exact = x.astype(np.float64) @ values.T
+    # Six standard deviations of what it changes to round both to bfloat16, by no more than a 512th part.
+    rounding = 6 * 2.0**-8 / 6**0.5 * np.linalg.norm(x, axis=1)[:, None] * np.abs(values).max()
+    assert (np.abs(whole - exact) <= rounding).all()
+    for rows in (fewest, fewest + 1, 112, 113, 128, 150, 192):
+        got = multiply(x[:rows], *packed)
+        np.testing.assert_array_equal(got, whole[:rows], err_msg=f"{rows} rows differ from all together")
+
+
+@needs_numba
+@widens
+@pytest.mark.parametrize("rows", [51, 299])
+def test_bfloat16_rows_are_normed_results_gated_and_a_residual_is_added(rows: int) -> None:
+    packed, _ = matrix(224, 128, 32)
+    x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32) * 6)
+    norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
+    residual = jnp.asarray(RANDOM.standard_normal((rows, 112), np.float32) * 10)
+    multiply = jax.jit(partial(native.multiply_int4, eps=1.0, widened=True), static_argnames="gated")
+    wide = multiply(native.rms_norm(x, norm, 1.0), *packed)
+    np.testing.assert_allclose(multiply(x, *packed, norm=norm), wide, rtol=1e-4, atol=1e-4)
+    want = jax.nn.silu(wide[:, :112]) * wide[:, 112:]
+    got = multiply(x, *packed, residual, norm=norm, gated=True)
+    np.testing.assert_allclose(got, want + residual, rtol=1e-4, atol=1e-3)
+    count = jnp.array(rows - 3, jnp.int32)
+    first = multiply(x.at[rows - 3 :].set(jnp.nan), *packed, count=count)
+    np.testing.assert_array_equal(first[: rows - 3], multiply(x, *packed)[: rows - 3])
+
+
+def test_deterministic_products_stay_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        native, "multiply_int4", lambda x, *_, widened, **__: asked.append(widened) or jnp.zeros((2, 32))
+    )
+    monkeypatch.setattr(native, "multiplies_int4", lambda *_: True)
+    (weight, scale, _), _ = matrix(32, 128, 64)
+    for deterministic in (False, True):
+        options = LinearOptions("int4", deterministic=deterministic)
+        linear(jnp.zeros((2, 128)), weight, scale=scale, options=options, implementation="native")
+    assert asked == [True, False]
