@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,25 @@ def test_what_lies_below_a_block_that_is_used_goes_back() -> None:
 def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(freed_memory, "_trim", lambda: None)
     freed_memory.give_back()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_freed_inside_goes_back_at_the_end(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    happened: list[str] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        happened.append("begun")
+        try:
+            yield
+        finally:
+            happened.append("ended")
+
+    monkeypatch.setattr(freed_memory, "give_back", lambda: happened.append("given back"))
+    contexts = freed_memory.given_back(context)
+    for _ in range(2):
+        with contextlib.suppress(KeyError), contexts():
+            happened.append("inside")
+            if fails:
+                raise KeyError
+    assert happened == 2 * ["begun", "inside", "ended", "given back"]

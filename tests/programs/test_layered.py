@@ -324,6 +324,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     """Whole programs replace them after a moment, and are found by the next process."""
     monkeypatch.setattr(warming, "build_kernels", lambda names: None)
     monkeypatch.setattr(warming, "PEACE", 0.5)
+    monkeypatch.setattr(warming, "LONGER_PEACE", 0.5)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)
     monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
 
@@ -359,6 +360,27 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
         in_parts = [isinstance(programs.get(key), LayeredStep) for key in first]
         assert in_parts == [True, not whole] and programs.compilations == 0
         going.stop(60)
+
+
+def test_a_short_process_that_finds_parts_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole programs are for those that go on: one short process after the other uses the parts of the first."""
+    monkeypatch.setattr(warming, "build_kernels", lambda names: None)
+    monkeypatch.setattr(warming, "LONGER_PEACE", 60.0)
+    monkeypatch.setattr(layered, "MANY_LAYERS", 2)
+    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+    store, seen = DictStore(), []
+    for _ in range(3):
+        programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
+        going = Warming(programs, "lazy")
+        going.opened()
+        first = first_needed(programs, restoring=False)[:2]
+        assert all(isinstance(programs.get(key), LayeredStep) for key in first)
+        written(MODEL, programs)
+        assert going.in_peace
+        going.stop(60)
+        assert not going._thread.is_alive() and not {key.name for key in first} & {*store.kept}
+        seen.append((programs.traces, programs.compilations, len(store.kept)))
+    assert seen[0][1] > 0 and seen[1:] == [(0, 0, seen[0][2])] * 2
 
 
 def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,17 +22,20 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.helpers import ADMIT, MEMORY
+from rekindle._src.programs.keys import Key
 from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle.errors import CompileError, ConfigError
+from rekindle_kernels import traits
 from rekindle_kernels.native import build, zeros
 
 CONFIG = config_from_hf(TINY)
 GRAPH, LEAVES = abstract_model(CONFIG)
 SMALL = Bucket(2, 0)
+FILLS = ["scatter", "scatter32"] if traits().single_rows else ["scatter"]
 
 
 def programs_of(**changes: Any) -> Programs:
@@ -131,7 +134,7 @@ def test_what_the_store_has_is_neither_traced_nor_compiled() -> None:
 def test_moves_are_compiled_only_where_pages_can_leave() -> None:
     names = {key.name for key in programs_of().keys}
     bare = Programs(CONFIG, GRAPH, LEAVES, tiny_config(host_memory=0, disk_memory=0))
-    assert names - {key.name for key in bare.keys} == {"gather", "scatter"}
+    assert names - {key.name for key in bare.keys} == {"gather", *FILLS}
 
 
 def test_warming_in_the_background_gets_everything_and_can_be_stopped() -> None:
@@ -175,14 +178,45 @@ def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(
     lazy = Warming(again, "lazy", restoring=restoring)
     lazy._thread.join()
     lazy.opened()
-    assert {record.name for record in again.manifest()} == {"r2t32", *(["scatter"] if restoring else [])}
+    assert {record.name for record in again.manifest()} == {"r2t32", *(FILLS if restoring else [])}
     assert again.compilations == programs.compilations == 0
+
+
+@pytest.mark.parametrize("mode", ["lazy", "background"])
+def test_a_session_that_restores_opens_with_the_programs_of_its_first_request(mode: str) -> None:
+    """Even where loading them has hardly begun: two threads share it, from both ends."""
+    store = DictStore()
+    warm(programs_of(store=store))
+    programs = programs_of(store=store)
+    names = [key.name for key in needed_after_restart(programs)]
+    begun, go = threading.Event(), threading.Event()
+
+    def slowly(name: str) -> Any:
+        if name == names[0]:
+            begun.set()
+            assert go.wait(60)
+        return DictStore.load(store, name)
+
+    store.load = slowly  # type: ignore[method-assign]
+    going = Warming(programs, mode, restoring=True)
+    assert begun.wait(60)
+    ready: list[Key] = []
+    opening = threading.Thread(target=lambda: ready.extend(going.restorable()))
+    opening.start()
+    while len(programs.manifest()) < 2:
+        assert opening.is_alive()
+    go.set()
+    opening.join(60)
+    assert [key.name for key in ready] == names
+    going.opened()
+    going.stop(60)
+    assert programs.compilations == 0
 
 
 def test_a_restart_needs_what_restores_pages_the_smallest_prefill_and_decoding() -> None:
     programs = programs_of(store=DictStore())
     decode = f"r{min(programs.lattice).rows}t0"
-    assert [key.name for key in needed_after_restart(programs)] == ["scatter", "r2t32", decode]
+    assert [key.name for key in needed_after_restart(programs)] == [*FILLS, "r2t32", decode]
     assert needed_after_restart(programs_of()) == [], "nothing outlives the process"
     bare = Programs(CONFIG, GRAPH, LEAVES, tiny_config(host_memory=0, disk_memory=0), store=DictStore())
     assert needed_after_restart(bare) == [], "no page does"

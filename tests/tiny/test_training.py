@@ -120,6 +120,7 @@ def test_a_larger_model_has_the_corpus_and_the_steps_of_the_shipped_one() -> Non
     assert recipe.stages == Recipe().stages and Recipe.of_size("tiny") == Recipe()
 
 
+@pytest.mark.slow
 def test_the_exported_folder_computes_what_was_trained(words: Tokenizer, tmp_path: Path) -> None:
     graph, leaves = initial(SMALL, config_from_hf(SMALL.config([0], 0)))
     rounded = tuple(leaf.astype(jnp.bfloat16).astype(jnp.float32) if leaf.ndim == 2 else leaf for leaf in leaves)

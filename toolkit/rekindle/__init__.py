@@ -11,9 +11,11 @@ little beside jax.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.version import VERSION
 from rekindle.errors import (
@@ -250,7 +252,10 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        if _LAZY[name] not in sys.modules:
+            with gc_paused(stays=True):
+                importlib.import_module(_LAZY[name])
+        return getattr(sys.modules[_LAZY[name]], name)
     if name in _MODULES:
         return importlib.import_module(f"rekindle.{name}")
     raise AttributeError(f"module 'rekindle' has no attribute {name!r}")

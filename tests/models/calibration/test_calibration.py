@@ -80,7 +80,12 @@ def divergence(exact: np.ndarray, found: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("raw", "dtype"),
-    [(LLAMA, "float32"), (LLAMA, "bfloat16"), (MIXTRAL, "bfloat16"), (GEMMA, "float32")],
+    [
+        pytest.param(LLAMA, "float32", marks=pytest.mark.slow),
+        (LLAMA, "bfloat16"),
+        (MIXTRAL, "bfloat16"),
+        (GEMMA, "float32"),
+    ],
     ids=["llama", "llama-bfloat16", "mixtral", "gemma3"],
 )
 def test_a_calibrated_model_has_the_form_of_others(raw: dict[str, Any], dtype: str, tmp_path: Path) -> None:

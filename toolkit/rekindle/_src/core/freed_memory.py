@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
 
 
@@ -18,6 +19,20 @@ def give_back() -> None:
     trim = _trim()
     if trim is not None:
         trim(0)
+
+
+def given_back(context: Callable[[], AbstractContextManager[object]]) -> Callable[[], AbstractContextManager[None]]:
+    """Contexts like those that `context` makes, at whose end what was freed inside is given back."""
+
+    @contextlib.contextmanager
+    def inside() -> Iterator[None]:
+        try:
+            with context():
+                yield
+        finally:
+            give_back()
+
+    return inside
 
 
 @cache

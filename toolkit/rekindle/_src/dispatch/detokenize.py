@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -28,8 +28,10 @@ from rekindle._src.core.reply import ReplyEvent, fold
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
 from rekindle._src.dispatch.structured_output import Structured
-from rekindle._src.text.replies import ReplyScanner
 from rekindle.errors import RequestAborted, RequestFailed
+
+if TYPE_CHECKING:
+    from rekindle._src.text.replies import ReplyScanner
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 # A request for no tokens ends by its length, whatever the token that was sampled for it.

@@ -25,6 +25,7 @@ from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.mailbox import Mailbox, Relayed
 from rekindle._src.dispatch.messages import Abort, Control, Engine, Events, ScheduleMessage, Submission, Turn
 from rekindle._src.dispatch.relayed import RelayedOutput, Take
+from rekindle._src.dispatch.root_cause import root_cause
 from rekindle._src.dispatch.step_watchdog import StepWatchdog
 
 Task = Callable[[], Coroutine[Any, Any, None]]
@@ -131,10 +132,3 @@ class Dispatch:
         self.outputs.clear()
         for mailbox in tuple(self.mailboxes):
             mailbox.complete_all(error)
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The exception that ended the first task of a group; the other tasks were cancelled because of it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -12,11 +13,13 @@ from rekindle._src.core.guides import GuideLike
 from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.messages import Engine, Submission
 from rekindle._src.dispatch.structured_output import Structured
-from rekindle._src.structured.grammar import Grammar
-from rekindle._src.structured.guide import Guide, Reasoning
-from rekindle._src.structured.spec import Spec
-from rekindle._src.structured.token_rules import RestrictedGuide, TokenRules
 from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.grammar import Grammar
+    from rekindle._src.structured.guide import Guide, Reasoning
+    from rekindle._src.structured.spec import Spec
+    from rekindle._src.structured.token_rules import TokenRules
 
 COMPILE_SECONDS = 5.0
 _NEAR = 8  # tokens at a prompt's end in which a template closes the reasoning that it turns off
@@ -54,7 +57,11 @@ def guide_of(
 ) -> GuideLike | None:
     """A guide for one sequence, if its tokens are not free."""
     inner = None if grammar is None else _guide_of(grammar, submission, ids, engine, eos)
-    return inner if rules is None else RestrictedGuide(rules, inner)
+    if rules is None:
+        return inner
+    from rekindle._src.structured.token_rules import RestrictedGuide  # few requests need it
+
+    return RestrictedGuide(rules, inner)
 
 
 def _guide_of(grammar: Grammar, submission: Submission, ids: IntArray, engine: Engine, eos: Collection[int]) -> Guide:
@@ -77,6 +84,8 @@ def _reasoning(prompt: list[int], engine: Engine, *, chat: bool) -> Reasoning | 
     """Whether the model thinks before its answer: the prompt ends amid it, or a chat's model may begin with it."""
     if engine.think_ids is None:
         return None
+    from rekindle._src.structured.guide import Reasoning  # few requests need it
+
     opens, closes = engine.think_ids
     last = max((at for at, token in enumerate(prompt) if token in (opens, closes)), default=None)
     if last is not None and prompt[last] == opens:

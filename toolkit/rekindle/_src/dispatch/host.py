@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 
@@ -19,13 +19,16 @@ from rekindle._src.core.records import Request
 from rekindle._src.dispatch import forked
 from rekindle._src.dispatch.admission_limiter import AdmissionLimiter
 from rekindle._src.dispatch.device import Contexts, DeviceThread
-from rekindle._src.dispatch.dispatch import Dispatch, root_cause
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.dispatch.messages import Control, Engine, Submission
-from rekindle._src.dispatch.relayed import Take
-from rekindle._src.dispatch.schedule import Observer
+from rekindle._src.dispatch.root_cause import root_cause
 from rekindle._src.dispatch.wakeups import LoopWaker, caller, current_waker, run_sync
 from rekindle.errors import QueueFull, RekindleError, SessionClosed
+
+if TYPE_CHECKING:
+    from rekindle._src.dispatch.dispatch import Dispatch
+    from rekindle._src.dispatch.relayed import Take
+    from rekindle._src.dispatch.schedule import Observer
 
 T = TypeVar("T")
 
@@ -329,6 +332,8 @@ class Host:
 
 
 def _dispatched(engine: Engine, device: DeviceThread) -> Dispatch:
+    from rekindle._src.dispatch.dispatch import Dispatch  # imported with the engine, in a thread of the session's
+
     return Dispatch(engine, device, engine.config.max_queue + engine.config.max_requests)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -17,9 +18,10 @@ from rekindle._src.dispatch.detokenize import Output, OutputState
 from rekindle._src.dispatch.guided_intake import compiled, covered_by, grammar_of, guide_of
 from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
 from rekindle._src.scheduling.limits import how_to_fit
-from rekindle._src.structured.grammar import Grammar
-from rekindle._src.structured.token_rules import rules_of
 from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted, RequestFailed
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.grammar import Grammar
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
 
@@ -221,7 +223,11 @@ def prepare(
         )
     seed = sampling.seed if sampling.seed is not None else seeds.getrandbits(32)
     eos_ids = frozenset() if sampling.ignore_eos else frozenset(engine.tokenizer.eos_ids)
-    rules = rules_of(sampling, engine.tokenizer, vocab)
+    rules = None
+    if sampling.restricted:
+        from rekindle._src.structured.token_rules import rules_of  # few requests need it
+
+        rules = rules_of(sampling, engine.tokenizer, vocab)
     return [
         Request(
             id=submission.id if sampling.n == 1 else f"{submission.id}.{index}",

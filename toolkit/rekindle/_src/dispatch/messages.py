@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
@@ -15,9 +15,11 @@ from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import FinishReason, IntArray, Pooling, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
-from rekindle._src.structured.grammar import Grammars
-from rekindle._src.structured.spec import Structure
-from rekindle._src.text.replies import ReplyPlan
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.grammar import Grammars
+    from rekindle._src.structured.spec import Structure
+    from rekindle._src.text.replies import ReplyPlan
 
 M = TypeVar("M")
 
@@ -48,7 +50,8 @@ class Engine(NamedTuple):
     # Seconds that the collectives of so many steps, by program, take alone; None where that is not known.
     collective_seconds: Callable[[Mapping[str, int]], float] | None = None
     # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
-    prepare_restart: Callable[[], bool] | None = None
+    # It is told whether somebody asked for it: otherwise a process that may be about to end is left in peace.
+    prepare_restart: Callable[[bool], bool] | None = None
     # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.
     watch: Callable[[Callable[[BaseException], object]], None] | None = None
     release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rekindle._src.core import html
 from rekindle._src.core.guides import Guided
 from rekindle._src.core.parsing import Parsing
 from rekindle._src.core.records import FinishReason
-from rekindle._src.structured.spec import Structure
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.spec import Structure
 
 
 class Structured(NamedTuple):

@@ -46,6 +46,7 @@ class PageTransfers:
         self._whole, self._shards = calls.programs.parts, calls.programs.shards
         self._parts = PageParts(self._whole, calls.programs.kv)
         self._sizes = calls.programs.moved_pages
+        self._fills = tuple(fill.pages for fill in reversed(calls.programs.fills))
         self._layout = self._parts.layout
         self._restores = 0
 
@@ -100,7 +101,7 @@ class PageTransfers:
         if measured:
             self._calls.wait(self._calls.kv)
         start = time.perf_counter()
-        for batch in self._shards.batches(tuple(found), self._sizes):
+        for batch in self._shards.batches(tuple(found), self._fills):
             pages = {place: found[move] for move, place in zip(batch.moves, batch.places, strict=True)}
             self._fill(batch, pages)
         if measured and found:

@@ -17,13 +17,14 @@ import numpy as np
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.program_wait import ProgramWait
-from rekindle._src.core.records import PageMove, Request, Row, RowResult, StepPlan, StepResult
+from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
 from rekindle._src.execution.guided_steps import GuidedSteps, Started
 from rekindle._src.execution.guiding import consumed, waits
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
+from rekindle._src.execution.rehearsal import rehearse
 from rekindle._src.execution.results import needs_pooled, needs_prompt, pack_rows, row_results, with_refused, without
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
@@ -185,6 +186,14 @@ class Runner:
     def warm(self) -> None:
         """Load or compile every program that a step may need."""
         warm(self.programs)
+
+    def rehearse(self, keys: Sequence[Key]) -> bool:
+        """Run programs that are ready once, because a request that needs them is expected; false where it can't."""
+        return rehearse(self._calls, self._constants, keys)
+
+    def fill(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
+        """Fill pages from the host tier between steps; returns those whose payload is missing or does not fit."""
+        return self._transfers.restore(moves)
 
     def prefault(self, pages: int) -> None:
         """Start to prefault the memory of so many pages, because they are likely to be restored soon."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections import deque
 from typing import Literal
 
@@ -27,7 +26,9 @@ class _Rate:
 
     @property
     def value(self) -> float | None:
-        return statistics.median(self._latest) if self._latest else None
+        ordered = sorted(self._latest)
+        middle = len(ordered) // 2
+        return (ordered[middle] + ordered[~middle]) / 2 if ordered else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

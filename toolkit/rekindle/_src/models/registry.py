@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.family import Family
-from rekindle._src.models.hf_config import Keys
 from rekindle._src.models.loading.manifest import Manifest
-from rekindle._src.models.loading.quantized.schemes import scheme
 from rekindle.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from rekindle._src.models.family import Family
 
 # model_type in config.json → the module that implements it.
 FAMILIES: dict[str, str] = {
@@ -58,6 +58,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             f"model_type={model_type!r} (architecture {architecture}) is not implemented. "
             f"Use one of: {', '.join(sorted(FAMILIES))}."
         )
+    from rekindle._src.models.hf_config import Keys  # a start that finds everything kept needs neither
+    from rekindle._src.models.loading.quantized.schemes import scheme
+
     scheme(raw)  # raises for a quantization_config that is not read
     found = family(model_type)
     try:

@@ -12,6 +12,7 @@ from rekindle_kernels import current_platform
 
 FEW = 4  # pages of one gather or scatter; where XLA fills pages on CPU, it compiles an operation for each and layer
 MANY = 64, 32, 16, 8
+FILLED = 32  # pages that one native call fills on CPU: starting it once takes 2 ms less than eight times (135M)
 TRANSFER = 32 << 20  # bytes; beyond, starting a transfer takes little beside the copying
 
 
@@ -45,3 +46,12 @@ def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:
         return (FEW,)
     page = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(kv))
     return (*[pages for pages in MANY if pages * page <= TRANSFER][:1], FEW)
+
+
+def fills(moved: tuple[int, ...], *, at_once: bool) -> tuple[Helper, ...]:
+    """The programs that fill pages, the fewest first, where transfers have as many pages as `moved` says.
+
+    Where one native call fills all pages `at_once`, its program compiles as quickly for many of them.
+    """
+    sizes = (FILLED, FEW) if at_once and moved == (FEW,) else moved
+    return tuple(Helper(SCATTER.kind, pages) for pages in sizes[::-1])

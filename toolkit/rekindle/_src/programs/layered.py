@@ -38,7 +38,7 @@ from rekindle_kernels import plain_kernels
 # With them XLA:CPU compiles in six tenths of the time, and steps take as long (jax 0.10, 135M: 32 ms for a token). At
 # level 0 it would be a third, and steps take 1.3 to 2.3 times as long.
 QUICK: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
-MANY_LAYERS = 12  # of each kind; with few, the next process would still be compiling whole programs
+MANY_LAYERS = 5  # of each kind; with 5 a first text waits half a second for its parts, and 1.7 for whole programs
 PLAIN = "plain"  # parts without native kernels
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -28,7 +28,7 @@ from rekindle._src.programs import buckets
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.device_graphs import compiler_options
-from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, moved_pages
+from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, fills, moved_pages
 from rekindle._src.programs.jax_cache import KEPT_THERE, watching_hits
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.late_store import NOT_STORED, LateStore, Store
@@ -82,6 +82,7 @@ class Programs:
         self.resident, self.pinned = self._recipes.resident, self._recipes.pinned
         self.shards = DataShards(self.parts.shards, config.max_requests, config.device_pages)
         self.moved_pages = moved_pages(self.parts, self.kv)  # pages of a transfer, the largest number first
+        self.fills = fills(self.moved_pages, at_once=single and placement is None)
         self.traces = 0
         self.compilations = 0
         self._plain = False  # new programs are made without the kernels that are still being compiled
@@ -120,10 +121,10 @@ class Programs:
     @property
     def _unguided_keys(self) -> tuple[Key, ...]:
         sizes = self.moved_pages[::-1] if self.config.host_memory or self.config.disk_memory else ()
-        kinds = ("gather", "scatter", "collect") if self.parts.several else ("gather", "scatter")
+        kinds = ("gather", "collect") if self.parts.several else ("gather",)
         moves = [Helper(kind, pages) for kind in kinds for pages in sizes]
         tables = (TABLES,) if self.resident else ()
-        return (*self._lattice, MEMORY, ADMIT, *tables, *moves)
+        return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.fills if sizes else ()))
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:

@@ -22,7 +22,11 @@ from rekindle_kernels import BackgroundBuild, build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
 _registered = False
-PEACE = 2.0  # seconds after the programs of a first text, before whole ones are compiled: it may be all that is asked
+# Seconds after the programs of a first text, before whole ones are compiled in place of parts: it may be all that is
+# asked, and then neither this process nor the next one compiles more than it used. With "lazy" that is likelier, and
+# those of a model that is not DEEP compile within two seconds; either way they are there by the tenth.
+PEACE, LONGER_PEACE, DEEP = 2.0, 6.0, 12
+SETTLING = 0.5  # seconds from the opening of a session that restores, in which others are not loaded beside its request
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
 
@@ -55,7 +59,7 @@ def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
     decode = next(bucket for bucket in plain if not bucket.tokens)
     mixed = [bucket for bucket in plain if bucket.tokens]
     prefill = [bucket for bucket in mixed if bucket.rows == mixed[0].rows]
-    return [*([SCATTER] if restoring else []), *prefill[:1], decode, *prefill[1:]]
+    return [*(programs.fills if restoring else ()), *prefill[:1], decode, *prefill[1:]]
 
 
 def needed_after_restart(programs: Programs) -> list[Key]:
@@ -149,6 +153,8 @@ class Warming:
     background  every program is made ready while the session serves; one that fails is tried again when it is needed
     lazy        nothing is compiled; the first request's programs are loaded from the store until the session opens
 
+    A session that restores pages opens when it has loaded what their first request needs, of what is stored.
+
     Where native kernels have to be compiled first, other processes do that. With "all" they are waited for. Otherwise
     programs without them serve meanwhile, and are replaced as soon as the kernels are there; those that the first text
     needs are made at once. With "lazy", what greedy steps don't need of them is left until it is asked for: a command
@@ -166,6 +172,7 @@ class Warming:
     ) -> None:
         self._stopped = threading.Event()
         self._opened = threading.Event()
+        self._opening = threading.Event()  # whoever opens the session waits for no other program than those awaited
         self._precompile = precompile
         self.flush = programs.flush
         self._error: BaseException | None = None
@@ -180,8 +187,11 @@ class Warming:
                 programs.begin_parts()
         elif provisional:
             programs.begin_plain()
+        self.in_peace = kernels is None and provisional  # parts serve; nothing is compiled that nobody asked for
         first = first_needed(programs, restoring=restoring)
-        prefill_and_decode = first[: 3 if restoring else 2]
+        prefill_and_decode = first[: 2 + len(programs.fills) * restoring]
+        self._awaited: list[Key] = prefill_and_decode if restoring and not provisional else []
+        self._programs = programs
 
         def work() -> None:
             if precompile == "lazy":
@@ -191,7 +201,8 @@ class Warming:
                 started = self._load(programs, prefill_and_decode, contexts)
                 if provisional or not (started or self._opened.is_set()):
                     self._replace(programs, kernels, contexts, provisional=provisional)
-                self._load(programs, first, contexts)
+                if not self._opening.is_set():
+                    self._load(programs, first, contexts)
                 return
             # In the background one worker, because the other core serves; but not until the first programs are there.
             workers = WORKERS if precompile == "all" else 1
@@ -202,6 +213,9 @@ class Warming:
                         self._complete(programs, prefill_and_decode, contexts)
                     if provisional or not self._load(programs, prefill_and_decode, contexts):
                         self._replace(programs, kernels, contexts, provisional=provisional)
+                    if restoring:  # a request is likely to come at once, and needs no other program
+                        self._opened.wait()
+                        self._stopped.wait(SETTLING)
                 elif kernels is not None:
                     kernels.wait(self._is_stopped)
                 now = first_needed(programs, restoring=restoring)
@@ -216,6 +230,14 @@ class Warming:
         _finish_at_exit(self)
         self._thread.start()
 
+    def restorable(self) -> list[Key]:
+        """The programs that the first request for restored pages needs, loaded by now as far as they are stored.
+
+        About half of them are loaded here, since another thread comes from the other end.
+        """
+        self._opening.set()
+        return [key for key in self._awaited[::-1] if self._programs.load(key)][::-1]
+
     def opened(self) -> None:
         """Called when the weights are loaded. Raises the `CompileError` of a program that has to be ready by now."""
         self._opened.set()
@@ -229,6 +251,7 @@ class Warming:
     def stop(self, timeout: float | None = 0.5) -> None:
         """Start no further program. A compilation can't be interrupted and is left to end by itself."""
         self._stopped.set()
+        self._opened.set()  # nor wait for that any longer
         self._thread.join(timeout)
 
     def _load(
@@ -267,13 +290,15 @@ class Warming:
     ) -> None:
         """Wait for the kernels, then put whole programs that use them in place of those that do without, or of parts.
 
-        Without `kernels` all are there. Parts that were compiled just now serve for a moment in peace, those of an
-        earlier process have had that. Where there are no parts, the last process may have ended before its programs
-        used the kernels: those that it has stored serve until then.
+        Without `kernels` all are there. Parts serve for a moment in peace, those of an earlier process too: a process
+        that ends within it compiles nothing that it did not need. Where there are no parts, the last process may have
+        ended before its programs used the kernels: those that it has stored serve until then.
         """
         with contexts():
             if kernels is None and provisional:
-                self._stopped.wait(PEACE if programs.compilations else 0.0)
+                soon = programs.model.num_layers >= DEEP or self._precompile == "background"
+                self._stopped.wait(PEACE if soon else LONGER_PEACE)
+                self.in_peace = False
             elif kernels is None:
                 programs.begin_plain()
                 for key in first_needed(programs, restoring=False)[:2]:

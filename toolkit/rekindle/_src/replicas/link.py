@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from rekindle._src.dispatch.dispatch import root_cause
+from rekindle._src.dispatch.root_cause import root_cause
 from rekindle._src.dispatch.step_watchdog import ON_DEVICE
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routes import Routes

@@ -14,7 +14,7 @@ import anyio
 
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.json_lines import Entry, JsonLines
-from rekindle._src.dispatch.dispatch import root_cause
+from rekindle._src.dispatch.root_cause import root_cause
 from rekindle._src.serve.app import POSTS
 from rekindle._src.serve.bodies import parse
 from rekindle._src.serve.contract import SessionLike

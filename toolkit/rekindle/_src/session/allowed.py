@@ -11,7 +11,6 @@ from rekindle._src.core import html
 from rekindle._src.core.guides import mask_words
 from rekindle._src.core.records import Completion
 from rekindle._src.dispatch.messages import Engine
-from rekindle._src.structured.spec import structure_of
 from rekindle.errors import InvalidRequest
 
 SHOWN = 60
@@ -57,6 +56,8 @@ def allowed_tokens(engine: Engine, source: Completion | Any, at: int | None) -> 
     at = len(made) if at is None else at
     if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(made):
         raise InvalidRequest("at", at, f"is outside of the {len(made)} tokens", f"Use 0 to {len(made)}")
+    from rekindle._src.structured.spec import structure_of  # with which schemas are read
+
     structure = structure_of(source.sampling)
     if structure is None or engine.grammars is None:
         raise InvalidRequest(

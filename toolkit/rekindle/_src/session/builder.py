@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,16 +14,17 @@ from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.execution.runner import Runner
-from rekindle._src.kvcache import CostModel, HostTier, Tiers
+from rekindle._src.kvcache import AnyCache, CostModel, HostTier, PrefixCache, Tiers
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.divided_disk import DividedDiskTier
 from rekindle._src.kvcache.tiers.divided_host import DividedHostTier
+from rekindle._src.kvcache.tiers.promoting import promote
 from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import LoadedModel
-from rekindle._src.models.loading.checkpoint import Described
-from rekindle._src.models.loading.gguf.header import forget_headers
+from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.collectives import collective_times
+from rekindle._src.programs.keys import Key
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.warming import needed_after_restart, warm
 from rekindle._src.session.parts import OpenRequest, Parts, make_parts
@@ -59,16 +59,10 @@ def build(request: OpenRequest) -> Engine:
 def _build(request: OpenRequest) -> Engine:
     configure(cache_folder=cache_folder())  # of kernels: the user's folder, since kernels are shared by all sessions
     team = None if request.config.processes == 1 else _gathered(request)
-    tokenizers = ThreadPoolExecutor(1, thread_name_prefix="rekindle tokenizer")
-    reading: list[Future[Tokenizer]] = []
-
-    def begin_to_read(model: LoadedModel | Described) -> None:
-        reading.append(tokenizers.submit(_tokenizer, model))  # while weights are read, which leaves the GIL
-
     try:
-        parts = make_parts(request, None if team is None else team.agree, found=begin_to_read)
+        parts = make_parts(request, None if team is None else team.agree)
         try:
-            return _engine(request, parts, team, reading[0].result)
+            return _engine(request, parts, team)
         except BaseException:
             parts.warming.stop()
             raise
@@ -76,14 +70,13 @@ def _build(request: OpenRequest) -> Engine:
         if team is not None:
             team.close()
         raise
-    finally:
-        tokenizers.shutdown(wait=False)
 
 
-def _tokenizer(model: LoadedModel | Described) -> Tokenizer:
-    folder = model.folder if isinstance(model, LoadedModel) else model.found.folder
-    eos_ids = (model if isinstance(model, LoadedModel) else model.found).config.eos_token_ids
-    return Tokenizer.load(folder) if folder is not None else Tokenizer(None, eos_ids=eos_ids)
+def _tokenizer(model: LoadedModel) -> Tokenizer:
+    """Reading it keeps the GIL, 20 ms for a vocabulary of 49,000 tokens: it is best done while programs are loaded."""
+    if model.folder is not None:
+        return Tokenizer.load(model.folder)
+    return Tokenizer(None, eos_ids=model.config.eos_token_ids)
 
 
 def _gathered(request: OpenRequest) -> Team:
@@ -93,7 +86,7 @@ def _gathered(request: OpenRequest) -> Team:
     return gather(request)
 
 
-def _engine(request: OpenRequest, parts: Parts, team: Team | None, read_tokenizer: Callable[[], Tokenizer]) -> Engine:
+def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
     config, loaded, programs, warming, prefer_ready = parts
     owned, model = loaded is not request.model, loaded.config
     name = model.model_type if isinstance(request.model, LoadedModel) else str(request.model)
@@ -108,8 +101,10 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None, read_tokenize
         request.shown.stage = f"restoring {config.restore}"
         # Before waiting for programs, so that pages are read meanwhile.
         runner.prefault(restore(cache, tiers, config.restore).pages)
+        _expect(runner, cache, tiers, warming.restorable())
     request.shown.stage = "programs"
     try:
+        tokenizer = _tokenizer(loaded)
         warming.opened()
     except BaseException:
         if tiers is not None:
@@ -118,7 +113,6 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None, read_tokenize
     if tiers is not None:
         tiers.busy = lambda: scheduler.has_work
     folder = loaded.folder
-    tokenizer = read_tokenizer()
     weights = Weights(loaded, runner, config, tiers, owned=owned, placement=programs.parts.placement, team=team)
 
     def release() -> None:
@@ -130,7 +124,9 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None, read_tokenize
         if tiers is not None:
             tiers.close()
 
-    def prepare_restart() -> bool:
+    def prepare_restart(asked: bool) -> bool:
+        if warming.in_peace and not asked:
+            return True
         missing = [key for key in needed_after_restart(programs) if not programs.ready(key)][:1]
         warm(programs, missing, contexts=request.contexts, workers=1)
         if not missing:
@@ -140,7 +136,10 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None, read_tokenize
 
     sampling = _sampling(folder, config, request.model)
     chat = ChatTemplate.load(folder) if folder is not None else None
-    forget_headers()
+    if folder is not None and is_file(folder):
+        from rekindle._src.models.loading.gguf.header import forget_headers  # other formats don't need it
+
+        forget_headers()
     return Engine(
         scheduler=scheduler,
         runner=runner,
@@ -166,6 +165,12 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None, read_tokenize
         processors=tuple(processor.name for processor in request.processors),
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )
+
+
+def _expect(runner: Runner, cache: AnyCache | None, tiers: Tiers, ready: Sequence[Key]) -> None:
+    """Prepare for a request for restored pages, which is likely to come at once: `ready` are programs that it needs."""
+    if runner.rehearse(ready) and isinstance(cache, PrefixCache) and {*runner.programs.fills} <= {*ready}:
+        promote(cache, runner.fill, page_bytes=0 if tiers.disk is None else tiers.disk.page_bytes)
 
 
 def _mesh(programs: Programs, config: EngineConfig) -> MeshReport | None:

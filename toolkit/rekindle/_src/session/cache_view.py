@@ -15,7 +15,6 @@ from rekindle._src.core.process_options import address as host_and_port
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import AnyCache, Node, Tiers
 from rekindle._src.kvcache.persist import snapshot
-from rekindle._src.processes.greeting import checked_secret
 from rekindle._src.session.cache_report import TIERS, CacheStats, CacheTree, NodeView, PrefixExplanation, Snapshots
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
@@ -184,6 +183,7 @@ class CacheView:
     # -- inside
 
     async def _share(self, host: str, port: int, secret: str | None) -> SharedPages:
+        from rekindle._src.processes.greeting import checked_secret
         from rekindle._src.session.sharing.sharer import SharedPages
 
         self._client.host.check()
@@ -192,6 +192,7 @@ class CacheView:
         return shared
 
     async def _pull(self, address: str, tokens: IntArray | None, salt: str | None, secret: str | None) -> int:
+        from rekindle._src.processes.greeting import checked_secret
         from rekindle._src.session.sharing.pulling import Puller
         from rekindle._src.session.sharing.source import PageAddress
 

@@ -193,7 +193,7 @@ class CacheWriter:
         try:
             while not self._restart_ready:
                 assert self._engine.prepare_restart is not None, "there is nothing to prepare"
-                self._restart_ready = not self._engine.prepare_restart()
+                self._restart_ready = not self._engine.prepare_restart(all_of_them)
                 if not all_of_them:
                     return
         except Exception as error:

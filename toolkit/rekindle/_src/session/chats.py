@@ -13,20 +13,21 @@ from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
-from rekindle._src.session.chat_prompt import Messages, chat_prompt
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.new_handle import structure_in
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
-from rekindle._src.session.tools.choice import ToolChoice, chosen, forcing
-from rekindle._src.session.tools.loop import MAX_ROUNDS, ToolLoop
-from rekindle._src.session.tools.tool import ToolLike, tools_of
+from rekindle._src.session.tools.rounds import MAX_ROUNDS
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from typing import Unpack
 
     from rekindle._src.core.options import SamplingOptions
+    from rekindle._src.session.chat_prompt import Messages
+    from rekindle._src.session.tools.choice import ToolChoice
+    from rekindle._src.session.tools.loop import ToolLoop
+    from rekindle._src.session.tools.tool import ToolLike
 
 
 class ChatRequests:
@@ -127,6 +128,10 @@ class ChatRequests:
         "none", "low", "medium" or "high" where the template knows it. With `continue_final_message` the answer goes on
         where the last message ends.
         """
+        from rekindle._src.session.chat_prompt import chat_prompt  # chats alone need it
+        from rekindle._src.session.tools.choice import chosen, forcing
+        from rekindle._src.session.tools.tool import tools_of
+
         given = tools_of(tools)
         choice = chosen(tool_choice, given)
         sampling_ = sampling_of(self._engine, sampling, options)
@@ -154,6 +159,8 @@ class ChatRequests:
         if sampling_.n != 1 or continue_final_message:
             field, value = ("n", sampling_.n) if sampling_.n != 1 else ("continue_final_message", True)
             raise InvalidRequest(field, value, "can't be combined with run_tools", "Run the tool calls yourself")
+        from rekindle._src.session.tools.loop import ToolLoop
+
         self._host.check()
         return ToolLoop(ask, messages, given, max_rounds)
 
@@ -169,6 +176,9 @@ class ChatRequests:
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt that `chat` makes of these messages, special tokens included."""
+        from rekindle._src.session.chat_prompt import chat_prompt
+        from rekindle._src.session.tools.tool import tools_of
+
         prompt = chat_prompt(
             self._engine.chat,
             messages,

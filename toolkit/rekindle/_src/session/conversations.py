@@ -6,14 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.session.conversation import Conversation, opened
-from rekindle._src.session.tools.choice import ToolChoice, chosen
-from rekindle._src.session.tools.tool import ToolLike, tools_of
-
 if TYPE_CHECKING:
     from typing import Unpack
 
     from rekindle._src.core.options import SamplingOptions
+    from rekindle._src.session.conversation import Conversation
+    from rekindle._src.session.tools.choice import ToolChoice
+    from rekindle._src.session.tools.tool import ToolLike
 
 
 class Conversations:
@@ -40,6 +39,10 @@ class Conversations:
         are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
         calls and results are among `chat.messages`.
         """
+        from rekindle._src.session.conversation import opened  # chats alone need it
+        from rekindle._src.session.tools.choice import chosen
+        from rekindle._src.session.tools.tool import tools_of
+
         more = {
             "tools": tools,
             "tool_choice": tool_choice,

@@ -22,8 +22,10 @@ from rekindle._src.session.completions import Completions
 from rekindle._src.session.produced import Produced
 from rekindle._src.session.prompts import Prompt, at_index
 from rekindle._src.session.streams import Stream, SyncStream
-from rekindle._src.structured.spec import Structure
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.spec import Structure
 
 T = TypeVar("T")
 # Unique in the process, so that an id never means two requests, not even of two sessions.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host
@@ -12,8 +12,10 @@ from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.prompts import PromptLike, parse_one
 from rekindle._src.session.sampling_defaults import sampling_of
-from rekindle._src.structured.spec import Structure, structure_of
 from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.spec import Structure
 
 
 def new_handle(
@@ -43,6 +45,10 @@ def new_handle(
 
 def structure_in(engine: Engine, sampling: Sampling) -> Structure | None:
     """What the options ask of the text's structure, checked as far as that is possible without compiling it."""
+    if not sampling.structured:
+        return None
+    from rekindle._src.structured.spec import structure_of  # few requests need it
+
     structure = structure_of(sampling)
     if structure is not None and not engine.tokenizer.has_text:
         kind = structure.spec.kind
@@ -52,5 +58,7 @@ def structure_in(engine: Engine, sampling: Sampling) -> Structure | None:
 
 def same_structure(one: Sampling, other: Sampling) -> bool:
     """Whether both ask for the same structure, so that a fork goes on in that of its source."""
+    from rekindle._src.structured.spec import structure_of
+
     first, second = structure_of(one), structure_of(other)
     return first is not None and second is not None and first.spec == second.spec

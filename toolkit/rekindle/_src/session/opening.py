@@ -20,7 +20,6 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.call import Call
 from rekindle._src.session.opening_progress import OpeningProgress
-from rekindle._src.session.session import Session
 from rekindle._src.session.signatures import takes_options
 from rekindle.errors import ConfigError
 
@@ -31,9 +30,11 @@ if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
     from rekindle._src.programs.processors import LogitsProcessor
+    from rekindle._src.session.head_start import HeadStart
+    from rekindle._src.session.session import Session
 
 
-class Opening(Call[Session]):
+class Opening(Call["Session"]):
     """`session = await rekindle.open(...)`, or `async with rekindle.open(...) as session`."""
 
     def __init__(
@@ -50,7 +51,8 @@ class Opening(Call[Session]):
             host.start()
             try:
                 with self._progress or contextlib.nullcontext():
-                    self._session = Session.attached(host, await host.opened.get())
+                    engine = await host.opened.get()
+                    self._session = _session().attached(host, engine)
             except BaseException as error:
                 self._given_up.set()
                 host.close()  # an interrupt does not wait until a compilation ends
@@ -62,7 +64,7 @@ class Opening(Call[Session]):
 
         def __getattr__(self, name: str) -> Any:
             where = f"rekindle.open(…) has no {name!r}"
-            if hasattr(Session, name):
+            if hasattr(_session(), name):
                 where += (
                     ": it is not open yet. Write session = await rekindle.open(…), or session = rekindle.open_sync(…)"
                 )
@@ -130,6 +132,13 @@ def _listed(processors: Any) -> tuple[Any, ...]:
         raise ConfigError("processors", processors, "is not a list", fix) from None
 
 
+def _session() -> type[Session]:
+    """Its modules take a while to import, which a thread of the opening session's does before they are needed here."""
+    from rekindle._src.session.session import Session
+
+    return Session
+
+
 def _build(
     model: Any,
     config: EngineConfig,
@@ -138,11 +147,28 @@ def _build(
     given_up: threading.Event,
     shown: OpeningProgress,
 ) -> Engine:
-    # JAX is imported on the session's thread: `import rekindle` and the caller's loop stay quick.
-    with gc_paused(stays="jax" not in sys.modules):
-        from rekindle._src.programs.processors import check_processors
-        from rekindle._src.session.builder import build
-        from rekindle._src.session.parts import OpenRequest
+    # Modules are imported on the session's thread: `import rekindle` and the caller's loop stay quick.
+    first, ahead = "jax" not in sys.modules, None
+    try:
+        with gc_paused(stays=first):
+            if first:
+                ahead = _head_start(model, config)
+            _session()  # before JAX, whose library is loaded meanwhile
+            from rekindle._src.programs.processors import check_processors
+            from rekindle._src.session.builder import build
+            from rekindle._src.session.parts import OpenRequest
 
-    found = check_processors(processors)
-    return build(OpenRequest(model, config, found, progress, capture_contexts(), given_up.is_set, shown))
+        found = check_processors(processors)
+        return build(OpenRequest(model, config, found, progress, capture_contexts(), given_up.is_set, shown, ahead))
+    finally:
+        if ahead is not None:
+            ahead.close()
+
+
+def _head_start(model: Any, config: EngineConfig) -> HeadStart | None:
+    """What can be done for a checkpoint without JAX; nothing where several devices share a model."""
+    if config.processes > 1 or config.mesh is not None or not isinstance(model, str | Path):
+        return None
+    from rekindle._src.session.head_start import HeadStart
+
+    return HeadStart(model, config)

@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rekindle import tiny
+from rekindle._src.core import freed_memory
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.progress import in_notebook
@@ -23,7 +24,6 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import Described, describe, read
 from rekindle._src.models.loading.load_progress import LoadProgress, Report
 from rekindle._src.models.placement import Placement, placed
-from rekindle._src.processes.facts import Facts, facts
 from rekindle._src.programs import program_key
 from rekindle._src.programs.determinism import deterministic
 from rekindle._src.programs.late_store import LateStore
@@ -35,7 +35,11 @@ from rekindle._src.session.opening_progress import OpeningProgress
 from rekindle._src.session.resolve import of_one_shard, resolve
 from rekindle.errors import ConfigError
 
-Agree = Callable[[Facts], int]  # with the other processes; returns the KV pages that all of them have room for
+if TYPE_CHECKING:
+    from rekindle._src.processes.facts import Facts
+    from rekindle._src.session.head_start import HeadStart
+
+Agree = Callable[["Facts"], int]  # with the other processes; returns the KV pages that all of them have room for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class OpenRequest:
     contexts: Contexts = contextlib.nullcontext
     given_up: Callable[[], bool] = lambda: False  # whether nobody waits for the session any more
     shown: OpeningProgress = dataclasses.field(default_factory=lambda: OpeningProgress("model"))
+    ahead: HeadStart | None = None
 
 
 class Parts(NamedTuple):
@@ -61,13 +66,8 @@ class Parts(NamedTuple):
     prefer_ready: bool
 
 
-def make_parts(
-    request: OpenRequest,
-    agree: Agree | None = None,
-    *,
-    found: Callable[[LoadedModel | Described], object] = lambda described: None,
-) -> Parts:
-    """Load or compile programs, and load the weights meanwhile. `found` is called before, with what will be loaded."""
+def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
+    """Load or compile programs, and load the weights meanwhile."""
     shared_cache.attach(request.config.shared_cache, (cache_folder(), cache_folder(request.config.cache_dir)))
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
     model, graph, shapes, weight_bytes = _shapes(described)
@@ -89,10 +89,9 @@ def make_parts(
         precompile,
         restoring=config.restore is not None,
         progress=request.shown.warmed if precompile == "all" else None,  # otherwise nothing waits for them
-        contexts=request.contexts,
+        contexts=freed_memory.given_back(request.contexts),  # what reading stored programs took
     )
     try:
-        found(described)
         request.shown.stage = "weights"
         loaded = _loaded(request, described, placement)
     except BaseException:
@@ -120,6 +119,8 @@ def _placement(
 
 
 def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agree) -> EngineConfig:
+    from rekindle._src.processes.facts import facts
+
     assert isinstance(described, Described), "other processes read a checkpoint, too"
     assert config.device_pages is not None, "resolved"
     assert config.device_memory is not None, "resolved"
@@ -133,7 +134,9 @@ def _loaded(request: OpenRequest, described: LoadedModel | Described, placement:
     """The weights on their devices."""
     if isinstance(described, LoadedModel):
         return described if placement is None or _is_placed(described) else placement.model(described)
-    return read(described, progress=_reports(request), placement=placement)
+    if request.ahead is None:
+        return read(described, progress=_reports(request), placement=placement)
+    return read(described, progress=_reports(request), placement=placement, brought=request.ahead.weights)
 
 
 def _describe(request: OpenRequest) -> Described:
@@ -149,6 +152,7 @@ def _describe(request: OpenRequest) -> Described:
             quantize=config.quantize,
             cache_dir=cache_folder(config.cache_dir),
             divided=config.mesh is not None,
+            seen=None if request.ahead is None else request.ahead.seen,
         )
     finally:
         shown.hidden = False

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rekindle._src.core.bounds import check_batch, check_prompt
 from rekindle._src.core.records import IntArray, Pooling
-from rekindle._src.text.replies import ReplyPlan
 from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.text.replies import ReplyPlan
 
 PromptLike = str | Sequence[int] | np.ndarray
 

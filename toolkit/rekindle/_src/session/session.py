@@ -33,9 +33,7 @@ from rekindle._src.session.profiling import Profiling
 from rekindle._src.session.prompts import PromptLike
 from rekindle._src.session.row_mapping import RowMapping
 from rekindle._src.session.serving import Serving
-from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 from rekindle._src.session.views import Views, dashboard
-from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import told
 from rekindle._src.text.tokenizer import Tokenizer
@@ -44,6 +42,7 @@ from rekindle.errors import InvalidRequest
 if TYPE_CHECKING:
     from rekindle._src.scheduling.explain import Explanation
     from rekindle._src.serve.server import Server
+    from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 
 
 class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
@@ -66,6 +65,8 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         model: str = "",
     ) -> None:
         """A session over parts that exist already, such as fakes; `open` makes the real ones."""
+        from rekindle._src.structured.grammar import Grammars
+
         engine = Engine(
             scheduler,
             runner,
@@ -122,6 +123,8 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
 
     def stats(self) -> SessionStats:
         """A snapshot of its numbers: queue, running requests, pages, hit rates, compilations, times."""
+        from rekindle._src.session.stats import SessionStats  # a first token needs none of the reports
+
         limiter, engine = self._host.limiter, self._engine
 
         def snapshot(dispatch: Dispatch) -> SessionStats:
@@ -154,6 +157,8 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
 
     def programs(self) -> ProgramReport:
         """The compiled programs that are ready, and where each came from."""
+        from rekindle._src.session.stats import ProgramReport
+
         self._host.check()
         return ProgramReport.of(self._engine.runner)
 
@@ -243,6 +248,8 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         return self.step().result_sync()
 
     async def _step(self) -> StepReport | None:
+        from rekindle._src.session.stats import StepReport
+
         self._host.check()
         slot: OneShot[Stepped] = OneShot()
         stepped = await self._host.send(StepOnce(slot), slot).get()

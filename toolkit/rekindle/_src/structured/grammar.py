@@ -10,15 +10,17 @@ import collections
 import threading
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rekindle._src.core.guides import mask_words
 from rekindle._src.structured.guide import Guide, Reasoning, first_line
-from rekindle._src.structured.spec import Spec
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.spec import Spec
 
 COMPILING = 2  # at once; one that is given up goes on in its thread
 KEPT = 256  # compiled grammars; the least recently used one goes first

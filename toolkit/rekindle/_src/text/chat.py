@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.core.plain_files import read_plain
-from rekindle._src.text.gguf import reading as gguf
+from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
 
@@ -40,7 +40,9 @@ class ChatTemplate:
     def load(cls, folder: str | Path) -> ChatTemplate | None:
         """The template of a folder or GGUF file, None if it has none. Files win over tokenizer_config.json."""
         folder = Path(folder)
-        if gguf.is_file(folder):
+        if is_file(folder):
+            from rekindle._src.text.gguf import reading as gguf  # other formats don't need it
+
             templates, special = gguf.read_templates(folder)
             return cls(templates, special, source=str(folder)) if templates else None
         files = {"default": folder / "chat_template.jinja"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.text.gguf import reading as gguf
+from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text.tokenizer import read_json
 from rekindle.errors import InvalidRequest
 
@@ -22,7 +22,9 @@ def checkpoint_sampling(folder: str | Path) -> Sampling | None:
     Sampling without a temperature means 1, as in transformers; every other value that is absent is off, as in vLLM.
     """
     path = Path(folder)
-    if gguf.is_file(path):
+    if is_file(path):
+        from rekindle._src.text.gguf import reading as gguf  # other formats don't need it
+
         given = gguf.read_sampling(path)
     else:
         path /= "generation_config.json"

@@ -12,7 +12,7 @@ import tokenizers
 
 from rekindle._src.core import html
 from rekindle._src.core.plain_files import read_plain
-from rekindle._src.text.gguf import reading as gguf
+from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text.panics import panics_as
 from rekindle.errors import CheckpointError, RequestFailed
 
@@ -78,7 +78,9 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer of a folder or GGUF file. Without a vocabulary it only knows ids; see `has_text`."""
         folder = Path(folder)
-        if gguf.is_file(folder):
+        if is_file(folder):
+            from rekindle._src.text.gguf import reading as gguf  # other formats don't need it
+
             made = gguf.read_tokenizer(folder)
             return cls(made.backend, special=made.special, eos_ids=made.eos_ids, bos_id=made.bos_id, folder=folder)
         special = special_tokens(folder)

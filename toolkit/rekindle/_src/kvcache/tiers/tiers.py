@@ -125,7 +125,7 @@ class Tiers:
 
     @property
     def disk_hits(self) -> int:
-        """Pages that were read from disk and taken by a request."""
+        """Pages that were read from disk and taken by a request, or put on the device in advance of one."""
         return self._fetched + self._expected
 
     def read_ahead(self, digests: Iterable[bytes]) -> None:

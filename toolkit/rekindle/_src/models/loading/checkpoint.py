@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,14 +17,13 @@ from rekindle._src.core import freed_memory
 from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle._src.models.base import Graph, LoadedModel, abstract_model
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading import descriptions, prepared, reading
+from rekindle._src.models.loading import descriptions, kept_place, prepared, reading
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading.descriptions import Reads
 from rekindle._src.models.loading.differences import listed
-from rekindle._src.models.loading.four_bits import stored_kinds
+from rekindle._src.models.loading.kept_file import Brought
 from rekindle._src.models.loading.known_models import Known
 from rekindle._src.models.loading.load_progress import Meter, Report
-from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
 from rekindle._src.models.loading.stored import Stored, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry
 from rekindle._src.models.nn.packing import matrix_shape, packing_of
@@ -95,21 +94,22 @@ def describe(
     quantize_embeddings: bool = True,
     cache_dir: str | Path | None = None,
     divided: bool = False,
+    seen: Stored | None = None,
 ) -> Described:
     """Checks a folder or hub id and describes the model that `load` would return for it.
 
     With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and where
     native kernels multiply them those of six and eight too. A model that will be `divided` over devices can be divided
-    after every group.
+    after every group. `seen` is what `look` has found there, if it was asked before.
     """
     quantize = checked_quantize(quantize)
-    seen = look(model)
-    keeps_in_groups = quantize is None and dtype == "auto" and seen.may_be_quantized
+    seen = look(model) if seen is None else seen
+    keeps_in_groups = kept_place.keeps_groups(seen, dtype, quantize)
     kept = known = reads = described = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
-        asked = resolve_dtype(dtype, None)
-        as_stored = ("as stored", *["divided"] * divided) if keeps_in_groups else ()
-        kept = prepared.slot(cache_dir, seen.fingerprint, asked, quantize, quantize_embeddings, *as_stored)
+        resolved = resolve_dtype(dtype, None)
+        asked = kept_place.options(seen, dtype, quantize, quantize_embeddings, divided, resolved=resolved)
+        kept = prepared.slot(cache_dir, seen.fingerprint, *asked)
         with _damage_warns():
             known = prepared.known(kept)
     elif cache_dir is not None and quantize is None and not seen.may_be_quantized and not divided:
@@ -121,6 +121,9 @@ def describe(
         name = resolve_dtype(dtype, config)
         kinds: tuple[tuple[str, str], ...] = ()
         if keeps_in_groups:
+            from rekindle._src.models.loading.four_bits import stored_kinds
+            from rekindle._src.models.loading.named_tensors import named_tensors
+
             kinds = stored_kinds(*named_tensors(seen, config), eight=_multiplies_groups(), steps=not divided)
         graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings, kinds=kinds)
         # Every difference is an error now, before programs and pages are made.
@@ -201,8 +204,11 @@ def read(
     progress: Report | None = None,
     place: reading.Place = reading.place_on_default_device,
     placement: Placement | None = None,
+    brought: Callable[[Path], Brought | None] = lambda kept: None,
 ) -> LoadedModel:
     """Loads the weights of a described checkpoint, from the cache if they are there; onto a mesh with `placement`.
+
+    `brought` gives kept weights that were brought into memory before.
 
     A host has at most `reading.WINDOW` bytes of leaves at a time that are not on their devices yet. Of a mesh it reads
     and holds what its own devices need: nothing of the other rows, and of matrices whose columns are divided all of it,
@@ -214,7 +220,9 @@ def read(
     fingerprint = fingerprints.with_precision(found.fingerprint, dtype, name, quantize_embeddings)
     if kept is not None:
         with _damage_warns():
-            arrays = prepared.load(kept, graph, shapes, place=place, placement=placement, report=progress)
+            arrays = prepared.load(
+                kept, graph, shapes, place=place, placement=placement, report=progress, brought=brought
+            )
             if arrays is not None:
                 return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)
     leaves, entries = reads or plan(found, graph, shapes)
@@ -236,6 +244,9 @@ def read(
 
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
     """What to read for each leaf. One error lists what is missing, unexpected or wrongly shaped."""
+    # A start that finds everything kept does not read: it needs none of the formats.
+    from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
+
     declared, entries = named_tensors(found.stored, found.config)
     wanted = dict(zip(graph.paths, shapes, strict=True))
     leaves, used, problems = [], set[str](), list[str]()

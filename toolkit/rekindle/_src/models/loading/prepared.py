@@ -20,15 +20,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hashlib
-import importlib.metadata
 import json
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,8 +46,16 @@ from rekindle._src.core.atomic_checkpoint import (
     write_checkpoint,
 )
 from rekindle._src.models.base import Graph
-from rekindle._src.models.loading import file_lease, known_models, mmap_weights, reading, tensor_files
-from rekindle._src.models.loading import fingerprint as fingerprints
+from rekindle._src.models.loading import (
+    checksums,
+    kept_file,
+    kept_place,
+    known_models,
+    mmap_weights,
+    reading,
+    tensor_files,
+)
+from rekindle._src.models.loading.kept_file import Brought, Mapped
 from rekindle._src.models.loading.known_models import Known
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import one
@@ -57,17 +63,13 @@ from rekindle._src.models.placement import Held, Placement
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import private_files, read_through, unavailable_reason
 
-MIN_BYTES = 64 << 20  # smaller checkpoints are read again faster than Orbax is imported (0.3 s)
+MIN_BYTES = kept_place.MIN_BYTES
 MAX_ENTRIES = 4  # sets of weights kept per cache folder, the least recently used leaves first
 MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were converted, not just to be mapped
 DELAY = 3.0  # seconds before weights are written: a user waits for the first answer, which needs the processor
-PIECE = 8 << 20  # bytes that are summed at a time: whole blocks of a checksum
 AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
-_VERSION = "3"
-_FILE = "weights.safetensors"
 _SUMS = "checksums.json"
 _MODEL = "model.json"
-_SUMMED = 1 << 15  # words of a block of a checksum
 _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
 _one_at_a_time = threading.Lock()
@@ -77,20 +79,16 @@ Checked = Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 _log = logging.getLogger(__name__)
 
 
-def slot(cache_dir: str | Path, fingerprint: str, *asked: object, folder: str = "weights") -> Path:
+def slot(cache_dir: str | Path, fingerprint: str, *asked: object, folder: str = kept_place.FOLDER) -> Path:
     """Where the weights of a checkpoint are kept for the given options, on this platform, by these sources.
 
     In another `folder` it is something else that depends on the same.
     """
-    platform = jax.default_backend(), unavailable_reason("cpu") is None, importlib.metadata.version("flax")
-    parts = (_VERSION, fingerprint, asked, platform, _sources())
-    key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-    return Path(cache_dir).expanduser() / folder / key
-
-
-@functools.cache
-def _sources() -> str:
-    return fingerprints.files_digest(sorted(Path(__file__).parents[1].rglob("*.py")))
+    native = unavailable_reason("cpu") is None
+    return kept_place.place(
+        cache_dir, fingerprint, *asked,
+        platform=jax.default_backend(), native=native, digest=kept_place.sources(), folder=folder,
+    )  # fmt: skip
 
 
 def known(kept: Path) -> Known | None:
@@ -134,14 +132,19 @@ def load(
     place: reading.Place = reading.place_on_default_device,
     placement: Placement | None = None,
     report: Report | None = None,
+    brought: Callable[[Path], Brought | None] = lambda kept: None,
 ) -> tuple[jax.Array, ...] | None:
-    """The leaves, or None if nothing is kept. `StoreError` if it is damaged, and then set aside, or can't be read."""
+    """The leaves, or None if nothing is kept. `StoreError` if it is damaged, and then set aside, or can't be read.
+
+    `brought` gives a file that was brought into memory before.
+    """
     if _distrusted(kept) is not None or not (kept.is_dir() or read_through.fetch(kept)):
         return None
     wanted = dict(zip(graph.paths, shapes, strict=True))
     try:
-        private_files.check(kept / ITEM / _FILE, inside=kept.parent)
-        leaves = _read(kept / ITEM / _FILE, wanted, place, placement, report)
+        private_files.check(kept / ITEM / kept_place.FILE, inside=kept.parent)
+        ahead = brought(kept) if placement is None and maps(place) else None
+        leaves = _read(kept / ITEM / kept_place.FILE, wanted, place, placement, report, ahead)
     except (CheckpointError, OSError, ValueError, KeyError) as error:  # the checkpoint itself is still there
         raise _unusable(kept, error) from error
     with contextlib.suppress(OSError):  # the order in which they are pruned; in a read-only cache it just stays
@@ -238,25 +241,6 @@ def _prune(folder: Path) -> None:
         remove(path)
 
 
-def checksum(array: np.ndarray[Any, Any]) -> str:
-    """Detects flipped bits, zeroed and exchanged blocks at the speed of memory; no protection against intent."""
-    return _checksum(array.nbytes, [array.reshape(-1).view(np.uint8)])
-
-
-def _checksum(size: int, pieces: Iterable[np.ndarray[Any, Any]]) -> str:
-    """The checksum of so many bytes in pieces; all of them but the last one are whole numbers of blocks."""
-    total, index, tail = np.uint64(size), 0, 0
-    with np.errstate(over="ignore"):
-        for flat in pieces:
-            words = flat[: flat.size // 8 * 8].view(np.uint64)
-            for start in range(0, words.size, _SUMMED):
-                block = words[start : start + _SUMMED]
-                total += np.add.reduce(block) * np.uint64(2 * index + 1)
-                index += 1
-            tail = int.from_bytes(flat[words.nbytes :].tobytes(), "little")
-    return f"{int(total):016x}{tail:x}"
-
-
 def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
     sums = dict[str, str]()
     # Arrays are adopted where they begin on a cache line: those that would shift what follows come last.
@@ -265,10 +249,10 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
     def arrays() -> Iterator[np.ndarray[Any, Any]]:  # one at a time: they may come from an accelerator
         for path, leaf in ordered.items():
             array = np.ascontiguousarray(leaf)
-            sums[path] = checksum(array)
+            sums[path] = checksums.of_array(array)
             yield array
 
-    tensor_files.write(folder / _FILE, ordered, arrays())
+    tensor_files.write(folder / kept_place.FILE, ordered, arrays())
     (folder / _SUMS).write_text(json.dumps(sums))
     (folder / _MODEL).write_bytes(model)
 
@@ -279,9 +263,10 @@ def _read(
     place: reading.Place,
     placement: Placement | None,
     report: Report | None,
+    ahead: Brought | None,
 ) -> tuple[jax.Array, ...]:
     """The leaves of a kept file, each compared with its checksum."""
-    header = tensor_files.read_header(path)
+    header = tensor_files.read_header(path) if ahead is None else ahead.mapped.header
     sums = json.loads((path.parent / _SUMS).read_text())
     entries = {entry.name: entry for entry in header.entries}
     found = {name: (entry.shape, entry.numpy_dtype) for name, entry in entries.items()}
@@ -293,14 +278,13 @@ def _read(
             raise CheckpointError(f"{path}: the checksum of {name} does not match.")
 
     def checked(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        compare(name, checksum(array))
+        compare(name, checksums.of_array(array))
         return array
 
     leaves = [
         reading.LeafPlan(name, one(name, leaf.shape[0]), tuple(leaf.shape), np.dtype(leaf.dtype))
         for name, leaf in wanted.items()
     ]
-    arrays: dict[str, jax.Array] | None
     if placement is not None:
         meter = Meter(reading.bytes_to_read(leaves, entries, placement), report)
         arrays = reading.read_leaves(
@@ -309,8 +293,12 @@ def _read(
         )  # fmt: skip
     else:
         meter = Meter(sum(entry.nbytes for entry in header.entries), report)
-        arrays = _mapped(header, place, checked, meter) if maps(place) else None
-        if arrays is None:
+        mapped = kept_file.map_it(header) if ahead is None and maps(place) else None
+        if ahead is not None:
+            arrays = _adopted(ahead, place, compare, meter)
+        elif mapped is not None:
+            arrays = _brought(mapped, place, checked, meter)
+        else:
             arrays = reading.read_leaves(
                 leaves, entries, place=lambda name, array: place(name, checked(name, array)), meter=meter
             )
@@ -320,48 +308,51 @@ def _read(
 
 def _checksum_of(entry: tensor_files.TensorEntry) -> str:
     """The checksum of a tensor in its file, of which a piece at a time is in memory."""
-    memory = np.empty(min(entry.nbytes, PIECE), np.uint8)
+    memory = np.empty(min(entry.nbytes, checksums.PIECE), np.uint8)
 
     def pieces() -> Iterator[np.ndarray[Any, Any]]:
-        for start in range(0, entry.nbytes, PIECE):
-            piece = memory[: min(PIECE, entry.nbytes - start)]
+        for start in range(0, entry.nbytes, checksums.PIECE):
+            piece = memory[: min(checksums.PIECE, entry.nbytes - start)]
             tensor_files.read_into(entry, start, piece)
             yield piece
 
-    return _checksum(entry.nbytes, pieces())
+    return checksums.of_pieces(entry.nbytes, pieces())
 
 
-def _mapped(
-    header: tensor_files.Header, place: reading.Place, checked: Checked, meter: Meter
-) -> dict[str, jax.Array] | None:
-    """The leaves where their file is mapped; None where it can't be, or where others could change it meanwhile."""
-    try:
-        lease = file_lease.take(header.file)
-    except OSError:
-        return None
+def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Meter) -> dict[str, jax.Array]:
+    """The leaves where their file is mapped, which is read meanwhile."""
 
     def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         mmap_weights.bring(array)
         return checked(name, array)
 
     arrays = dict[str, jax.Array]()
-    watched = None
     try:
-        try:
-            content = mmap_weights.view(header.file)
-        except OSError:
-            return None
-        lying = tensor_files.views(header, content)
+        lying = tensor_files.views(mapped.header, mapped.content)
         with ThreadPoolExecutor(reading.workers(), thread_name_prefix="rekindle-load") as pool:
             for name, array in zip(lying, pool.map(brought, lying, lying.values()), strict=True):
                 arrays[name] = place(name, array)
                 meter.add(array.nbytes)
                 meter.tell()
-        with contextlib.suppress(RuntimeError):  # no thread to be had
-            watched = mmap_weights.move_later(content, lease)
+        mapped.watch()
     finally:
-        if watched is None and lease is not None:
-            lease.release()
+        mapped.release()
+    return arrays
+
+
+def _adopted(
+    ahead: Brought, place: reading.Place, compare: Callable[[str, str], None], meter: Meter
+) -> dict[str, jax.Array]:
+    """The leaves where their file is mapped, which was read before."""
+    arrays = dict[str, jax.Array]()
+    try:
+        for name, array in tensor_files.views(ahead.mapped.header, ahead.mapped.content).items():
+            compare(name, ahead.sums[name])
+            arrays[name] = place(name, array)
+            meter.add(array.nbytes)
+        ahead.mapped.watch()
+    finally:
+        ahead.mapped.release()
     return arrays
 
 

@@ -10,7 +10,6 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
-from rekindle._src.models.loading.gguf import source as gguf
 from rekindle._src.models.loading.hub import locate
 from rekindle._src.models.loading.tensor_files import Header
 from rekindle.errors import CheckpointError
@@ -42,6 +41,8 @@ def look(model: str | Path) -> Stored:
     """Reads config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size."""
     path = checkpoint_path(locate(model))
     if path.is_file() and gguf_files.is_gguf(path):
+        from rekindle._src.models.loading.gguf import source as gguf  # it imports JAX, and other formats don't need it
+
         raw, headers = gguf.look(path)
         return Stored(path, raw, headers, fingerprints.folder_fingerprint(raw, headers), is_gguf=True)
     files = tensor_files.weight_files(path)

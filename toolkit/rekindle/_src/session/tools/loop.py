@@ -18,7 +18,6 @@ from rekindle._src.session.tools.running import run_calls
 from rekindle._src.session.tools.tool import Tool
 from rekindle.errors import InvalidRequest, RequestAborted
 
-MAX_ROUNDS = 8
 Message = dict[str, Any]
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from rekindle._src.models.loading.gguf.files import is_gguf
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.loading.gguf.metadata import Metadata
 from rekindle._src.models.loading.gguf.stop_tokens import stop_tokens
@@ -28,11 +27,6 @@ class FileTokenizer(NamedTuple):
     special: dict[str, str]
     eos_ids: tuple[int, ...]
     bos_id: int | None
-
-
-def is_file(path: str | Path) -> bool:
-    """Whether a model's text lies in a GGUF file rather than in a folder."""
-    return is_gguf(Path(path)) and Path(path).is_file()
 
 
 def metadata_of(path: str | Path) -> Metadata:

@@ -20,6 +20,11 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == SUFFIX
 
 
+def is_file(path: str | Path) -> bool:
+    """Whether a path is that of a GGUF file that exists."""
+    return is_gguf(Path(path)) and Path(path).is_file()
+
+
 def models(names: Sequence[str]) -> list[str]:
     """The models among the names of files, sorted; of one in several parts, the first part."""
     found = [name for name in names if name.lower().endswith(SUFFIX)]

@@ -1,0 +1,109 @@
+"""The head start of a process's first model: its kept weights are there when JAX is, and nothing is left of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from helpers import checkpoints
+from helpers.sessions import eventually
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.loading import checkpoint, kept_file, prepared
+from rekindle._src.models.loading.kept_file import Brought, Mapped
+from rekindle._src.session import opening
+from rekindle._src.session.head_start import HeadStart
+
+
+@pytest.fixture(autouse=True)
+def _keep_tiny_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "MIN_BYTES", 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(dtype="float32", cache_dir=str(tmp_path / "cache"))
+
+
+def loaded(folder: Path, config: EngineConfig, ahead: HeadStart | None = None) -> LoadedModel:
+    """The model as a session loads it."""
+    described = checkpoint.describe(
+        folder, dtype=config.dtype, cache_dir=config.cache_dir, seen=None if ahead is None else ahead.seen
+    )
+    found = checkpoint.read(described) if ahead is None else checkpoint.read(described, brought=ahead.weights)
+    assert prepared.wait(60)
+    return found
+
+
+def same(one: LoadedModel, other: LoadedModel) -> bool:
+    return all((a == b).all() for a, b in zip(one.leaves, other.leaves, strict=True))
+
+
+def lease_of(mapped: Mapped) -> object:
+    return mapped._lease
+
+
+def test_its_weights_are_those_that_were_kept(
+    folder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = loaded(folder, config)
+    ahead = HeadStart(folder, config)
+    monkeypatch.setattr(kept_file, "map_it", lambda header: pytest.fail("it was mapped again"))
+    assert same(loaded(folder, config, ahead), first)
+    ahead.close()
+
+
+def test_what_is_damaged_is_noticed_set_aside_and_read_from_the_checkpoint(folder: Path, config: EngineConfig) -> None:
+    first = loaded(folder, config)
+    (file,) = Path(str(config.cache_dir)).rglob("weights.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-200] ^= 1
+    file.write_bytes(content)
+    ahead = HeadStart(folder, config)
+    with pytest.warns(UserWarning, match=r"checksum of .* does not match"):
+        again = loaded(folder, config, ahead)
+    assert same(again, first)
+    ahead.close()
+
+
+@pytest.mark.parametrize("read", [True, False], ids=["read", "being read"])
+def test_what_is_not_taken_is_released(
+    read: bool, folder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(folder, config)
+    go_on, bring, mapped = threading.Event(), kept_file.bring, list[Mapped]()
+
+    def slowly(found: Mapped) -> Brought:
+        mapped.append(found)
+        assert go_on.wait(60)
+        return bring(found)
+
+    monkeypatch.setattr(kept_file, "bring", slowly)
+    ahead = HeadStart(folder, config)
+    eventually(lambda: bool(mapped))
+    if read:
+        go_on.set()
+        assert ahead.weights(Path("another")) is None
+    ahead.close()
+    if not read:
+        go_on.set()
+    eventually(lambda: lease_of(mapped[0]) is None)
+
+
+@pytest.mark.parametrize("model", ["nowhere", "tiny", "owner/name"])
+def test_what_it_can_not_find_is_left_to_whoever_opens_the_model(model: str, config: EngineConfig) -> None:
+    ahead = HeadStart(model, config)
+    assert ahead.weights(Path("kept")) is None
+    ahead.close()
+
+
+def test_models_in_memory_and_on_a_mesh_have_none(folder: Path, config: EngineConfig) -> None:
+    assert opening._head_start(object(), config) is None
+    assert opening._head_start(str(folder), EngineConfig(mesh=2)) is None

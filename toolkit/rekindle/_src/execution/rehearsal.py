@@ -1,0 +1,57 @@
+"""Rehearsal: programs are run once before there is a request, because one is expected as soon as the session is open.
+
+A first run takes longer: JAX looks at all its arguments, XLA prepares each operation and asks the system for memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from rekindle._src.core.records import StepPlan
+from rekindle._src.execution.device_calls import DeviceCalls
+from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.flags import GREEDY, Flag
+from rekindle._src.programs.helpers import SCATTER
+from rekindle._src.programs.keys import Key
+from rekindle._src.programs.packing import Constants, Upload, sections
+
+TOKENS = 16  # of the made-up prompt: with none of its own a step skips most of its work
+_NOTHING = StepPlan(0, (), ())
+_WANTED = int(GREEDY & ~Flag.KEPT)
+
+
+def rehearse(calls: DeviceCalls, constants: Constants, keys: Iterable[Key]) -> bool:
+    """Run those of `keys` that step, and those that fill pages. They write where padding goes, and nowhere else.
+
+    On CPU, with one device: elsewhere that has not been measured, and other processes would have to be told. False
+    where it is not done.
+    """
+    programs = calls.programs
+    if jax.default_backend() != "cpu" or programs.parts.placement is not None:
+        return False
+    for key in keys:
+        if isinstance(key, Bucket):
+            calls.rows(calls.step(key, programs.get(key), _made_up(calls, constants, key)))
+        elif key.kind == SCATTER.kind:
+            page = tuple(np.zeros(shape, dtype) for shape, dtype in programs.parts.payload_layout(programs.kv))
+            calls.scatter(np.zeros(key.pages, np.int32), [page])
+    calls.wait(calls.memory)
+    return True
+
+
+def _made_up(calls: DeviceCalls, constants: Constants, key: Bucket) -> Upload:
+    """A step in the slot and the page that padding has: a short prompt, or one token where it takes no prompts."""
+    layout = calls.programs.layout(key)
+    upload = Upload(layout, sent=calls.tables)
+    upload.pack(_NOTHING, constants)
+    upload.wanted = _WANTED
+    tokens = min(TOKENS, key.tokens, calls.programs.kv[0].page_size)
+    parts = sections(layout, upload.ints)
+    row = layout.rows if tokens else 0
+    parts.varying[row] = constants.scratch, tokens or 1, 0, _WANTED
+    if tokens:
+        parts.offsets[1:] = tokens
+    return upload
