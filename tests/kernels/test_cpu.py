@@ -115,6 +115,15 @@ def test_kernels_of_other_processors_are_not_offered_on_arm(level: cpu.Level, mo
     assert products.multiplies(32, floats) == has_pairs and products.multiplies(4, floats)
 
 
+@pytest.mark.parametrize("level", cpu.LEVELS, ids=lambda level: level.name)
+def test_a_library_has_all_kernels_that_its_levels_choose(level: cpu.Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, level.machine, level.features)
+    named = products.kernels_for(["float32", "bfloat16", "int8", "uint8"], "bfloat16", 64)
+    assert not [name for name in named if not build_library.fits(name, level)]
+    # Deterministic products need them: the number of rows has no say, and XLA's are not deterministic.
+    assert cpu.multiplies_many("int8") == ("gemm_int8" in named) == build_library.fits("gemm_int8", level)
+
+
 def test_what_kernels_use_is_asked_of_llvm_on_arm_whatever_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(flatten=lambda: "+neon")
     llvm = SimpleNamespace(get_host_cpu_name=lambda: "apple-m2", get_host_cpu_features=lambda: found)

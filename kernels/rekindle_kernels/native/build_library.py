@@ -80,7 +80,7 @@ def build(target: Path, levels: Sequence[cpu.Level], kernels: Sequence[str], *, 
 def fits(name: str, level: cpu.Level) -> bool:
     """Whether the kernel is one for that level: products of many rows without the instructions for it are XLA's."""
     kind, _, dtype = name.partition("_")
-    return kind != kernel_table.GEMM.kind or not level.features.isdisjoint(cpu.DOT_PRODUCTS[dtype])
+    return kind != kernel_table.GEMM.kind or cpu.multiplies_many(dtype, level)
 
 
 def _compiled(jobs: Sequence[tuple[str, cpu.Level]], folder: Path) -> list[Path | None]:

@@ -110,7 +110,7 @@ def identity() -> str:
 
 def has_feature(name: str) -> bool:
     """Whether native kernels may use the instructions that LLVM calls `name`."""
-    return name in (features() if building_for is None else building_for.features)
+    return name in _used()
 
 
 def on_arm() -> bool:
@@ -123,15 +123,24 @@ def has_dot_product(dtype: str) -> bool:
     return any(has_feature(name) for name in DOT_PRODUCTS.get(dtype, ()))
 
 
-def multiplies_many(dtype: str) -> bool:
-    """Whether a native kernel multiplies many rows by a matrix of this dtype."""
-    return has_dot_product(dtype) or (dtype in DOT_PRODUCTS and multiplies_widened())
+def multiplies_many(dtype: str, level: Level | None = None) -> bool:
+    """Whether a native kernel multiplies many rows by a matrix of this dtype, at this level or at the one in use."""
+    found = _used() if level is None else level.features
+    return dtype in DOT_PRODUCTS and (not found.isdisjoint(DOT_PRODUCTS[dtype]) or _widens(found))
 
 
 def multiplies_widened() -> bool:
     """Whether native kernels multiply many rows by numbers that are widened to 16 or 32 bits, for want of anything
     better."""
-    return has_feature("avx2") and not has_feature("avx512f")
+    return _widens(_used())
+
+
+def _widens(found: frozenset[str]) -> bool:
+    return {"avx2", "fma"} <= found and "avx512f" not in found
+
+
+def _used() -> frozenset[str]:
+    return features() if building_for is None else building_for.features
 
 
 def features() -> frozenset[str]:

@@ -57,11 +57,6 @@ def form_of(size: int) -> Form:
     return Form(1, 2, avx2.PAIRS_ADD, False)
 
 
-def words_of(form: Form, width: Any) -> Any:
-    """Words of four bytes that a row of so many numbers has."""
-    return width * form.size // 4 * form.words
-
-
 def functions(size: int) -> Any:
     """`prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)`, for `gemm.kernel`."""
     form = form_of(size)

@@ -114,10 +114,8 @@ def _widener(scale: str, bits: int, offset: int) -> Any:
                 return builder.add(builder.bitcast(number, _INTS), constant(0x8000))
 
             there = builder.icmp_signed("!=", minimums, WORD(0))
-            least_at, per = (
-                cgutils.alloca_once(builder, FLOATS),
-                builder.mul(steps, WORD(STEP[bits])),
-            )  # tiles of a group
+            least_at = cgutils.alloca_once(builder, FLOATS)
+            per = builder.mul(steps, WORD(STEP[bits]))  # tiles of a group
             below = [
                 ir.Constant(FLOATS, [-float(_BASE + each)] * LANES) for each in (offset, offset if bits > 4 else 0)
             ]
