@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,15 @@ def test_tutorials_and_the_readme_use_public_names() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = rekindle.nonsense  # type: ignore[attr-defined]
+
+
+def test_a_lazy_name_waits_for_the_thread_that_imports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.5)\nlate = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(rekindle._LAZY, "late", "slow_to_import")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(rekindle.__getattr__, "late")
+        while "slow_to_import" not in sys.modules:
+            time.sleep(0.01)
+        assert rekindle.__getattr__("late") == first.result() == 1
+    del sys.modules["slow_to_import"]

@@ -13,6 +13,7 @@ from typing import Any
 import anyio.to_thread
 import pytest
 
+from helpers.sessions import eventually
 from helpers.small import opening, plain, prompt
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache.tiers import promoting
@@ -128,7 +129,7 @@ async def test_restored_pages_are_on_the_device_when_the_session_is_open(
 
     def patiently(self: Runner, keys: Any) -> bool:
         tiers: Any = self.host_tier
-        while len(tiers.host) < 5:
+        while len(tiers.host) < 6:
             ended.wait(0.01)
         ready.extend(key.name for key in keys)
         return rehearse(self, keys)
@@ -144,3 +145,28 @@ async def test_restored_pages_are_on_the_device_when_the_session_is_open(
         assert (await session.generate(prompt(1, 30), max_tokens=8)).token_ids == plain(prompt(1, 30), 8)
         session.check_integrity()
     assert {"scatter", "r2t32"} < {*ready}
+
+
+@pytest.mark.anyio
+async def test_where_what_was_expected_fails_nothing_is_left_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"cache_dir": tmp_path, "disk_memory": 1 << 28}
+    async with opening(**options) as session:
+        await session.generate(prompt(0, 44), max_tokens=8, ignore_eos=True)
+        await session.save("mine")
+
+    def fails(self: Runner, keys: Any) -> bool:
+        raise MemoryError("no room for a step")
+
+    monkeypatch.setattr(Runner, "rehearse", fails)
+    before = {*threading.enumerate()}
+    with pytest.raises(MemoryError, match="no room"):
+        await opening(**options, restore="mine")
+    await anyio.to_thread.run_sync(lambda: eventually(lambda: not readers(before)))
+
+
+def readers(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [
+        thread for thread in threading.enumerate() if thread.name.startswith("rekindle pages") and thread not in before
+    ]

@@ -13,7 +13,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, kept_file, prepared
 from rekindle._src.models.loading.kept_file import Brought, Mapped
-from rekindle._src.session import opening
+from rekindle._src.session import head_start, opening
 from rekindle._src.session.head_start import HeadStart
 
 
@@ -71,6 +71,37 @@ def test_what_is_damaged_is_noticed_set_aside_and_read_from_the_checkpoint(folde
         again = loaded(folder, config, ahead)
     assert same(again, first)
     ahead.close()
+
+
+def test_a_file_whose_checksums_can_not_be_read_is_released(
+    folder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = loaded(folder, config)
+    (sums,) = Path(str(config.cache_dir)).rglob("checksums.json")
+    sums.write_text("{")
+    mapped, bring = list[Mapped](), kept_file.bring
+    monkeypatch.setattr(kept_file, "bring", lambda found: (mapped.append(found), bring(found))[1])
+    with pytest.warns(UserWarning, match="weights"):
+        assert same(loaded(folder, config, HeadStart(folder, config)), first)
+    assert [lease_of(one) for one in mapped] == [None]
+
+
+def test_many_bytes_are_left_to_several_threads_that_tell_of_it(
+    folder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = loaded(folder, config)
+    monkeypatch.setattr(head_start, "MOST", 1000)
+    monkeypatch.setattr(kept_file, "bring", lambda found: pytest.fail("one thread reads them all"))
+    assert same(loaded(folder, config, HeadStart(folder, config)), first)
+
+
+def test_nothing_is_read_for_another_platform(
+    folder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(folder, config)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    monkeypatch.setattr(kept_file, "find", lambda kept, most: pytest.fail("it was looked for"))
+    assert HeadStart(folder, config).seen is None
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["read", "being read"])

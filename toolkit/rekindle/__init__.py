@@ -10,6 +10,7 @@ little beside jax.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import TYPE_CHECKING
@@ -252,10 +253,9 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _LAZY:
-        if _LAZY[name] not in sys.modules:
-            with gc_paused(stays=True):
-                importlib.import_module(_LAZY[name])
-        return getattr(sys.modules[_LAZY[name]], name)
+        # Imported in any case: a module that is in sys.modules may still be executed by another thread.
+        with contextlib.nullcontext() if _LAZY[name] in sys.modules else gc_paused(stays=True):
+            return getattr(importlib.import_module(_LAZY[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"rekindle.{name}")
     raise AttributeError(f"module 'rekindle' has no attribute {name!r}")

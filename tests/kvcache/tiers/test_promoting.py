@@ -59,7 +59,7 @@ def test_pages_come_parents_first_as_far_as_there_is_room(pages: int, missing: i
 
 
 def test_a_page_that_can_not_be_filled_stays_away_with_all_below_it() -> None:
-    cache, _ = grafted(40)
+    cache, tiers = grafted(40)
     second = cache.digest_of(cache.find(LONG)[2])
 
     def fill(moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
@@ -68,6 +68,7 @@ def test_a_page_that_can_not_be_filled_stays_away_with_all_below_it() -> None:
     assert promote(cache, fill, page_bytes=64) == 3
     assert (on_device(cache, LONG), on_device(cache, OTHER)) == (2, 3)
     assert cache.pool.cached == 3 and not cache.pool.held
+    assert second not in tiers, "a request would wait for it, and fail"
     cache.check_integrity()
 
 

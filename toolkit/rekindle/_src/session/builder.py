@@ -97,13 +97,13 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
     own = programs.config
     runner = Runner(loaded, own, host_tier=tiers, programs=programs, prefer_ready=prefer_ready, recorder=team)
     scheduler, cache = make_scheduling(config, loaded, programs, tiers)
-    if tiers is not None and config.restore is not None:
-        request.shown.stage = f"restoring {config.restore}"
-        # Before waiting for programs, so that pages are read meanwhile.
-        runner.prefault(restore(cache, tiers, config.restore).pages)
-        _expect(runner, cache, tiers, warming.restorable())
-    request.shown.stage = "programs"
     try:
+        if tiers is not None and config.restore is not None:
+            request.shown.stage = f"restoring {config.restore}"
+            # Before waiting for programs, so that pages are read meanwhile.
+            runner.prefault(restore(cache, tiers, config.restore).pages)
+            _expect(runner, cache, tiers, warming.restorable())
+        request.shown.stage = "programs"
         tokenizer = _tokenizer(loaded)
         warming.opened()
     except BaseException:

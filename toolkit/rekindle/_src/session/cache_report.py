@@ -78,8 +78,8 @@ class CacheStats:
     lookups: int  # admissions
     hits: int  # of them, those that found something
     device_hit_tokens: int
-    host_hit_tokens: int  # including those that were read from disk
-    disk_hit_tokens: int  # of them, those that were read from disk
+    host_hit_tokens: int  # including those that were read from disk for a request
+    disk_hit_tokens: int  # read from disk for a request, or put on the device ahead of one
     evicted_pages: int
     offloaded_pages: int
     refused_copies: int  # copies not made, because computing was expected to be faster

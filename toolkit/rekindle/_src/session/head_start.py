@@ -7,6 +7,7 @@ checkpoint, the options and the platform; that this will be the CPU is a guess.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.models.loading import kept_file, kept_place, stored
 from rekindle._src.models.loading.kept_file import Brought, Mapped
 from rekindle._src.models.loading.stored import Stored
+
+MOST = 1 << 30  # bytes of weights; more are read by several threads, and a bar tells how far they are
 
 
 class HeadStart:
@@ -63,6 +66,8 @@ class HeadStart:
         # A GGUF file is looked at by code that imports JAX.
         if not folder.is_dir() or not stored.checkpoint_path(folder).is_dir():
             return
+        if not (os.environ.get("JAX_PLATFORMS") or "cpu").startswith("cpu"):
+            return
         seen = self.seen = stored.look(folder)
         resolved = "bfloat16" if config.dtype == "auto" else config.dtype
         asked = kept_place.options(seen, config.dtype, config.quantize, True, False, resolved=resolved)
@@ -71,7 +76,7 @@ class HeadStart:
                 cache_folder(config.cache_dir), seen.fingerprint, *asked,
                 platform="cpu", native=native, digest=kept_place.sources(),
             )  # fmt: skip
-            self._mapped = kept_file.find(self._kept)
+            self._mapped = kept_file.find(self._kept, MOST)
             if self._mapped is not None:
                 return
 

@@ -33,6 +33,9 @@ def promote(cache: PrefixCache, fill: Callable[[Sequence[PageMove]], Sequence[Lo
     lost = fill(moves)
     cache.restore_done(moves)
     if lost:
+        assert cache.host_tier is not None, "pages were in host memory"
+        for one in lost:  # so that requests compute them
+            cache.host_tier.discard(one.move.digest)
         cache.detach([one.move for one in lost])
     cache.pool.release([move.page for move in moves])
     for node in nodes:

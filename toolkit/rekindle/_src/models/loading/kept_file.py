@@ -61,13 +61,17 @@ def map_it(header: Header) -> Mapped | None:
         return None
 
 
-def find(kept: Path) -> Mapped | None:
-    """The weights that are kept there, mapped; None where they have to be read. Raises what reading them raises."""
+def find(kept: Path, most: int) -> Mapped | None:
+    """The weights that are kept there, mapped; None where they have to be read or are more than `most` bytes.
+
+    Raises what reading them raises.
+    """
     if private_files.distrust_reason(kept.parent) is not None or not kept.is_dir():
         return None
     path = kept / ITEM / kept_place.FILE
     private_files.check(path, inside=kept.parent)
-    return map_it(tensor_files.read_header(path))
+    header = tensor_files.read_header(path)
+    return map_it(header) if header.size <= most else None
 
 
 def bring(mapped: Mapped) -> Brought:

@@ -141,12 +141,16 @@ def load(
     if _distrusted(kept) is not None or not (kept.is_dir() or read_through.fetch(kept)):
         return None
     wanted = dict(zip(graph.paths, shapes, strict=True))
+    ahead: Brought | None = None
     try:
         private_files.check(kept / ITEM / kept_place.FILE, inside=kept.parent)
         ahead = brought(kept) if placement is None and maps(place) else None
         leaves = _read(kept / ITEM / kept_place.FILE, wanted, place, placement, report, ahead)
     except (CheckpointError, OSError, ValueError, KeyError) as error:  # the checkpoint itself is still there
         raise _unusable(kept, error) from error
+    finally:
+        if ahead is not None:
+            ahead.mapped.release()
     with contextlib.suppress(OSError):  # the order in which they are pruned; in a read-only cache it just stays
         os.utime(kept)
     read_through.keep(kept)
@@ -345,14 +349,11 @@ def _adopted(
 ) -> dict[str, jax.Array]:
     """The leaves where their file is mapped, which was read before."""
     arrays = dict[str, jax.Array]()
-    try:
-        for name, array in tensor_files.views(ahead.mapped.header, ahead.mapped.content).items():
-            compare(name, ahead.sums[name])
-            arrays[name] = place(name, array)
-            meter.add(array.nbytes)
-        ahead.mapped.watch()
-    finally:
-        ahead.mapped.release()
+    for name, array in tensor_files.views(ahead.mapped.header, ahead.mapped.content).items():
+        compare(name, ahead.sums[name])
+        arrays[name] = place(name, array)
+        meter.add(array.nbytes)
+    ahead.mapped.watch()
     return arrays
 
 
