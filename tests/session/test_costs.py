@@ -85,12 +85,12 @@ def streamed(session: Any, run: Callable[[Callable[[], Awaitable[float]]], float
 
 
 def test_streaming_costs_little_of_the_callers_loop() -> None:
-    """14 µs above a bare wake-up from another thread, which is 16 to 22 µs here, 30 to 33 together."""
+    """A delta costs 1.2 to 2 bare wake-ups from another thread, which take 16 to 90 µs, as the machine goes."""
     with fake_session() as session:
         pairs = [(streamed(session, lambda main: asyncio.run(main())), bare_wake_ups()) for _ in range(5)]  # type: ignore[arg-type]
-    above = min(ours - bare for (ours, _), bare in pairs)
+    share = min(ours / bare for (ours, _), bare in pairs)
     latency = min(latency for (_, latency), _ in pairs)
-    assert above < 30e-6, f"{above * 1e6:.1f} µs above a bare wake-up"
+    assert share < 2.5, f"{share:.2f} times a bare wake-up"
     assert latency < 1e-3, f"{latency * 1e6:.0f} µs from the host to the caller"
 
 
