@@ -13,6 +13,7 @@ from helpers.driving import TINY, tiny_config
 from helpers.small import opening, plain, prompt
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
+from rekindle._src.programs import warming
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.helpers import ADMIT
 from rekindle._src.programs.keys import Key
@@ -76,6 +77,50 @@ def test_a_process_that_ended_too_early_leaves_programs_to_begin_with(mode: str)
     assert asked == ["r2t32 plain opening", "r2t0 plain opening"]
     assert {"r2t32", "r1t0"} <= {*store.kept}
     assert native(programs.get(ONE)) and not programs._provisional and programs.lattice == programs._lattice
+
+
+def test_a_session_that_is_open_at_once_begins_with_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the program of its prompt; it would have waited for whole ones, since its thread came too late."""
+    load = Warming._load
+
+    def late(self: Warming, *arguments: Any) -> bool:
+        assert self._opened.wait(60)
+        return load(self, *arguments)
+
+    monkeypatch.setattr(Warming, "_load", late)
+    monkeypatch.setattr(warming, "SETTLING", 60.0)
+    store = DictStore()
+    short_lived = programs_of(store)
+    short_lived.begin_plain()
+    short_lived.get(Bucket(2, 32))
+    programs = programs_of(store)
+    going = Warming(programs, "lazy")
+    going.opened()
+    assert not native(programs.get(Bucket(2, 32))) and not native(programs.get(TWO))
+    going.stop(60)
+    assert not {"r2t32", "r2t0", "r1t0"} & {*store.kept}
+
+
+def test_steps_of_one_row_go_on_in_the_larger_program_until_theirs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DictStore()
+    short_lived = programs_of(store)
+    short_lived.begin_plain()
+    short_lived.get(Bucket(2, 32))
+    short_lived.end_plain()
+    short_lived.get(TWO)
+    compiled: list[tuple[str, bool]] = []
+    compile_one = Programs.compile
+
+    def seen(self: Programs, key: Key) -> Any:
+        compiled.append((key.name, ONE in self.lattice))
+        return compile_one(self, key)
+
+    monkeypatch.setattr(Programs, "compile", seen)
+    programs = programs_of(store)
+    going = Warming(programs, "lazy")
+    going._thread.join()
+    assert native(programs.get(TWO)) and ONE in programs.lattice
+    assert compiled == [("r1t0", False)]
 
 
 def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:

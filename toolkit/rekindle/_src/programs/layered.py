@@ -8,6 +8,7 @@ after the layers differs between a step, its guided half and the variant that po
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
@@ -78,6 +79,12 @@ class Layered:
             and all(self.takes(key) and not self._holds(_plain_opening(key)) for key in keys)
             and not all(self._holds(key.name) for key in keys)
         )
+
+    def were_plain(self, keys: Iterable[Key]) -> bool:
+        """Whether one of these programs is stored without kernels, and not all of them with."""
+        keys = [*keys]
+        plain = any(self._holds(_plain_opening(key) if self.takes(key) else _plain_whole(key)) for key in keys)
+        return plain and not all(self._holds(key.name) for key in keys)
 
     def _holds(self, name: str) -> bool:
         return self._store is not None and self._store.holds(name)
@@ -288,6 +295,12 @@ class Layered:
 def _plain_opening(key: Bucket) -> str:
     """That of the program which does its work without kernels, where none has a single row."""
     return f"r{max(key.rows, SMALLEST_ROWS)}t{key.tokens} {PLAIN} opening"
+
+
+def _plain_whole(key: Key) -> str:
+    """That program, where it is not made of parts."""
+    padded = dataclasses.replace(key, rows=max(key.rows, SMALLEST_ROWS)) if isinstance(key, Bucket) else key
+    return f"{padded.name} {PLAIN}"
 
 
 _unknown: set[str] = set()  # options of QUICK that this version of XLA does not take

@@ -86,6 +86,8 @@ class Programs:
         self.traces = 0
         self.compilations = 0
         self._plain = False  # new programs are made without the kernels that are still being compiled
+        self._built = False  # they are there by now, so whole programs that are stored serve
+        self._ending = False  # whole programs are put in place of those
         self._provisional: dict[Key, Compiled] = {}  # such programs; they stay until the end, see `close`
         self._soon: set[Key] = set()  # programs that are made next
         self._store = store
@@ -106,7 +108,7 @@ class Programs:
     @property
     def _for_now(self) -> bool:
         """Whether programs are made, or run, that others will replace."""
-        return self._plain or bool(self._provisional)
+        return self._plain or self._ending or bool(self._provisional)
 
     @property
     def keeps(self) -> bool:
@@ -193,15 +195,22 @@ class Programs:
         keep()  # who waits for the program need not wait for that
         return compiled
 
-    def begin_plain(self) -> None:
-        """Make step programs without native kernels from now on, since those are still being compiled."""
-        self._plain = True
+    def begin_plain(self, *, built: bool = False) -> None:
+        """Make step programs without native kernels from now on, since those are still being compiled.
+
+        Where they are `built`, because an earlier process has left such programs, which are there sooner than others.
+        """
+        self._plain, self._built = True, built
         self._save_late(True)
 
     def begin_parts(self) -> None:
         """Make step programs of parts from now on, with native kernels: whole ones take long, and replace them."""
         self._layered.kernels = True
-        self.begin_plain()
+        self.begin_plain(built=True)
+
+    def goes_on_plain(self, keys: Sequence[Key]) -> bool:
+        """Whether an earlier process left programs without kernels, which are there by now, and not all whole ones."""
+        return bool(self.kernels()) and self._layered.were_plain(keys)
 
     def starts_anew(self, keys: Sequence[Key]) -> bool:
         """Whether a first text would wait for whole programs, with kernels that are there, where parts do sooner."""
@@ -218,21 +227,29 @@ class Programs:
         A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so the
         next step may run in another program than the last one.
         """
-        self._plain = False
+        self._ending, self._plain = self._plain and not self._layered.kernels, False
         self._save_late(False)
+        try:
+            self._replace_all(stopped)
+        finally:
+            self._ending = False
+
+    def _replace_all(self, stopped: Callable[[], bool]) -> None:
         for key in self.known:  # `_alone` waits for one that is just being made without
             if stopped():
                 return
             if not isinstance(key, Bucket):
                 continue
             with self._alone(key):
-                provisional = key in self._provisional
-            single = dataclasses.replace(key, rows=1)
-            if not provisional:
+                provisional, serves = key in self._provisional, self._ending and key in self._ready
+            if not (provisional or serves):
                 continue
+            single = dataclasses.replace(key, rows=1)
             try:
                 if key.rows == buckets.SMALLEST_ROWS and single in self._lattice:
                     self.get(single)  # one row runs there once the lattice has it
+                if not provisional:
+                    continue
                 gated = bool(key.part) and self.gated
                 if gated:  # what steps with guided rows run in place of two programs
                     self.get(buckets.gated(key, self._lattice))
@@ -329,7 +346,7 @@ class Programs:
     def _load(self, key: Key) -> bool:
         """Load a program from the store, which is asked once for each; rather a whole one than its parts."""
         plain = self._without_kernels(key)
-        if plain and self._layered.kernels and self._load_as(key, plain=False):
+        if plain and self._built and self._load_as(key, plain=False):
             return True
         return self._load_as(key, plain=plain)
 

@@ -181,13 +181,17 @@ class Warming:
         one_form = programs.config.deterministic or programs.parts.several
         kernels = None if one_form else build_kernels(programs.kernels())
         provisional = precompile != "all" and not one_form
+        self.in_peace = False  # parts serve; nothing is compiled that nobody asked for
         if kernels is None and provisional:
-            provisional = programs.starts_anew(first_needed(programs, restoring=False)[:2])
-            if provisional:
+            soonest = first_needed(programs, restoring=False)[:2]
+            self.in_peace = programs.starts_anew(soonest)
+            provisional = self.in_peace or programs.goes_on_plain(soonest)
+            if self.in_peace:
                 programs.begin_parts()
+            elif provisional:  # now, and not in the thread: a session may be open before that comes to it
+                programs.begin_plain(built=True)
         elif provisional:
             programs.begin_plain()
-        self.in_peace = kernels is None and provisional  # parts serve; nothing is compiled that nobody asked for
         first = first_needed(programs, restoring=restoring)
         prefill_and_decode = first[: 2 + len(programs.fills) * restoring]
         self._awaited: list[Key] = prefill_and_decode if restoring and not provisional else []
@@ -295,14 +299,12 @@ class Warming:
         ended before its programs used the kernels: those that it has stored serve until then.
         """
         with contexts():
-            if kernels is None and provisional:
+            if self.in_peace:
                 soon = programs.model.num_layers >= DEEP or self._precompile == "background"
                 self._stopped.wait(PEACE if soon else LONGER_PEACE)
                 self.in_peace = False
-            elif kernels is None:
-                programs.begin_plain()
-                for key in first_needed(programs, restoring=False)[:2]:
-                    programs.load(key)
+            elif kernels is None and provisional:
+                self._stopped.wait(SETTLING)
             if kernels is None or kernels.wait(self._is_stopped):
                 programs.end_plain(self._is_stopped)
 
