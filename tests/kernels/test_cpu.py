@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -120,8 +121,17 @@ def test_a_library_has_all_kernels_that_its_levels_choose(level: cpu.Level, monk
     pretend(monkeypatch, level.machine, level.features)
     named = products.kernels_for(["float32", "bfloat16", "int8", "uint8"], "bfloat16", 64)
     assert not [name for name in named if not build_library.fits(name, level)]
-    # Deterministic products need them: the number of rows has no say, and XLA's are not deterministic.
     assert cpu.multiplies_many("int8") == ("gemm_int8" in named) == build_library.fits("gemm_int8", level)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("x86-64-v3", "matvec"), ("x86-64-v4-bf16", "gemm")])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_deterministic_products_are_of_one_kind(
+    name: str, kind: str, dtype: jax.typing.DTypeLike, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, "x86_64", cpu.level_called(name).features)
+    kernels = [products._kernel(rows, jnp.zeros((64, 64), dtype), True, deterministic=True) for rows in (1, 4, 9, 512)]
+    assert {kernel and kernel.name.partition("_")[0] for kernel in kernels} == {kind}
 
 
 def test_what_kernels_use_is_asked_of_llvm_on_arm_whatever_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,9 @@ def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bo
         return None
     # Sixteen-bit weights have to be widened and turned first, which eight rows are too few for.
     few = SOME_ROWS if weight.dtype == jnp.bfloat16 and multiplies_widened() else FEW_ROWS
-    if (rows > few or deterministic) and _has_gemm(weight) and (quantize_rows or weight.dtype != jnp.int8):
+    # Where the matrix is widened, one row would take twice as long in the way of many.
+    many = not multiplies_widened() if deterministic else rows > few
+    if many and _has_gemm(weight) and (quantize_rows or weight.dtype != jnp.int8):
         return GEMM.variant(weight.dtype.name)
     return MATVEC.variant(weight.dtype.name) if rows <= SOME_ROWS or deterministic else None
 
