@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import signal
@@ -61,6 +63,50 @@ def test_what_ends_its_process_is_left_alone(caplog: pytest.LogCaptureFixture) -
         assert found.wait()
     assert "ended with status -9" in caplog.text
     assert not build.builds("prefill_bfloat16_64")
+
+
+@contextlib.contextmanager
+def claimed() -> Iterator[None]:
+    """As by the processes of another program."""
+    with background_build._claimed() as claim:
+        assert claim, "nobody else has it"
+        yield
+
+
+def test_another_program_waits_for_those_at_work_and_compiles_what_they_leave() -> None:
+    with claimed():
+        found = build_kernels(["argmax", "norm"])
+        assert found is not None and found.running and build_kernels(["norm"]) is found
+        assert not found.wait(lambda: True) and not found._processes
+        build.keep("norm")
+    assert found.wait() and [names for _, names in found._processes] == [["argmax"]]
+    assert build.is_there("argmax")
+
+
+def test_another_program_starts_nothing_where_nothing_is_left() -> None:
+    with claimed():
+        found = build_kernels(["norm"])
+        build.keep("norm")
+    assert found is not None and found.wait() and not found._processes
+
+
+def test_its_processes_keep_others_waiting_until_the_last_one_has_ended() -> None:
+    found = build_kernels(["argmax", "norm"])
+    assert found is not None
+    with background_build._claimed() as claim:
+        assert claim is None, "although this program has closed its own descriptor"
+    assert found.wait()
+    with claimed():
+        pass
+
+
+def test_without_locks_each_program_compiles_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EBADF, "no lock on a folder")
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    found = build_kernels(["norm"])
+    assert found is not None and found._processes and found.wait()
 
 
 @pytest.mark.skipif(not hasattr(os, "getsid"), reason="a matter of Unix")

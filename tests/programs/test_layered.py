@@ -352,7 +352,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and programs.traces == 0
     going.stop(60)
     # One whose predecessor ended too soon finds its parts, or parts of one program and the whole of another.
-    monkeypatch.setattr(Programs, "end_plain", lambda self, stopped: None)
+    monkeypatch.setattr(Programs, "end_plain", lambda self, stopped, at_least: None)
     parts = {name: program for name, program in store.kept.items() if " parts " in name}
     for whole in ({}, {first[1].name: store.kept[first[1].name]}):
         store.kept = parts | whole

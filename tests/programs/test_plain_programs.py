@@ -97,8 +97,9 @@ def test_a_session_that_is_open_at_once_begins_with_what_was_left(monkeypatch: p
     going = Warming(programs, "lazy")
     going.opened()
     assert not native(programs.get(Bucket(2, 32))) and not native(programs.get(TWO))
-    going.stop(60)
     assert not {"r2t32", "r2t0", "r1t0"} & {*store.kept}
+    going.stop(60)
+    assert {"r2t32", "r2t0", "r1t0"} & {*store.kept} == {"r1t0"}, "the next process has one more"
 
 
 def test_steps_of_one_row_go_on_in_the_larger_program_until_theirs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

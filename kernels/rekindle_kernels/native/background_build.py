@@ -2,22 +2,27 @@
 
 Each process keeps the object file of every kernel that it has compiled, and ends by itself, also when this process has
 ended before: its next start finds what is there. What ends such a process, LLVM's aborts included, is not tried here.
+
+Whoever comes while another program's processes compile into the same folder waits for them and starts none: twenty
+commands in a minute would otherwise have forty of them at work.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from rekindle_kernels import private_files
 from rekindle_kernels.native import build
 
 MOST = 4  # processes
-LONGEST = 600  # seconds after which a process gives up
+LONGEST = 600  # seconds after which a process is ended: others may wait for it
 _POLL = 0.05
 # What serves comes first, also before the imports, which take half a second of a core.
 _CODE = (
@@ -56,20 +61,33 @@ def begun(names: Iterable[str]) -> BackgroundBuild | None:
 
 
 class BackgroundBuild:
-    """Processes that compile kernels."""
+    """Processes that compile kernels: this program's, or another one's and then this one's for what is left."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self._told = False  # what failed
         self._lock = threading.Lock()
-        count = max(1, min(MOST, len(names), _usable_cpus()))
-        self._processes = [_started(names[first::count]) for first in range(count)]
+        self._elsewhere = True  # until this program has begun, which it does when no other one compiles
+        self._processes: list[tuple[subprocess.Popen[str], Sequence[str]]] = []
+        self._begin()
         _all.append(self)
+
+    def _begin(self) -> None:
+        """Start processes for what is missing, unless those of another program are at work."""
+        with self._lock, _claimed() as claim:
+            if claim is None or not self._elsewhere:
+                return
+            self._elsewhere = False
+            names = missing(self.names)
+            count = min(MOST, len(names), _usable_cpus())
+            self._processes = [_started(names[first::count], claim) for first in range(count)]
 
     @property
     def running(self) -> bool:
         """Whether a process is still at work."""
-        return any(process.poll() is None for process, _ in self._processes)
+        if self._elsewhere:
+            self._begin()
+        return self._elsewhere or any(process.poll() is None for process, _ in self._processes)
 
     def wait(self, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Wait until all are done, or `stopped()`; whether they are. A kernel that failed is refused from then on."""
@@ -104,8 +122,35 @@ def _refuse_failed(process: subprocess.Popen[str], names: Sequence[str]) -> None
             return  # those behind it were not tried: they are compiled when they are needed
 
 
-def _started(names: Sequence[str]) -> tuple[subprocess.Popen[str], Sequence[str]]:
-    """A process that compiles these kernels, one after the other."""
+@contextlib.contextmanager
+def _claimed() -> Iterator[Sequence[int] | None]:
+    """A descriptor with which processes keep those of other programs waiting; None if others have one.
+
+    The lock is that of the folder, and ends with the last process that has the descriptor. Empty where there are none.
+    """
+    import fcntl  # not on Windows, which has no native kernels
+
+    try:
+        private_files.make_folder(build.folder())
+        descriptor = os.open(build.folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield ()
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        claim: Sequence[int] | None = (descriptor,)
+    except BlockingIOError:
+        claim = None
+    except OSError:  # a file system that has no locks
+        claim = ()
+    try:
+        yield claim
+    finally:
+        os.close(descriptor)
+
+
+def _started(names: Sequence[str], claim: Sequence[int]) -> tuple[subprocess.Popen[str], Sequence[str]]:
+    """A process that compiles these kernels, one after the other, and has the descriptors of `claim` until then."""
     folder = [] if build.cache_folder is None else [f"--cache={build.cache_folder}"]
     command = [sys.executable, "-c", _CODE.format(path=sys.path), *folder, *names]
     process = subprocess.Popen(
@@ -115,6 +160,7 @@ def _started(names: Sequence[str]) -> tuple[subprocess.Popen[str], Sequence[str]
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        pass_fds=claim,
         process_group=0,  # Ctrl-C is for the user's program; in a session of its own, Linux would ignore `nice`
     )
     return process, names
@@ -126,13 +172,11 @@ def _usable_cpus() -> int:
 
 def main() -> None:
     """Compile the kernels that the command line names, and keep them; one line for each says how it went."""
-    started = time.monotonic()
+    signal.alarm(LONGEST)
     for argument in sys.argv[1:]:
         if argument.startswith("--cache="):
             build.cache_folder = build.Path(argument.removeprefix("--cache="))
             continue
-        if time.monotonic() - started > LONGEST:
-            return
         try:
             build.keep(argument)
             answer = "ok"

@@ -221,16 +221,18 @@ class Programs:
         if self._layered.kernels:
             self.end_plain()
 
-    def end_plain(self, stopped: Callable[[], bool] = lambda: False) -> None:
+    def end_plain(self, stopped: Callable[[], bool] = lambda: False, *, at_least: int = 0) -> None:
         """Native kernels are there: replace the programs that do without, which go on serving until theirs is ready.
 
         A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so the
-        next step may run in another program than the last one.
+        next step may run in another program than the last one. Where that is `stopped`, `at_least` so many are compiled
+        all the same, if there are as many to replace.
         """
         self._ending, self._plain = self._plain and not self._layered.kernels, False
         self._save_late(False)
         try:
-            self._replace_all(stopped)
+            enough = self.compilations + at_least
+            self._replace_all(lambda: stopped() and self.compilations >= enough)
         finally:
             self._ending = False
 
@@ -248,7 +250,7 @@ class Programs:
             try:
                 if key.rows == buckets.SMALLEST_ROWS and single in self._lattice:
                     self.get(single)  # one row runs there once the lattice has it
-                if not provisional:
+                if not provisional or stopped():
                     continue
                 gated = bool(key.part) and self.gated
                 if gated:  # what steps with guided rows run in place of two programs

@@ -295,18 +295,20 @@ class Warming:
         """Wait for the kernels, then put whole programs that use them in place of those that do without, or of parts.
 
         Without `kernels` all are there. Parts serve for a moment in peace, those of an earlier process too: a process
-        that ends within it compiles nothing that it did not need. Where there are no parts, the last process may have
-        ended before its programs used the kernels: those that it has stored serve until then.
+        that ends within it compiles nothing that it did not need. Where an earlier process has left programs that do
+        without kernels, those serve until then, and one is replaced however early this process ends: the interpreter's
+        exit waits for it, and each process begins with more kernels than the one before.
         """
         with contexts():
+            left = kernels is None and provisional and not self.in_peace
             if self.in_peace:
                 soon = programs.model.num_layers >= DEEP or self._precompile == "background"
                 self._stopped.wait(PEACE if soon else LONGER_PEACE)
                 self.in_peace = False
-            elif kernels is None and provisional:
+            elif left:
                 self._stopped.wait(SETTLING)
             if kernels is None or kernels.wait(self._is_stopped):
-                programs.end_plain(self._is_stopped)
+                programs.end_plain(self._is_stopped, at_least=int(left))
 
     def _is_stopped(self) -> bool:
         """Also at the interpreter's exit, which waits for this thread before it closes sessions."""
