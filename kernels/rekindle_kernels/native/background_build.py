@@ -3,8 +3,8 @@
 Each process keeps the object file of every kernel that it has compiled, and ends by itself, also when this process has
 ended before: its next start finds what is there. What ends such a process, LLVM's aborts included, is not tried here.
 
-Whoever comes while another program's processes compile into the same folder waits for them and starts none: twenty
-commands in a minute would otherwise have forty of them at work.
+While another program's processes compile into the same folder, a program waits for them and starts none of its own:
+twenty commands in a minute would otherwise have forty of them at work.
 """
 
 from __future__ import annotations
