@@ -1,10 +1,9 @@
-"""Every tutorial runs from a fresh kernel, offline, without a warning, and within its time."""
+"""Every tutorial runs from a fresh kernel, offline and without a warning; `.ci/run` prints how long each takes."""
 
 from __future__ import annotations
 
 import re
 import sys
-import time
 from pathlib import Path
 
 import nbformat
@@ -14,7 +13,6 @@ FOLDER = Path(__file__).parents[2] / "tutorials"
 sys.path.append(str(FOLDER))
 import build  # noqa: E402
 
-SECONDS = 120.0  # what a reader waits at most for a whole notebook, compiling included
 SOURCES = build.sources()
 
 
@@ -26,9 +24,7 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")
     monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path))  # nothing was compiled before: a new user's first run
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    began = time.monotonic()
     build.execute(source)
-    assert time.monotonic() - began < SECONDS
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
