@@ -67,9 +67,9 @@ def test_what_ends_its_process_is_left_alone(caplog: pytest.LogCaptureFixture) -
 
 @contextlib.contextmanager
 def claimed() -> Iterator[None]:
-    """As by the processes of another program."""
+    """Hold the lock of the folder, as the processes of another program would."""
     with background_build._claimed() as claim:
-        assert claim, "nobody else has it"
+        assert claim, "the lock is free"
         yield
 
 
