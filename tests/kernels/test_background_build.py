@@ -7,6 +7,8 @@ import errno
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +109,13 @@ def test_without_locks_each_program_compiles_for_itself(monkeypatch: pytest.Monk
     monkeypatch.setattr("fcntl.flock", refused)
     found = build_kernels(["norm"])
     assert found is not None and found._processes and found.wait()
+
+
+def test_a_process_that_hangs_is_ended_and_lets_others_go_on() -> None:
+    hanging = "b.LONGEST = 1; b.build.keep = lambda name: b.time.sleep(100); b.main()"
+    code = background_build._CODE.format(path=sys.path).replace("b.main()", hanging)
+    done = subprocess.run([sys.executable, "-c", code, "norm"], timeout=60, check=False)
+    assert done.returncode == -signal.SIGALRM
 
 
 @pytest.mark.skipif(not hasattr(os, "getsid"), reason="a matter of Unix")
