@@ -170,6 +170,10 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--drain", type=float, default=30.0, help="seconds that answers may go on after SIGTERM")
     serve.add_argument("--cors-origin", action="append", default=[], help="an origin whose pages may use the server")
     serve.add_argument(
+        "--allowed-host", action="append", default=[], metavar="NAME", help="a name that requests may be sent to"
+    )
+    serve.add_argument("--max-connections", type=int, help="at most; three quarters of them from one address")
+    serve.add_argument(
         "--trust-request-chat-template", action="store_true", help="let requests bring a chat template, which is code"
     )
     serve.add_argument(

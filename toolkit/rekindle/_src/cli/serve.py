@@ -13,7 +13,7 @@ from rekindle._src.cli.main import engine_options
 from rekindle._src.replicas.opening_fleet import fleet
 from rekindle._src.serve.app import app
 from rekindle._src.serve.grafana import dashboard
-from rekindle._src.serve.server import address, warn_if_open
+from rekindle._src.serve.server import address, check_connections, warn_if_open
 from rekindle._src.session.opening import open
 from rekindle.errors import ConfigError, MissingExtra, RekindleError
 
@@ -27,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise MissingExtra("uvicorn", "serve") from error
     keys = api_keys(arguments)
+    check_connections(arguments.max_connections)
     warn_if_open(arguments.host, keys)
     bound = bind(arguments.host, arguments.port)  # before a model is loaded in vain
     options = engine_options(arguments)
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         body_limit=arguments.body_limit << 20,
         max_queued_tokens=arguments.max_queued_tokens,
         cors_origins=arguments.cors_origin,
+        allowed_hosts=arguments.allowed_host,
         trust_request_chat_template=arguments.trust_request_chat_template,
         metrics_names=arguments.metrics_names,
         opened=lambda name: print(f"{name} is ready", file=sys.stderr),
@@ -63,7 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"rekindle listens at {url}/v1 and loads {', '.join(openings)}", file=sys.stderr)
 
     service = made.state.rekindle
-    listener = Listener(made, service.life, bound, started=started, access_log=arguments.access_log)
+    service.hosts.add(arguments.host)
+    listener = Listener(
+        made,
+        service.life,
+        bound,
+        started=started,
+        access_log=arguments.access_log,
+        max_connections=arguments.max_connections,
+    )
     try:
         with listener.signals(arguments.drain):
             listener.serve_forever()

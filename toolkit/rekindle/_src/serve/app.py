@@ -19,6 +19,7 @@ from rekindle._src.serve.embeddings import EMBEDDINGS, embeddings
 from rekindle._src.serve.errors import Refused
 from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI
 from rekindle._src.serve.fields import Endpoint
+from rekindle._src.serve.hosts import Hosts
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
@@ -64,6 +65,7 @@ def app(
     body_limit: int = 32 << 20,
     max_queued_tokens: int = 1 << 20,
     cors_origins: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
     trust_request_chat_template: bool = False,
     metrics_names: Names = "rekindle",
     opened: Callable[[str], object] | None = None,
@@ -81,6 +83,8 @@ def app(
         body_limit: bytes of a request at most.
         max_queued_tokens: prompt tokens that may wait; beyond, requests get 429.
         cors_origins: origins whose web pages may use the server.
+        allowed_hosts: names that requests may be sent to, such as "llm.example.org", "*.example.org" or "*", beside
+            addresses and localhost. By default any, but in requests of this machine to a server without keys.
         trust_request_chat_template: let requests bring a chat template, which is code.
         metrics_names: "rekindle", "vllm" for the names that published dashboards read, or "both".
     """
@@ -104,6 +108,7 @@ def app(
         body_limit=body_limit,
         trust_templates=trust_request_chat_template,
         metrics_names=metrics_names,
+        hosts=Hosts(allowed_hosts),
     )
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Who may send requests: API keys, and pages of other origins."""
+"""Who may send requests: API keys, and a guard before the app."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from rekindle._src.serve.bodies import header
 from rekindle._src.serve.errors import Refused
 from rekindle._src.serve.exchange import Dialect, Exchange, OpenAI, Receive, Scope, Send
+from rekindle._src.serve.hosts import check_size
 from rekindle._src.serve.service import Service
 from rekindle.errors import ConfigError
 
@@ -48,15 +49,18 @@ class Keys:
 
 
 class Guard:
-    """ASGI middleware that lets requests with a right key pass."""
+    """ASGI middleware that lets requests with a right key pass, and with bounded headers, sent to the right host."""
 
     def __init__(self, app: object, keys: Keys, service: Service, dialects: Mapping[str, Dialect]) -> None:
         self._app, self._keys, self._service, self._dialects = app, keys, service, dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if scope["type"] == "http":
             try:
-                scope["rekindle.key"] = self._keys.owner(scope)
+                check_size(scope)
+                self._service.hosts.check(scope, keyed=bool(self._keys))
+                if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+                    scope["rekindle.key"] = self._keys.owner(scope)
             except Refused as refused:
                 dialect = self._dialects.get(scope["path"], OpenAI())
                 await Exchange(self._service, scope, send).fail(refused, dialect)

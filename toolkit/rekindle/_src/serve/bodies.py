@@ -12,6 +12,7 @@ import anyio.to_thread
 
 from rekindle._src.serve.errors import Refused
 
+Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 T = TypeVar("T")
 _IN_A_THREAD = 128 << 10  # bytes from which on parsing would hold up other streams by a millisecond or more

@@ -47,6 +47,8 @@ class Refused(Exception):
             found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
         if self.status == 401:
             found.append((b"www-authenticate", b"Bearer"))
+        if self.status == 431:
+            found.append((b"connection", b"close"))
         return found
 
     def body(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from rekindle._src.serve.bodies import Disconnected, Receive, header, read_json
+from rekindle._src.serve.bodies import Disconnected, Receive, Scope, header, read_json
 from rekindle._src.serve.errors import Refused, refusal, wrong
 from rekindle._src.serve.fields import Endpoint
 from rekindle._src.serve.service import Service
@@ -20,7 +20,6 @@ from rekindle.errors import QueueFull
 
 log = logging.getLogger("rekindle.server")
 
-Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 

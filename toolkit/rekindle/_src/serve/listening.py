@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from rekindle._src.serve.connections import HEAD_BYTES, Connections, most_connections, protocol
 from rekindle._src.serve.life import Life
 from rekindle.errors import ConfigError
 
@@ -25,10 +26,21 @@ class Listener(uvicorn.Server):
     """Serves one app on one socket."""
 
     def __init__(
-        self, app: Any, life: Life, bound: socket.socket, *, started: Callable[[], object], access_log: bool = False
+        self,
+        app: Any,
+        life: Life,
+        bound: socket.socket,
+        *,
+        started: Callable[[], object],
+        access_log: bool = False,
+        max_connections: int | None = None,
     ) -> None:
+        self.connections = Connections(max_connections or most_connections())
+        http: Any = protocol(self.connections)
         config = uvicorn.Config(
             app,
+            http=http,
+            h11_max_incomplete_event_size=HEAD_BYTES,
             log_config=None,
             log_level="warning",
             access_log=access_log,

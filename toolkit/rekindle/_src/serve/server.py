@@ -27,7 +27,15 @@ class Server:
     It keeps the sessions open that it serves, and closes none of them. A session that is closed closes its servers.
     """
 
-    def __init__(self, session: Any, *, host: str = "127.0.0.1", port: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        session: Any,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_connections: int | None = None,
+        **options: Any,
+    ) -> None:
         try:
             from rekindle._src.serve.listening import Listener, bind
         except ImportError as error:
@@ -35,7 +43,9 @@ class Server:
         if not isinstance(host, str):
             raise ConfigError("host", host, "is not a name or an address", "Use 127.0.0.1")
         made = app(session, **options)
+        check_connections(max_connections)
         bound = bind(host, port)
+        made.state.rekindle.hosts.add(host)
         warn_if_open(host, options.get("api_key"))
         self.models: tuple[str, ...] = tuple(made.state.rekindle.models.by_name)
         self.host: str = host
@@ -44,7 +54,13 @@ class Server:
         self._needs_key = bool(options.get("api_key"))
         self._opened: OneShot[None] = OneShot()
         self._ended: OneShot[None] = OneShot()
-        self._listener = Listener(made, made.state.rekindle.life, bound, started=lambda: self._opened.put(None))
+        self._listener = Listener(
+            made,
+            made.state.rekindle.life,
+            bound,
+            started=lambda: self._opened.put(None),
+            max_connections=max_connections,
+        )
         self._thread = threading.Thread(target=self._run, name="rekindle server", daemon=True)
 
     @property
@@ -144,6 +160,12 @@ def address(host: str, port: int) -> str:
     """The URL of a listening address, as a client on this machine writes it."""
     shown = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+def check_connections(most: int | None) -> None:
+    """Raise `ConfigError` for a bound on connections that is none."""
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise ConfigError("max_connections", most, "is not a whole number above 0", "Leave it out for the default")
 
 
 def warn_if_open(host: str, api_key: str | Sequence[str] | None) -> None:

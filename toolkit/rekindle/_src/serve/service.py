@@ -5,6 +5,7 @@ from __future__ import annotations
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.fields import UnknownFields
+from rekindle._src.serve.hosts import Hosts
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names
@@ -28,7 +29,9 @@ class Service:
         heartbeat: float = 15.0,
         trust_templates: bool = False,
         metrics_names: Names = "rekindle",
+        hosts: Hosts | None = None,
     ) -> None:
+        self.hosts: Hosts = hosts or Hosts()
         self.models, self.life, self.strict = models, life, strict
         self.body_limit, self.body_seconds, self.trust_templates = body_limit, body_seconds, trust_templates
         self.metrics: Metrics = Metrics(models, life, metrics_names)

@@ -27,6 +27,8 @@ class Serving:
         api_key: str | Sequence[str] | None = None,
         strict: bool = False,
         cors_origins: Sequence[str] = (),
+        allowed_hosts: Sequence[str] = (),
+        max_connections: int | None = None,
         body_limit: int = 32 << 20,
         max_queued_tokens: int = 1 << 20,
         trust_request_chat_template: bool = False,
@@ -35,7 +37,9 @@ class Serving:
         """Await it to serve this session over HTTP as OpenAI's API, beside the cells that use it.
 
         `port` 0 takes a free one; the result's `url` says which. `name` is what the model is called, `api_key` what
-        requests have to bring. `rekindle.serve.app` explains the other options. Needs the extra `serve`.
+        requests have to bring. Of `max_connections` three quarters may come from one address; by default there may be
+        as many as the process has descriptors for. `rekindle.serve.app` explains the other options. Needs the extra
+        `serve`.
         """
         return Once(
             self._serve,
@@ -46,6 +50,8 @@ class Serving:
                 "api_key": api_key,
                 "strict": strict,
                 "cors_origins": cors_origins,
+                "allowed_hosts": allowed_hosts,
+                "max_connections": max_connections,
                 "body_limit": body_limit,
                 "max_queued_tokens": max_queued_tokens,
                 "trust_request_chat_template": trust_request_chat_template,

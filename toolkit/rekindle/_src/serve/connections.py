@@ -1,0 +1,260 @@
+"""Bounds on connections, before a request is complete and the app sees it: their number, and bytes and time of a head.
+
+Uvicorn's protocols have no bounds of their own here: a head may be of any length and take for ever, and a client that
+reads nothing keeps its connection. `protocol` makes one that has them, over httptools or h11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+try:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+except ImportError:  # uvicorn without its extra `standard`
+    HttpToolsProtocol = None  # type: ignore[assignment, misc]
+
+HEAD_BYTES = 64 << 10  # of request line and headers; and of whatever else is neither them nor a body, such as trailers
+HEAD_SECONDS = 10.0  # from a connection, or the first byte of its next request, to the end of that request's headers
+STALLED_SECONDS = 60.0  # that a client may take to read what fills a connection's buffers
+AHEAD = 16  # requests that may be sent before the first one is answered
+_SWEEP_SECONDS = 0.5
+_REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+
+
+def most_connections() -> int:
+    """How many connections leave the process enough descriptors for everything else."""
+    if sys.platform == "win32":
+        return 1_024
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 16
+    return max(16, min(limit - max(64, limit // 8), 1 << 16))
+
+
+class Connections:
+    """The connections of a server. Its loop owns it.
+
+    One address may have three quarters of the places, so that others find one. Where there is none, the connection that
+    has waited longest for a request makes room; those that are being answered never do.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most: int = most
+        self.most_of_one: int = max(1, most * 3 // 4)
+        self._by_address: dict[str, dict[_Bounded, None]] = {}
+        self._sweeping: asyncio.TimerHandle | None = None
+        self.count: int = 0
+
+    def enter(self, connection: _Bounded, address: str) -> bool:
+        """Take a connection on; false if there is no room for it."""
+        own = self._by_address.get(address, {})
+        if len(own) >= self.most_of_one:
+            room = self._close_longest_waiting(own)
+        elif self.count >= self.most:
+            room = self._close_longest_waiting({one: None for several in self._by_address.values() for one in several})
+        else:
+            room = True
+        if room:
+            connection.address = address
+            self._by_address.setdefault(address, {})[connection] = None
+            self.count += 1
+            if self._sweeping is None:
+                self._sweeping = connection.loop.call_later(_SWEEP_SECONDS, self._sweep, connection.loop)
+        return room
+
+    def leave(self, connection: _Bounded) -> None:
+        """Forget a connection; harmless for one that is not known."""
+        own = self._by_address.get(connection.address)
+        if own is not None and connection in own:
+            del own[connection]
+            self.count -= 1
+            if not own:
+                del self._by_address[connection.address]
+
+    def _close_longest_waiting(self, among: dict[_Bounded, None]) -> bool:
+        waiting = [one for one in among if one.waiting_since is not None]
+        if not waiting:
+            return False
+        chosen = min(waiting, key=lambda one: one.waiting_since or 0.0)
+        self.leave(chosen)
+        chosen.refuse(503)
+        if chosen.transport.get_write_buffer_size():  # its client does not read, so that closing would take for ever
+            chosen.transport.abort()
+        return True
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close connections that are over their time."""
+        now = loop.time()
+        for several in tuple(self._by_address.values()):
+            for one in tuple(several):
+                one.check_time(now)
+        self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop) if self._by_address else None
+
+
+def address_of(client: tuple[str, int] | None) -> str:
+    """What counts as one address: an IPv4 address, or the 64 bits of an IPv6 network."""
+    if client is None:
+        return ""
+    try:
+        found = ipaddress.ip_address(client[0].partition("%")[0])
+    except ValueError:
+        return client[0]
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
+    return str(found)
+
+
+if TYPE_CHECKING:
+    _Protocol = H11Protocol
+else:
+    _Protocol = object
+
+
+class _Bounded(_Protocol):
+    """What the protocols of httptools and h11 need beside what uvicorn gives them."""
+
+    connections_of_server: Connections
+    address: str = ""
+    waiting_since: float | None = None  # no request is being answered
+    head_since: float | None = None  # a head is being sent, or the connection is new
+    stalled_since: float | None = None  # its buffers are full, or it is closing and they are not empty
+    unsent: int = 0  # bytes in its buffers when `stalled_since` was set
+    unframed: int = 0  # bytes since the last that belonged to a whole head or a body
+    answered: Any = None  # the request that is being answered; `cycle` is the one that came last
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.waiting_since = self.head_since = self.loop.time()
+        if not self.connections_of_server.enter(self, address_of(self.client)):
+            self.refuse(503)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.connections_of_server.leave(self)
+        if self.answered is not None and not self.answered.response_complete:  # uvicorn tells `cycle` alone
+            self.answered.disconnected = True
+            self.answered.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self.unframed += len(data)
+        super().data_received(data)
+        if self.unframed > HEAD_BYTES or self._ahead > AHEAD:
+            self.refuse(431)
+        elif not self._answering:
+            self.head_since = self.head_since or self.loop.time()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._stalls()
+        elif not self._answering:
+            self.waiting_since, self.head_since = self.loop.time(), None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalls()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self.stalled_since = None
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _ahead(self) -> int:
+        return 0
+
+    def head_complete(self) -> None:
+        """The headers of a request are complete: it is being answered from now on."""
+        self.unframed = 0
+        self.waiting_since = self.head_since = None
+
+    def check_time(self, now: float) -> None:
+        """End the connection if its client has taken too long."""
+        if self.stalled_since is not None:
+            left = self.transport.get_write_buffer_size()
+            if left < self.unsent:
+                self._stalls()
+            elif now - self.stalled_since > STALLED_SECONDS:
+                self.transport.abort()
+        elif self.head_since is not None and now - self.head_since > HEAD_SECONDS:
+            self.refuse(408)
+
+    def refuse(self, status: int) -> None:
+        """Close the connection, saying why unless a request is being answered."""
+        if self.transport.is_closing():
+            return
+        if not self._answering:
+            head = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-length: 0\r\n" % (status, _REASONS[status])
+            self.transport.write(head + (b"retry-after: 1\r\n\r\n" if status == 503 else b"\r\n"))
+        self.head_since = None
+        self._stalls()
+        self.transport.close()
+
+    def _stalls(self) -> None:
+        self.stalled_since, self.unsent = self.loop.time(), self.transport.get_write_buffer_size()
+
+
+class _H11(_Bounded, H11Protocol):
+    """h11 bounds the bytes of heads, trailers and chunk headers itself."""
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        self.unframed = 0
+        if self.cycle is not before and self._answering:
+            self.head_complete()
+
+
+if HttpToolsProtocol is not None:
+
+    class _HttpTools(_Bounded, HttpToolsProtocol):  # type: ignore[misc]
+        """httptools bounds nothing, and joins the parts of a header that comes in many in quadratic time."""
+
+        @property
+        def _ahead(self) -> int:
+            return len(self.pipeline)
+
+        def on_headers_complete(self) -> None:
+            self.head_complete()
+            super().on_headers_complete()
+
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self.answered = cycle
+            super()._start_asgi_task(cycle, app)
+
+        def on_body(self, body: bytes) -> None:
+            self.unframed = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self.unframed = 0
+            super().on_message_complete()
+
+
+def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
+    """Makes the protocol of one connection, as uvicorn's option `http` takes it."""
+    chosen: Any = _H11 if HttpToolsProtocol is None else _HttpTools
+    return functools.partial(_made, chosen, connections)
+
+
+def _made(kind: Any, connections: Connections, **options: Any) -> asyncio.Protocol:
+    made: _Bounded = kind(**options)
+    made.connections_of_server = connections
+    return made
