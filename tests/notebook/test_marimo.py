@@ -70,7 +70,7 @@ def outputs(executed: Path) -> dict[str, Any]:
     ("name", "word"),
     [
         ("session", "rekindle session: fake"),
-        ("completion", "20 tokens, ended by length"),
+        ("completion", "20 tokens, cut at max_tokens"),
         ("handle", "<div"),
         ("stats", "Session over fake"),
         ("views", "session.view.chat"),

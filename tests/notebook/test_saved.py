@@ -30,7 +30,7 @@ SHOW = {
     "chat": "view = session.view.chat(max_tokens=20); view.send('hello'); view",
     "tree": "await session.generate('hello ' * 20, max_tokens=2); view = session.view.tree(); view",
 }
-WORDS = {"dashboard": "Session over fake", "stream": "ended by length", "chat": "assistant", "tree": "Prefix cache"}
+WORDS = {"dashboard": "Session over fake", "stream": "cut at max_tokens", "chat": "assistant", "tree": "Prefix cache"}
 
 
 def executed(*cells: str, **environment: str) -> Any:

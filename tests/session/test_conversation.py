@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
+from helpers.chatting import HERMES, OPENED, saying
 from helpers.sessions import CONFIG, byte_tokenizer, parts, wait_until_idle
 from rekindle import Conversation, Session, tiny
 from rekindle._src.text.chat import ChatTemplate
@@ -122,6 +123,96 @@ def test_undo_fork_and_forget(session: Session) -> None:
     chat.messages[0]["content"] = "changed"
     assert chat.messages[0] == SYSTEM
     assert roles(chat)[1:] == ["user", "assistant"] * 2
+
+
+@anyio_test
+async def test_an_answer_that_was_cut_says_so_and_goes_on_as_if_it_had_not_been(session: Session) -> None:
+    options: Any = {"temperature": 0.8, "seed": 5, "ignore_eos": True}
+    whole = session.conversation(**options)
+    await whole.say("one", max_tokens=50)
+    chat = session.conversation(**options, max_tokens=20)
+    done = await chat.say("one")
+    assert done.finish_reason.cut
+    assert "20 tokens, cut at max_tokens" in repr(done)
+    assert chat.cut
+    assert "cut at 20 tokens" in repr(chat)
+    assert "continue_answer()" in chat._repr_html_()
+    rest = "".join([delta.text async for delta in chat.continue_answer()])
+    assert chat.messages[-1]["content"] == done.text + rest
+    assert "cut at 40 tokens" in repr(chat)
+    await chat.continue_answer(max_tokens=10)
+    assert chat.messages == whole.messages
+    assert len(chat.messages) == 2
+    chat.undo()
+    assert not chat.cut
+    with pytest.raises(InvalidRequest, match="no answer that could go on"):
+        await chat.continue_answer()
+
+
+@anyio_test
+async def test_an_answer_goes_on_where_only_its_text_is_known(session: Session, tmp_path: Path) -> None:
+    chat = session.conversation(max_tokens=9, ignore_eos=True)
+    for text in ("one", "two"):
+        await chat.say(text)
+    chat.save(tmp_path / "chat.json")
+    other = chat.fork()
+    restored = session.conversation(restore=tmp_path / "chat.json", ignore_eos=True)
+    for one in (chat, restored, other):
+        rest = await one.continue_answer(max_tokens=6)
+        assert len(rest.token_ids) == 6
+    assert chat.messages == restored.messages == other.messages, "this tokenizer reads a text as it was written"
+    assert chat.forget() == 1
+    before = chat.messages[-1]["content"]
+    rest = await chat.continue_answer()
+    assert chat.messages[-1]["content"] == before + rest.text
+    assert rest.prompt is not None, "it is rendered without the turn that was dropped"
+    assert rest.prompt.count("one") == 0
+
+
+@anyio_test
+async def test_a_stopped_answer_goes_on_and_a_complete_one_does_not(session: Session) -> None:
+    chat = session.conversation(ignore_eos=True, max_tokens=200)
+    async for _ in chat.stream("one"):
+        break
+    gc.collect()
+    begun = chat.messages[-1]["content"]
+    assert not chat.cut
+    rest = await chat.continue_answer(max_tokens=20)
+    whole = session.conversation(ignore_eos=True)
+    await whole.say("one", max_tokens=200)
+    assert chat.messages[-1]["content"] == begun + rest.text
+    assert whole.messages[-1]["content"].startswith(begun + rest.text)
+    await chat.say("two", stop=begun[:1], max_tokens=200)
+    with pytest.raises(InvalidRequest, match="complete answer, ended by stop"):
+        await chat.continue_answer()
+
+
+@anyio_test
+async def test_an_answer_is_not_cut_by_default() -> None:
+    with saying("word " * 100) as session:
+        done = await session.chat([{"role": "user", "content": "x"}])
+        assert (done.text, done.finish_reason) == ("word " * 100, "eos")
+        chat = session.conversation()
+        assert (await chat.say("x")).finish_reason == "eos"
+        assert (await session.generate("x")).finish_reason == "length"
+
+
+@anyio_test
+@pytest.mark.parametrize("template", [HERMES, OPENED])
+async def test_reasoning_that_was_cut_goes_on_as_reasoning(template: str) -> None:
+    text = "so it is</think>It is" if template is OPENED else "<think>so it is</think>It is"
+
+    def script(prompt: str) -> str:
+        begun = max(at for at in range(len(text)) if prompt.endswith(text[:at]))
+        return text[begun:]
+
+    with saying(script, template) as session:
+        chat = session.conversation()
+        first = await chat.say("x", max_tokens=text.index("it"))
+        assert (first.content, chat.messages[-1]["content"]) == ("", "")
+        rest = await chat.continue_answer()
+        assert (rest.reasoning, rest.content) == ("it is", "It is")
+        assert chat.messages[-1] == {"role": "assistant", "content": "It is", "reasoning_content": "so it is"}
 
 
 def test_a_loop_without_an_event_loop(session: Session) -> None:

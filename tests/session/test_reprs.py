@@ -40,7 +40,7 @@ def test_completions_shade_their_tokens_and_show_alternatives(session: Session) 
     assert "".join(done.token_texts) == done.text
     alternative = done.text_of(done.logprobs[0].top_ids[1])
     assert f"{alternative!r} 13.5%" in made.replace("&#x27;", "'").replace("&quot;", '"').replace("&amp;", "&")
-    assert "ended by length" in repr(done)
+    assert "cut at max_tokens" in repr(done)
 
 
 def test_prompts_are_shaded_when_they_were_scored(session: Session) -> None:

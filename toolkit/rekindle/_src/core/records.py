@@ -35,6 +35,17 @@ class FinishReason(enum.StrEnum):
     ABORTED = "aborted"  # cancelled by its caller or by closing
     FAILED = "failed"  # the error is on the event
 
+    @property
+    def cut(self) -> bool:
+        """True if a bound on its length cut the text, which could go on."""
+        return self in (FinishReason.LENGTH, FinishReason.CONTEXT)
+
+
+def ended(reason: FinishReason) -> str:
+    """How a text ended, in words that say it where it was cut."""
+    bound = {FinishReason.LENGTH: "max_tokens", FinishReason.CONTEXT: "the end of the context"}.get(reason)
+    return f"ended by {reason}" if bound is None else f"cut at {bound}"
+
 
 class Status(enum.StrEnum):
     """Where a request is between submission and its end."""
@@ -400,7 +411,7 @@ class Completion:
 
     def _summary(self) -> str:
         calls = f"{html.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
-        return f"{calls}{html.count(len(self.token_ids), 'token')}, ended by {self.finish_reason}"
+        return f"{calls}{html.count(len(self.token_ids), 'token')}, {ended(self.finish_reason)}"
 
     def _speed(self) -> tuple[str, ...]:
         rate, usage, compiling = self.timings.decode_rate(len(self.token_ids)), self.usage, self.timings.compiling

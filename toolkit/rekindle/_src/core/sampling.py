@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rekindle._src.core.options import SamplingOptions
 
+ANSWER_TOKENS = 2048  # of a chat's answer that brings no `max_tokens`; the end of the context may come before
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
@@ -40,7 +41,7 @@ class Sampling(html.Record):
     `temperature`, `top_k`, `top_p`, `min_p`.
 
     Options:
-        max_tokens (256): new tokens at most; 0 only scores the prompt, see prompt_logprobs.
+        max_tokens (256): new tokens at most, 2048 in a chat; 0 only scores the prompt, see prompt_logprobs.
         min_tokens (0): new tokens before the end of sequence or a stop token may come.
         temperature (0.0): 0 is greedy; 1 draws from the model's own distribution.
         top_k (0): draw from the k most likely tokens only; 0 is off.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rekindle._src.core.records import Completion
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.handle import Handle
@@ -91,7 +91,7 @@ class ChatRequests:
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> ToolLoop: ...
-    @takes_options(Sampling, returns="Handle[Completion] | ToolLoop")
+    @takes_options(Sampling, returns="Handle[Completion] | ToolLoop", max_tokens=ANSWER_TOKENS)
     def chat(
         self,
         messages: Messages,
@@ -134,6 +134,8 @@ class ChatRequests:
 
         given = tools_of(tools)
         choice = chosen(tool_choice, given)
+        if sampling is None and options.get("max_tokens") is None:
+            options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
         sampling_ = sampling_of(self._engine, sampling, options)
 
         def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:

@@ -12,11 +12,11 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rekindle._src.core import html
-from rekindle._src.core.records import Completion, TextDelta
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.records import Completion, FinishReason, TextDelta
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.signatures import takes_options
@@ -33,6 +33,27 @@ FORMAT, VERSION = "rekindle conversation", 1
 Message = dict[str, Any]
 
 
+_WITH_TOOLS = ("run_tools", "max_rounds", "tool_choice")  # the rest of an answer calls nothing by force
+
+
+class Answer(NamedTuple):
+    """How the last answer of a conversation ended."""
+
+    request: Handle[Completion] | None  # None once it no longer follows the messages
+    made: int  # tokens of the request that are in the answer
+    tokens: int  # of the whole answer, which several requests may have made
+    reason: FinishReason
+
+    @property
+    def cut(self) -> bool:
+        return self.reason.cut
+
+    @property
+    def open(self) -> bool:
+        """True if the model was not at its end."""
+        return self.cut or self.reason is FinishReason.ABORTED
+
+
 class Chats(Protocol):
     """What a conversation needs of a session."""
 
@@ -41,6 +62,9 @@ class Chats(Protocol):
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling: Sampling | None = None, /, **options: Any
     ) -> Handle[Completion] | ToolLoop: ...
+    def fork(
+        self, source: Handle[Completion], *, at: int, sampling: Sampling | None = None, **options: Any
+    ) -> Handle[Completion]: ...
 
 
 def opened(
@@ -95,19 +119,20 @@ class Conversation:
         self._session: Chats = session
         self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
         self._options = dict(options)
+        self._last: Answer | None = None  # None if it is not known how the last message came about
         self._turn: Turn | None = None  # the latest, until it belongs to the messages or is given up
 
-    @takes_options(Sampling, returns="Turn")
+    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def say(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
         """Await it for the model's answer to `text`, which then belongs to the conversation, as `text` does."""
-        return Turn(self, _said(text), sampling, {**self._options, **options})
+        return Turn(self, _said(text), sampling, options)
 
-    @takes_options(Sampling, returns="Turn")
+    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def stream(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
         """`async for` over it gives the deltas of the model's answer to `text`."""
-        return Turn(self, _said(text), sampling, {**self._options, **options})
+        return Turn(self, _said(text), sampling, options)
 
-    @takes_options(Sampling, returns="Turn")
+    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def answer(
         self,
         results: Sequence[Mapping[str, Any]],
@@ -122,7 +147,23 @@ class Conversation:
         given = [] if isinstance(results, str | Mapping) else [dict(result) for result in results]
         if not given or any(result.get("role") != "tool" for result in given):
             raise InvalidRequest("results", results, "are no results of calls", "Pass [call.answer(result), …]")
-        return Turn(self, given, sampling, {**self._options, **options})
+        return Turn(self, given, sampling, options)
+
+    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
+    def continue_answer(self, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
+        """Await it, or iterate over it, for the rest of an answer that was cut or stopped, at most `max_tokens` more.
+
+        What comes is the rest alone; in the messages it joins the answer. It is what the answer would have gone on
+        with: the same tokens from the same seed. Behind a change of the messages, such as `forget`, and in a restored
+        conversation the answer's text is read anew instead.
+        """
+        return Turn(self, (), sampling, options)
+
+    @property
+    def cut(self) -> bool:
+        """True if the last answer was cut by `max_tokens` or by the end of the context: `continue_answer` goes on."""
+        self._take_in()
+        return self._last is not None and self._last.cut
 
     @property
     def messages(self) -> list[Message]:
@@ -132,7 +173,9 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """Another conversation that begins with the same messages; their pages in the cache are shared."""
-        return Conversation(self._session, self.messages, self._options)
+        other = Conversation(self._session, self.messages, self._options)
+        other._last = self._last
+        return other
 
     def undo(self) -> None:
         """Take the last turn back: the user's last message and what follows it."""
@@ -140,6 +183,7 @@ class Conversation:
         if not users:
             raise InvalidRequest("conversation", 0, "has no turn to take back", "Say something first")
         del self._messages[users[-1] :]
+        self._last = None
 
     def forget(self, turns: int = 1) -> int:
         """Drop the oldest turns, for a conversation that has become too long; how many there were to drop.
@@ -153,6 +197,7 @@ class Conversation:
             return 0
         end = users[turns] if turns < len(users) else len(self._messages)
         del self._messages[users[0] : end]
+        self._last = None if self._last is None else self._last._replace(request=None)
         return min(turns, len(users))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -173,8 +218,13 @@ class Conversation:
         turn = self._turn
         if turn is not None and turn.over:
             self._turn = None
-            if answer := turn.kept():
+            before = self._last.tokens if turn.continues and self._last is not None else 0
+            answer, last = turn.outcome(before)
+            if answer:
+                if turn.continues:
+                    answer = [_joined(self._messages.pop(), answer[0])]
                 self._messages += [*map(dict, turn.asked), *answer]
+                self._last = last
 
     def _check_idle(self) -> None:
         self._take_in()
@@ -187,16 +237,54 @@ class Conversation:
         self, turn: Turn, sampling: Sampling | None, options: Mapping[str, Any]
     ) -> Handle[Completion] | ToolLoop:
         self._check_idle()
-        messages = [*self._messages, *turn.asked]
-        handle = self._session.chat(messages, sampling, **options)
+        if turn.continues:
+            handle = self._continued(sampling, options)
+        else:
+            messages = [*self._messages, *turn.asked]
+            handle = self._session.chat(messages, sampling, **{**self._options, **options})
         self._turn = turn
         return handle
 
+    def _continued(self, sampling: Sampling | None, options: Mapping[str, Any]) -> Handle[Completion] | ToolLoop:
+        """The request for the rest of the last answer."""
+        message, last = self._messages[-1] if self._messages else {}, self._last
+        problem = "has no answer that could go on"
+        if message.get("role") == "assistant" and not message.get("tool_calls"):
+            problem = "" if last is None or last.open else f"has a complete answer, ended by {last.reason}"
+        if problem:
+            raise InvalidRequest("conversation", html.count(len(self._messages), "message"), problem, "Say something")
+        if last is not None and (request := last.request) is not None:
+            bound = {} if sampling is not None else {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS}
+            given = {**bound, **{name: value for name, value in options.items() if value is not None}}
+            return self._session.fork(request, at=last.made, sampling=sampling, **given)
+        plain = {name: value for name, value in self._options.items() if name not in _WITH_TOOLS}
+        return self._session.chat(self._messages, sampling, **{**plain, **options}, continue_final_message=True)
+
+    def _state(self) -> str:
+        """What to know of the last answer beside its text."""
+        if not self.cut or self._last is None:
+            return ""
+        where = "" if self._last.reason is FinishReason.LENGTH else ", the end of the context"
+        return f"cut at {html.count(self._last.tokens, 'token')}{where}: await chat.continue_answer() goes on"
+
     def __repr__(self) -> str:
-        return f"<Conversation: {html.count(len(self.messages), 'message')}>"
+        state = self._state()
+        return f"<Conversation: {html.count(len(self.messages), 'message')}{state and f', the last is {state}'}>"
 
     def _repr_html_(self) -> str:
-        return str(html.table(["role", "content"], [(m.get("role"), described(m)) for m in self.messages]))
+        state = self._state()
+        shown = html.table(["role", "content"], [(m.get("role"), described(m)) for m in self.messages])
+        return str(html.block(shown, html.line(state)) if state else shown)
+
+
+def _joined(message: Message, rest: Mapping[str, Any]) -> Message:
+    """An answer with the rest of it."""
+    found = {**message, "content": (message.get("content") or "") + rest["content"]}
+    if reasoning := (message.get("reasoning_content") or "") + rest.get("reasoning_content", ""):
+        found["reasoning_content"] = reasoning
+    if rest.get("tool_calls"):
+        found["tool_calls"] = rest["tool_calls"]
+    return found
 
 
 def _said(text: object) -> list[Message]:
@@ -215,7 +303,7 @@ class Turn(Call[Completion]):
         sampling: Sampling | None,
         options: Mapping[str, Any],
     ) -> None:
-        self.asked: tuple[Mapping[str, Any], ...] = tuple(asked)
+        self.asked: tuple[Mapping[str, Any], ...] = tuple(asked)  # none if the last answer is continued
         self._conversation, self._sampling, self._options = conversation, sampling, options
         self._handle: Handle[Completion] | ToolLoop | None = None
         self._left = False  # it was cancelled, or the wait for it
@@ -227,25 +315,40 @@ class Turn(Call[Completion]):
         return "\n".join(map(described, self.asked))
 
     @property
+    def continues(self) -> bool:
+        """True if it is the rest of an answer."""
+        return not self.asked
+
+    @property
     def over(self) -> bool:
         """Whether no more of the answer will come: it ended, or the loop over it was left."""
         if self._handle is None:
             return False
         return self._left or self._handle.done or (self._reader is not None and self._reader() is None)
 
-    def kept(self) -> list[Message]:
-        """The messages that the conversation keeps as the answer; none for a turn that leaves nothing."""
+    def outcome(self, before: int) -> tuple[list[Message], Answer | None]:
+        """The messages that the conversation keeps as the answer, none for a turn that leaves nothing; and its end.
+
+        `before` is how many tokens of the answer earlier turns have made.
+        """
         handle = self._handle
+        request = handle.request if isinstance(handle, ToolLoop) else handle
+        messages = list(handle.answered) if isinstance(handle, ToolLoop) else []
         if handle is None:
-            return []
-        before = list(handle.answered) if isinstance(handle, ToolLoop) else []
+            return [], None
         if handle.done and handle.error is None:
-            return before or [handle.completion().message]
-        text = handle.content
+            done, made = handle.completion(), 0 if request is None else len(request.token_ids)
+            return messages or [done.message], Answer(request, made, before + made, done.finish_reason)
+        # Tokens that come while it is cancelled belong to no message.
+        deltas = () if request is None else request.deltas
         handle.cancel()
         if self._reader is None:
-            return []
-        return [*before, *([{"role": "assistant", "content": text}] if text else [])]
+            return [], None
+        text, made = "".join(delta.content for delta in deltas), sum(len(delta.token_ids) for delta in deltas)
+        if not text:
+            return messages, None
+        answer = Answer(request, made, before + made, FinishReason.ABORTED)
+        return [*messages, {"role": "assistant", "content": text}], answer
 
     def cancel(self) -> None:
         """End the answer here, from any thread."""

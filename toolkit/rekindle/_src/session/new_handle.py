@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.sampling import Sampling
@@ -16,6 +16,7 @@ from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rekindle._src.structured.spec import Structure
+    from rekindle._src.text.replies import ReplyPlan
 
 
 def new_handle(
@@ -29,15 +30,18 @@ def new_handle(
     scoped: bool = False,
     base: Sampling | None = None,
     covered: int = 0,
+    reply: ReplyPlan | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
 ) -> Handle[Any]:
     """A handle that is not submitted yet.
 
     In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which goes on
-    if the request asks for the same structure.
+    if the request asks for the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
     """
     asked = sampling_of(engine, sampling, options)
     host.check()
     given, structure = parse_one(prompt), structure_in(engine, asked)
+    given = dataclasses.replace(given, reply=reply, messages=messages)
     if base is not None and same_structure(asked, base):
         given = dataclasses.replace(given, covered=covered)
     return Handle(host, session, given, asked, scoped=scoped, structure=structure)

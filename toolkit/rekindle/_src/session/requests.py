@@ -229,7 +229,8 @@ class Requests:
 
         `edit` replaces the tokens from `at` on. The source's sampling is kept but for what is given, its seed included:
         since a token's random numbers depend on seed and position alone, an unchanged fork repeats the source.
-        `max_tokens` becomes what the source had left. Returns a submitted handle.
+        `max_tokens` becomes what the source had left. The reply of a chat's handle is read on for reasoning and calls.
+        Returns a submitted handle.
         """
         prompt_ids, made, base = source.prompt_token_ids, source.token_ids, source.sampling
         if not prompt_ids:
@@ -243,10 +244,20 @@ class Requests:
             sampling = dataclasses.replace(
                 base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
             )
-        covered = source.covered + at + len(edited)
-        handle = self._handle([*prompt_ids, *made[:at], *edited], sampling, options, base=base, covered=covered)
+        kept = [*made[:at], *edited]
+        chat = self._chat_behind(source, kept) if isinstance(source, Handle) else {}
+        covered = source.covered + len(kept)
+        handle = self._handle([*prompt_ids, *kept], sampling, options, base=base, covered=covered, **chat)
         handle.submit()
         return handle
+
+    def _chat_behind(self, source: Handle[Any], kept: Sequence[int]) -> dict[str, Any]:
+        """What a fork behind these tokens of a chat's answer has of the chat."""
+        given, tokenizer = source._given, self._engine.tokenizer
+        if given.reply is None:
+            return {"messages": given.messages}
+        text = tokenizer.decode(kept, skip_special_tokens=False) if tokenizer.has_text else ""
+        return {"messages": given.messages, "reply": given.reply.after(source.prompt or "", text)}
 
     def _handle(self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], **more: Any) -> Any:
         return new_handle(self, self._host, self._engine, prompt, sampling, options, **more)

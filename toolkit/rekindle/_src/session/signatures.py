@@ -19,17 +19,21 @@ class _Annotation(str):
         return str(self)
 
 
-def takes_options(record: type, *, returns: str = "") -> Callable[[F], F]:
+def takes_options(record: type, *, returns: str = "", **defaults: Any) -> Callable[[F], F]:
     """Show the fields of a dataclass instead of `**options`: in the signature, and in the docstring what they mean.
 
     The docstring of `record` has to end with a section "Options:". `returns` is shown as the type of the result; a
-    function with overloads needs it.
+    function with overloads needs it. `defaults` are those that differ from the dataclass's own.
     """
     fields = [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=field.default_factory() if callable(field.default_factory) else field.default,
+            default=defaults[field.name]
+            if field.name in defaults
+            else field.default_factory()
+            if callable(field.default_factory)
+            else field.default,
             annotation=_Annotation(field.type),
         )
         for field in dataclasses.fields(record)

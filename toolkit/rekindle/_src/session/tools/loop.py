@@ -123,6 +123,11 @@ class ToolLoop(Call[ToolRun]):
         return self._error or (None if self._handle is None else self._handle.error)
 
     @property
+    def request(self) -> Handle[Completion] | None:
+        """The request of the reply that is being made, or of the answer; None while tools run."""
+        return None if self._ran and self._run is None else self._handle
+
+    @property
     def content(self) -> str:
         """The content so far of the reply that is being made, or was made last."""
         return "" if self._handle is None or self._ran else self._handle.content

@@ -25,6 +25,13 @@ class ReplyPlan:
         """Special tokens that need a text, because the scanner goes by them."""
         return self.format.markers(tools=bool(self.tools))
 
+    def after(self, prompt: str, text: str) -> ReplyPlan:
+        """The plan of a reply that goes on behind `text`, the beginning of a reply to `prompt`."""
+        before = self.continued
+        if before is None:
+            before = self.format.reasoning[0] if self.format.reasoning and self.format.opens_reasoning(prompt) else ""
+        return dataclasses.replace(self, continued=before + text)
+
     def scanner(self, prompt: str, token_ids: bytes, seed: int | None) -> ReplyScanner:
         """The scanner for a reply to `prompt`, whose tokens decide with the seed on the ids of calls."""
         key = hashlib.blake2b(token_ids, digest_size=32, person=b"tool calls")
