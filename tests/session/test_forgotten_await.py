@@ -74,6 +74,36 @@ def test_results_of_a_generation_that_was_never_submitted_ask_for_await(session:
         assert not handle.done
 
 
+CALLS: dict[str, tuple[Callable[[Session], Any], str]] = {
+    "generate": (lambda session: session.generate("hello"), r"await session\.generate\(…\)"),
+    "list": (lambda session: session.generate(["hello", "you"]), r"await session\.generate\(\[…\]\)"),
+    "embed": (lambda session: session.embed(["hello"]), r"await session\.embed\(…\)"),
+    "map": (lambda session: session.map([{"text": "x"}], "{text}"), r"await session\.map\(…\)"),
+    "turn": (lambda session: session.conversation().say("hello"), r"await chat\.say\(…\)"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_whatever_a_result_has_names_the_await_that_is_missing(session: Session, name: str) -> None:
+    make, words = CALLS[name]
+    call = make(session)
+    for attribute in ("parsed", "finish_reason", "split", "to_pandas"):
+        with pytest.raises(AttributeError, match=f"'{attribute}' is asked of a call.*write done = {words} and done"):
+            getattr(call, attribute)
+    uses: list[Callable[[], object]] = [
+        lambda: call[0], lambda: len(call), lambda: "x" in call, lambda: call["text"], lambda: call[:3],
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(TypeError, match=f"call.*write done = {words}"):
+            use()
+    with pytest.raises(TypeError, match="await"):
+        list(call)
+    assert call, "that it is there can be asked"
+    assert getattr(call, "parsed", 3) == 3
+    assert not hasattr(call, "_ipython_display_")
+    call.close()
+
+
 @anyio_test
 async def test_results_are_there_once_it_was_submitted_or_ended(session: Session) -> None:
     handle = session.submit("hello", max_tokens=3)
@@ -92,7 +122,7 @@ async def test_plain_loops_over_async_streams_name_the_async_form(session: Sessi
         for _ in stream:
             pass
     batch: Any = session.generate(["a", "b"])
-    with pytest.raises(TypeError, match="await it"):
+    with pytest.raises(TypeError, match="a call has no items: write done = await"):
         list(batch)
     plain: Any = session.stream_sync("hello")
     with pytest.raises(TypeError, match=r"with `async for` use session\.stream"):

@@ -24,6 +24,11 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
 
     _running: Coroutine[Any, Any, T] | None = None
 
+    @property
+    def _awaited(self) -> str:
+        """How awaiting it is written, for messages."""
+        return "await …"
+
     async def _result(self) -> T:
         raise NotImplementedError
 
@@ -56,13 +61,32 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
 
     if not TYPE_CHECKING:  # for a type checker these don't exist, so that it marks their use
 
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # asked for by libraries, not written by people
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"{name!r} is asked of a call, not of its result: write done = {self._awaited} and done.{name}"
+            )
+
         def __iter__(self) -> NoReturn:
-            raise TypeError(f"{self!r} has no items yet: await it, and iterate over the result")
+            raise TypeError(f"a call has no items: write done = {self._awaited}, and iterate over done")
+
+        def __getitem__(self, index: object) -> NoReturn:
+            raise TypeError(f"a call has no items: write done = {self._awaited} and done[{index!r}]")
+
+        def __len__(self) -> NoReturn:
+            raise TypeError(f"a call has no length: write done = {self._awaited} and len(done)")
+
+        def __contains__(self, item: object) -> NoReturn:
+            raise TypeError(f"a call holds nothing: write done = {self._awaited}, and look into done")
 
         def __enter__(self) -> NoReturn:
             raise TypeError(f"{self!r} is no context manager: await it")
 
         def __exit__(self, *details: object) -> None: ...
+
+    def __bool__(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: await it>"
@@ -79,6 +103,10 @@ class Once(Call[T]):
     def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, name: str = "") -> None:
         self._function, self._arguments = function, arguments
         self._name = name or function.__name__
+
+    @property
+    def _awaited(self) -> str:
+        return f"await ….{self._name}(…)"
 
     async def _result(self) -> T:
         self._started = True

@@ -218,10 +218,10 @@ class Conversation:
         turn = self._turn
         if turn is not None and turn.over:
             self._turn = None
-            before = self._last.tokens if turn.continues and self._last is not None else 0
-            answer, last = turn.outcome(before)
+            before = self._last.tokens if turn._continues and self._last is not None else 0
+            answer, last = turn._outcome(before)
             if answer:
-                if turn.continues:
+                if turn._continues:
                     answer = [_joined(self._messages.pop(), answer[0])]
                 self._messages += [*map(dict, turn.asked), *answer]
                 self._last = last
@@ -237,7 +237,7 @@ class Conversation:
         self, turn: Turn, sampling: Sampling | None, options: Mapping[str, Any]
     ) -> Handle[Completion] | ToolLoop:
         self._check_idle()
-        if turn.continues:
+        if turn._continues:
             handle = self._continued(sampling, options)
         else:
             messages = [*self._messages, *turn.asked]
@@ -315,7 +315,11 @@ class Turn(Call[Completion]):
         return "\n".join(map(described, self.asked))
 
     @property
-    def continues(self) -> bool:
+    def _awaited(self) -> str:
+        return "await chat.say(…)"
+
+    @property
+    def _continues(self) -> bool:
         """True if it is the rest of an answer."""
         return not self.asked
 
@@ -326,7 +330,7 @@ class Turn(Call[Completion]):
             return False
         return self._left or self._handle.done or (self._reader is not None and self._reader() is None)
 
-    def outcome(self, before: int) -> tuple[list[Message], Answer | None]:
+    def _outcome(self, before: int) -> tuple[list[Message], Answer | None]:
         """The messages that the conversation keeps as the answer, none for a turn that leaves nothing; and its end.
 
         `before` is how many tokens of the answer earlier turns have made.

@@ -33,6 +33,10 @@ class Embeddings(Call[T]):
         self._batch: Batch[Embedded] = batch
         self._finish = finish
 
+    @property
+    def _awaited(self) -> str:
+        return "await session.embed(…)"
+
     async def _result(self) -> T:
         results: list[Embedded | RekindleError] = list(await self._batch)
         vectors: T = self._finish(results)

@@ -75,6 +75,10 @@ class Handle(Produced, Call[T]):
         """Tokens at the prompt's end that belong to the structured text, in a fork."""
         return self._given.covered
 
+    @property
+    def _awaited(self) -> str:
+        return f"await session.{'generate' if self._given.messages is None else 'chat'}(…)"
+
     # What it has become.
 
     @property
@@ -266,6 +270,13 @@ class Handle(Produced, Call[T]):
         return str(html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion))))
 
 
+def chat_behind(source: Handle[Any], text: str) -> dict[str, Any]:
+    """What a fork has of a chat: its messages, and how the reply is read that goes on behind `text`."""
+    given = source._given
+    reply = None if given.reply is None else given.reply.after(source.prompt or "", text)
+    return {"messages": given.messages, "reply": reply}
+
+
 async def one_ended(handles: Sequence[Handle[Any]]) -> None:
     """Wait until one of the requests has ended."""
     for handle in handles:
@@ -323,6 +334,10 @@ class Batch(Call[list[T]]):
         """Abort all of the requests."""
         for handle in self.handles:
             handle.cancel()
+
+    @property
+    def _awaited(self) -> str:
+        return "await session.generate([…])"
 
     @property
     def done(self) -> bool:

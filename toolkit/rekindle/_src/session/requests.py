@@ -21,7 +21,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown
-from rekindle._src.session.handle import Batch, Handle
+from rekindle._src.session.handle import Batch, Handle, chat_behind
 from rekindle._src.session.new_handle import new_handle, structure_in
 from rekindle._src.session.prompts import PromptLike, parse
 from rekindle._src.session.sampling_defaults import sampling_of
@@ -245,19 +245,12 @@ class Requests:
                 base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
             )
         kept = [*made[:at], *edited]
-        chat = self._chat_behind(source, kept) if isinstance(source, Handle) else {}
+        text = tokenizer.decode(kept, skip_special_tokens=False) if tokenizer.has_text else ""
+        chat = chat_behind(source, text) if isinstance(source, Handle) else {}
         covered = source.covered + len(kept)
         handle = self._handle([*prompt_ids, *kept], sampling, options, base=base, covered=covered, **chat)
         handle.submit()
         return handle
-
-    def _chat_behind(self, source: Handle[Any], kept: Sequence[int]) -> dict[str, Any]:
-        """What a fork behind these tokens of a chat's answer has of the chat."""
-        given, tokenizer = source._given, self._engine.tokenizer
-        if given.reply is None:
-            return {"messages": given.messages}
-        text = tokenizer.decode(kept, skip_special_tokens=False) if tokenizer.has_text else ""
-        return {"messages": given.messages, "reply": given.reply.after(source.prompt or "", text)}
 
     def _handle(self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], **more: Any) -> Any:
         return new_handle(self, self._host, self._engine, prompt, sampling, options, **more)

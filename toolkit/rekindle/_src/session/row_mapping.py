@@ -70,6 +70,10 @@ class RowMap(Call[RowAnswers]):
         """The answers so far, in the order of the rows; they stay when the call is interrupted."""
         return RowAnswers((self._found[row] for row in sorted(self._found)), index=self._rows.index)
 
+    @property
+    def _awaited(self) -> str:
+        return "await session.map(…)"
+
     async def _result(self) -> RowAnswers:
         if not self._complete:
             with (

@@ -113,6 +113,10 @@ class ToolLoop(Call[ToolRun]):
         self._current()  # wrong messages are refused now
 
     @property
+    def _awaited(self) -> str:
+        return "await session.chat(…)"
+
+    @property
     def done(self) -> bool:
         """Whether the answer is there, or an error in place of it."""
         return self._run is not None or self.error is not None
