@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from typing import Any
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 
 from helpers import vocabularies
+from helpers.asgi import until
 from helpers.fakes import EOS
 from helpers.sessions import byte_tokenizer, fake_engine
 from helpers.task_streams import rest, submission
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.mailbox import Mailbox
@@ -108,6 +111,7 @@ async def test_preparing_is_a_plain_function() -> None:
 
 async def test_a_panic_of_the_tokenizer_fails_its_request_and_the_next_one_is_served() -> None:
     engine = fake_engine()._replace(tokenizer=Tokenizer(vocabularies.llama3_regex(), eos_ids=(EOS,)))
+    engine = engine._replace(config=dataclasses.replace(engine.config, max_model_len=1 << 22))
     bad, good = submission(vocabularies.PANICS), submission("fine")
     outputs: dict[str, OutputState] = {}
     send, receive = anyio.create_memory_object_stream[Submission](10)
@@ -132,3 +136,49 @@ async def test_a_text_that_can_not_fit_is_refused_without_being_encoded(monkeypa
     with pytest.raises(PromptTooLong, match=f"{limit * 7 + 1:,} characters.*at most {limit * 7:,}") as caught:
         await intake.tokenize(submission("x" * (limit * 7 + 1)), engine)
     assert len(str(caught.value)) < 400
+
+
+async def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(len(text))
+        return [97] * len(text)
+
+    monkeypatch.setattr(byte_tokenizer(), "encode", encode)
+    with pytest.raises(PromptTooLong, match="first 4,096 of its 200,000"):
+        await intake.tokenize(submission("a" * 200_000), fake_engine())
+    assert encoded == [4096]
+
+
+async def test_long_prompts_are_taken_in_by_turns_while_short_ones_go_on() -> None:
+    """Two of them at a time, of several callers alike; what nobody waits for any more is not rendered."""
+    gate, rendering = threading.Event(), list[str]()
+
+    def one(name: str, caller: str) -> Submission:
+        def render() -> str:
+            rendering.append(name)
+            gate.wait(20)
+            return name
+
+        return Submission(name, None, None, True, Sampling(), Mailbox(1), 1.0, render, long=True, caller=caller)
+
+    several = [one(f"{caller}{index}", caller) for caller, index in zip("aaaaab", range(6), strict=True)]
+    outputs: dict[str, OutputState] = {}
+    send, receive = anyio.create_memory_object_stream[Submission](10)
+    out, messages = anyio.create_memory_object_stream[Any](100)
+    async with anyio.create_task_group() as group, messages:
+        group.start_soon(intake.run, receive, out, fake_engine(), outputs)
+        for submitted in (*several, submission("short")):
+            send.send_nowait(submitted)
+        send.close()
+        with anyio.fail_after(20):
+            assert (await messages.receive()).id == "s"  # the short one, while two long ones are being rendered
+            await until(lambda: len(rendering) == 2)
+        several[2].mailbox.abandoned = several[3].mailbox.abandoned = True
+        gate.set()
+        with anyio.fail_after(20):
+            handed_on = [message.id async for message in messages if message != Drain()]
+    assert sorted(rendering[:2]) == ["a0", "a1"] and sorted(rendering[2:]) == ["a4", "b5"]
+    assert sorted(handed_on) == ["a0", "a1", "a4", "b5"]
+    assert isinstance(several[2].mailbox.error, RequestAborted)

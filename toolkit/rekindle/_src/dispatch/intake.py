@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.detokenize import Output, OutputState
 from rekindle._src.dispatch.guided_intake import compiled, covered_by, grammar_of, guide_of
 from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
+from rekindle._src.dispatch.turns import Turns
 from rekindle._src.scheduling.limits import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted, RequestFailed
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from rekindle._src.structured.grammar import Grammar
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
+AT_ONCE = 2  # long prompts that are rendered and encoded at a time
+_PROBED = 8  # characters for each token that fits, of which a text that is far too long is known
+_AT_A_CUT = 256  # more tokens than a text's beginning may have because it was cut off amid a word
 
 
 async def run(
@@ -34,7 +39,7 @@ async def run(
 ) -> None:
     """Hand requests and controls on to schedule until the inbox ends, then tell it to drain."""
     seeds = random.Random(engine.config.seed)
-    compiling = Compiling()
+    apart, turns = Apart(), Turns(AT_ONCE)
     async with inbox, outbox:
         async with anyio.create_task_group() as group:
             async for first in inbox:
@@ -42,19 +47,24 @@ async def run(
                 # Everything that waits is handed on before schedule runs again, so that it can run in one step.
                 while message is not None:
                     if not isinstance(message, Submission):
-                        await compiling.done()  # a control never overtakes a submission
+                        await apart.done()  # a control never overtakes a submission
                         outbox.send_nowait(message)
-                    elif compiled(message, engine):
-                        await _hand_on(message, outbox, engine, outputs, seeds)
+                    elif compiled(message, engine) and not _is_long(message):
+                        await _hand_on(message, outbox, engine, outputs, seeds, turns)
                     else:
-                        compiling.begin()
-                        group.start_soon(_compile_and_hand_on, message, outbox, engine, outputs, seeds, compiling)
+                        apart.begin()
+                        group.start_soon(_hand_on_apart, message, outbox, engine, outputs, seeds, turns, apart)
                     message = next_waiting(inbox)
         outbox.send_nowait(Drain())
 
 
-class Compiling:
-    """How many submissions wait for their grammars."""
+def _is_long(submission: Submission) -> bool:
+    """True if rendering or encoding its prompt takes so long that others go on meanwhile."""
+    return submission.long or (submission.text is not None and len(submission.text) >= LONG_TEXT)
+
+
+class Apart:
+    """How many submissions are taken in apart from the others: they wait for their grammars, or have long prompts."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -75,19 +85,20 @@ class Compiling:
             await self._none.wait()
 
 
-async def _compile_and_hand_on(
+async def _hand_on_apart(
     submission: Submission,
     outbox: MemoryObjectSendStream[ScheduleMessage],
     engine: Engine,
     outputs: dict[str, Output],
     seeds: random.Random,
-    compiling: Compiling,
+    turns: Turns,
+    apart: Apart,
 ) -> None:
     """Apart from the others, which go on meanwhile."""
     try:
-        await _hand_on(submission, outbox, engine, outputs, seeds)
+        await _hand_on(submission, outbox, engine, outputs, seeds, turns)
     finally:
-        compiling.end()
+        apart.end()
 
 
 async def _hand_on(
@@ -96,13 +107,13 @@ async def _hand_on(
     engine: Engine,
     outputs: dict[str, Output],
     seeds: random.Random,
+    turns: Turns,
 ) -> None:
     mailbox = submission.mailbox
     try:
-        if submission.render is not None:
-            mailbox.prompt = await anyio.to_thread.run_sync(submission.render)
-            submission = submission._replace(text=mailbox.prompt)
-        token_ids = await tokenize(submission, engine)
+        async with turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
+            submission = await _rendered(submission)
+            token_ids = await tokenize(submission, engine)
         mailbox.prompt_ids = token_ids
         grammar = await grammar_of(submission, engine)
         requests = prepare(submission, token_ids, engine, seeds, grammar)
@@ -124,6 +135,21 @@ async def _hand_on(
         outputs[output.request.id] = output
         mailbox.request_ids.append(output.request.id)
         outbox.send_nowait(output.request)
+
+
+async def _rendered(submission: Submission) -> Submission:
+    """The submission with its prompt's text. Raises `RequestAborted` if nobody waits for it any more."""
+    _check_waited_for(submission)
+    if submission.render is None:
+        return submission
+    submission.mailbox.prompt = await anyio.to_thread.run_sync(submission.render)
+    _check_waited_for(submission)
+    return submission._replace(text=submission.mailbox.prompt)
+
+
+def _check_waited_for(submission: Submission) -> None:
+    if submission.mailbox.abandoned:
+        raise RequestAborted("the request was cancelled before it was queued")
 
 
 def _output(
@@ -167,6 +193,7 @@ async def tokenize(submission: Submission, engine: Engine) -> IntArray:
 
     def encode() -> IntArray:
         check_characters(text, engine)
+        check_beginning(text, engine)
         return np.asarray(engine.tokenizer.encode(text, add_special_tokens=special), np.int32)
 
     return encode() if len(text) < LONG_TEXT else await anyio.to_thread.run_sync(encode)
@@ -183,6 +210,23 @@ def check_characters(text: str, engine: Engine) -> None:
             "prompt",
             text[:80],
             f"has {len(text):,} characters, and {limit:,} tokens (max_model_len) stand for at most {most:,}",
+            how_to_fit(limit, engine.longest),
+        )
+
+
+def check_beginning(text: str, engine: Engine) -> None:
+    """Raise `PromptTooLong` for a text whose beginning alone has more than `max_model_len` tokens."""
+    limit = engine.config.max_model_len
+    if limit is None or len(text) <= 2 * _PROBED * limit + LONG_TEXT:
+        return
+    probed = _PROBED * limit
+    count = len(engine.tokenizer.encode(text[:probed], add_special_tokens=False))
+    if count > limit + _AT_A_CUT:
+        raise PromptTooLong(
+            "prompt",
+            text[:80],
+            f"has {count:,} tokens in the first {probed:,} of its {len(text):,} characters, and max_model_len is "
+            f"{limit:,}",
             how_to_fit(limit, engine.longest),
         )
 

@@ -73,6 +73,8 @@ class Submission(NamedTuple):
     structure: Structure | None = None  # what `sampling` asks of the text's structure
     covered: int = 0  # tokens at the prompt's end that belong to that structure already
     messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for what routes it
+    long: bool = False  # there is so much to render that others go on meanwhile
+    caller: str = ""  # those with long prompts take turns
 
 
 class Abort(NamedTuple):

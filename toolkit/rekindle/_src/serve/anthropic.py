@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import anyio.to_thread
-
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -20,7 +18,7 @@ from rekindle._src.serve.chat import asked, streamed_calls
 from rekindle._src.serve.chat_events import events_of
 from rekindle._src.serve.errors import Refused, missing
 from rekindle._src.serve.exchange import Exchange, dumps
-from rekindle._src.serve.generation import finished, follow, make, model_of, submit
+from rekindle._src.serve.generation import encoded, finished, follow, model_of, submit
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.sampling import sampling_options
 from rekindle._src.serve.structure import format_options
@@ -64,12 +62,12 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
     exchange.names = {**exchange.names, **names, "prompt": "messages"}
     options |= structure | streamed_calls(given)
-    chat, template = messages_of(given), template_options(given)
+    template = template_options(given)
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
-        handle = await make(exchange, lambda: asked(session.chat, chat, {**options, **template}, hint=True))
-        submit(active, [handle])
+        handle = await exchange.run(lambda: asked(session.chat, messages_of(given), {**options, **template}, hint=True))
+        submit(exchange, active, [handle])
         if not given.get("stream"):
             ((done,),) = await finished(exchange, active, [handle])
             await exchange.reply(_message(exchange, served.name, done, parallel=parallel))
@@ -89,13 +87,14 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
 async def count_tokens(exchange: Exchange, given: dict[str, Any]) -> None:
     """Answer with the number of tokens that a conversation has."""
     _, session = model_of(exchange, given)
-    chat, template = messages_of(given), template_options(given)
+    template = template_options(given)
     template.pop("tool_choice", None)
 
     def counted() -> int:
-        return len(session.tokenizer.encode(asked(session.render, chat, template, hint=True), add_special_tokens=False))
+        text = asked(session.render, messages_of(given), template, hint=True)
+        return len(encoded(session, text, add_special_tokens=False, param="messages"))
 
-    await exchange.reply({"input_tokens": await anyio.to_thread.run_sync(counted)})
+    await exchange.reply({"input_tokens": await exchange.run_in_turn(counted)})
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:

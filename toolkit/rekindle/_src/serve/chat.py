@@ -24,7 +24,6 @@ from rekindle._src.serve.generation import (
     counted,
     finished,
     follow,
-    make,
     model_of,
     stream_options,
     submit,
@@ -55,13 +54,12 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     structure, names = structure_options(given)
     exchange.names |= names
     options = {**chat_options(given, session), **template_options(exchange, given), **structure}
-    messages = plain_messages(given["messages"])
     streaming = stream_options(given)
     options |= streamed_calls(given)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
-        handle = await make(exchange, lambda: asked(session.chat, messages, options))
-        submit(active, [handle])
+        handle = await exchange.run(lambda: asked(session.chat, plain_messages(given["messages"]), options))
+        submit(exchange, active, [handle])
         writer = _Writer(exchange, given, served.name, session, handle)
         if given.get("stream"):
             await writer.stream(active, streaming)

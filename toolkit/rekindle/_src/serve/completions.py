@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
-
-import anyio
-import anyio.to_thread
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
 from rekindle._src.serve.contract import HandleLike, SessionLike
@@ -16,14 +12,13 @@ from rekindle._src.serve.ends import finish_of
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import (
-    IN_A_THREAD,
     Chunks,
     counted,
     finished,
     follow,
-    make,
     model_of,
     stream_options,
+    submit,
     usage,
 )
 from rekindle._src.serve.life import Active, estimate
@@ -49,12 +44,12 @@ async def completions(exchange: Exchange, given: dict[str, Any]) -> None:
         options["logprobs"] = given["logprobs"]
         if echo:
             options["prompt_logprobs"] = max(given["logprobs"], given.get("prompt_logprobs", 0))
-    prompts = await _tokens(given, session)
+    prompts = await _tokens(exchange, given, session)
     _fits(len(prompts) * n, session)
     streaming = stream_options(given)
     with exchange.service.life.request(exchange.request_id, exchange.key, estimate(prompts)) as active:
-        for prompt in prompts:  # one that finds no place refuses all of them
-            active.handles.append(await make(exchange, partial(session.submit, prompt, **options)))
+        handles = await exchange.run(lambda: [session.generate(prompt, **options) for prompt in prompts])
+        submit(exchange, active, handles)  # one that finds no place refuses all of them
         writer = _Writer(exchange, given, served.name, session, active.handles)
         if given.get("stream"):
             await writer.stream(active, streaming)
@@ -63,7 +58,7 @@ async def completions(exchange: Exchange, given: dict[str, Any]) -> None:
         await exchange.reply(writer.whole(found))
 
 
-async def _tokens(given: Mapping[str, Any], session: SessionLike) -> Sequence[Any]:
+async def _tokens(exchange: Exchange, given: Mapping[str, Any], session: SessionLike) -> Sequence[Any]:
     """The prompts; those that shall have no special tokens added are encoded here."""
     prompts: Sequence[Any] = given["prompt"]
     if given.get("add_special_tokens", True):
@@ -73,8 +68,7 @@ async def _tokens(given: Mapping[str, Any], session: SessionLike) -> Sequence[An
         encode = session.tokenizer.encode
         return [encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in prompts]
 
-    long = sum(len(one) for one in prompts) > IN_A_THREAD
-    return await anyio.to_thread.run_sync(encoded) if long else encoded()
+    return await exchange.run(encoded)
 
 
 def _fits(sequences: int, session: SessionLike) -> None:

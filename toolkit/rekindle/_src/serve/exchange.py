@@ -8,11 +8,22 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
+import anyio.to_thread
 
-from rekindle._src.serve.bodies import Disconnected, Receive, Scope, header, read_json
+from rekindle._src.serve.bodies import (
+    BYTES_PER_VALUE,
+    IN_A_THREAD,
+    Disconnected,
+    Receive,
+    Scope,
+    check_values,
+    header,
+    parse,
+    read_body,
+)
 from rekindle._src.serve.errors import Refused, refusal, wrong
 from rekindle._src.serve.fields import Endpoint
 from rekindle._src.serve.service import Service
@@ -20,6 +31,7 @@ from rekindle.errors import QueueFull
 
 log = logging.getLogger("rekindle.server")
 
+T = TypeVar("T")
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -68,12 +80,23 @@ class Exchange:
         given = header(scope, b"x-request-id")
         self.request_id: str = given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
         self.key: bytes = scope.get("rekindle.key", b"")
+        # Those with large requests take turns: with a key, its owner; otherwise the client's address.
+        self.caller: str = self.key.hex() or str((scope.get("client") or ("",))[0])
 
     def rename(self, request_id: str) -> None:
         """Take the id that the request brings in its body."""
         if _ID.fullmatch(request_id) is None:
             raise wrong("request_id", request_id, "has characters other than printable ASCII", "Use others")
         self.request_id = request_id
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns. For a large request it is done in a thread, when it is the caller's turn."""
+        return work() if self.size < IN_A_THREAD else await self.run_in_turn(work)
+
+    async def run_in_turn(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which is done in a thread. Nothing is done for a client that leaves before its turn."""
+        async with self.service.turns.turn(self.caller):
+            return await anyio.to_thread.run_sync(work)
 
     async def reply(self, body: dict[str, Any], *, status: int = 200, headers: Any = ()) -> None:
         """Answer with one JSON object."""
@@ -144,15 +167,17 @@ class JsonEndpoint:
         exchange = Exchange(service, scope, send)
         exchange.names = endpoint.names
 
-        def check(body: Any) -> dict[str, Any]:
-            return endpoint.read(body, strict=service.strict, unknown=service.unknown)
-
         async def answer() -> None:
             service.life.check()
-            given, exchange.size = await read_json(
-                scope, receive, check, limit=service.body_limit, seconds=service.body_seconds
-            )
+            data = await read_body(scope, receive, limit=service.body_limit, seconds=service.body_seconds)
+            exchange.size = len(data)
             group.start_soon(_watch, receive, group.cancel_scope)
+
+            def read() -> dict[str, Any]:
+                check_values(data, max(IN_A_THREAD, service.body_limit // BYTES_PER_VALUE))
+                return endpoint.read(parse(data), strict=service.strict, unknown=service.unknown)
+
+            given = await exchange.run(read)
             if given.get("stream"):
                 group.start_soon(exchange.beat)
             await self._handler(exchange, given)

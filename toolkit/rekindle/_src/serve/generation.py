@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
-import anyio.to_thread
 
 from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.serve.contract import HandleLike, SessionLike
@@ -15,8 +14,6 @@ from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import Active
 from rekindle._src.serve.models import Served
 from rekindle._src.serve.service import FINGERPRINT
-
-IN_A_THREAD = 256 << 10  # bytes of a request from which on its messages are copied in a thread
 
 
 def model_of(exchange: Exchange, given: Mapping[str, Any]) -> tuple[Served, SessionLike]:
@@ -28,15 +25,22 @@ def model_of(exchange: Exchange, given: Mapping[str, Any]) -> tuple[Served, Sess
     return served, served.open()
 
 
-async def make(exchange: Exchange, function: Callable[[], HandleLike]) -> HandleLike:
-    """A handle that is not submitted; of a large request it is made in a thread, so that streams go on."""
-    return function() if exchange.size < IN_A_THREAD else await anyio.to_thread.run_sync(function)
+MOST_CHARACTERS = 1 << 20  # that are encoded to be counted, unless the context has room for more
 
 
-def submit(active: Active, handles: Sequence[HandleLike]) -> None:
+def encoded(session: SessionLike, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    """Token ids of a text that need not fit the context. Raises `Refused` for one that is too long to be encoded."""
+    most = max(MOST_CHARACTERS, 8 * (session.config.max_model_len or 0))
+    if len(text) > most:
+        raise wrong(param, text[:80], f"has {len(text):,} characters, more than {most:,}", "Send it in parts")
+    return list(session.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def submit(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) -> None:
     """Queue them all; raises `QueueFull` if there is no place for one, and the request's end aborts the others."""
     for handle in handles:
         active.handles.append(handle)
+        handle.caller = exchange.caller
         handle.submit()
 
 

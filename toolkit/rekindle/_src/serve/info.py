@@ -13,7 +13,7 @@ from rekindle._src.serve.chat import asked, template_options
 from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, refusing
 from rekindle._src.serve.fields import Endpoint, Field, ignored
-from rekindle._src.serve.generation import IN_A_THREAD, model_of
+from rekindle._src.serve.generation import encoded, model_of
 from rekindle._src.serve.kinds import Flag, Items, Text, TokenIds
 from rekindle._src.serve.messages_in import plain_messages
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
@@ -56,17 +56,20 @@ async def tokenize(exchange: Exchange, given: dict[str, Any]) -> None:
         raise wrong("prompt", given.get("prompt"), "and messages: exactly one of them is needed", "Send one")
     tokenizer = session.tokenizer
 
-    def encoded() -> list[int]:
-        if "prompt" in given:
-            return list(tokenizer.encode(given["prompt"], add_special_tokens=given.get("add_special_tokens", True)))
-        options = template_options(exchange, {k: v for k, v in given.items() if k != "add_special_tokens"})
-        text = asked(session.render, plain_messages(given["messages"]), options)
-        return list(tokenizer.encode(text, add_special_tokens=given.get("add_special_tokens", False)))
+    options = {} if "prompt" in given else template_options(exchange, {**given, "add_special_tokens": False})
 
-    ids = await anyio.to_thread.run_sync(encoded)
-    body: dict[str, Any] = {"count": len(ids), "max_model_len": session.config.max_model_len, "tokens": ids}
-    body["token_strs"] = [tokenizer.token(one) for one in ids] if given.get("return_token_strs") else None
-    await exchange.reply(body)
+    def answer() -> dict[str, Any]:
+        if "prompt" in given:
+            text, special, param = given["prompt"], given.get("add_special_tokens", True), "prompt"
+        else:
+            text = asked(session.render, plain_messages(given["messages"]), options)
+            special, param = given.get("add_special_tokens", False), "messages"
+        ids = encoded(session, text, add_special_tokens=special, param=param)
+        strings = [tokenizer.token(one) for one in ids] if given.get("return_token_strs") else None
+        limit = session.config.max_model_len
+        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
+
+    await exchange.reply(await exchange.run_in_turn(answer))
 
 
 async def detokenize(exchange: Exchange, given: dict[str, Any]) -> None:
@@ -76,8 +79,7 @@ async def detokenize(exchange: Exchange, given: dict[str, Any]) -> None:
         fix = f"Use ids from 0 to {session.tokenizer.vocab_size - 1}"
         raise wrong("tokens", unknown, "is not a token id of this model", fix)
     decode = partial(session.tokenizer.decode, given["tokens"], skip_special_tokens=False)
-    text = decode() if exchange.size < IN_A_THREAD else await anyio.to_thread.run_sync(decode)
-    await exchange.reply({"prompt": text})
+    await exchange.reply({"prompt": await exchange.run(decode)})
 
 
 async def abort(exchange: Exchange, given: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from rekindle._src.serve.chat_events import events_of
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.errors import Refused, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
-from rekindle._src.serve.generation import finished, follow, make, model_of, reasoning_tokens, submit
+from rekindle._src.serve.generation import finished, follow, model_of, reasoning_tokens, submit
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.responses_in import choice_of, messages_of, tools_of
@@ -55,12 +55,11 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
     structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
     options |= structure | streamed_calls(given)
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
-    chat = messages_of(given)
     shapes = Shapes(exchange.service.token_names(served.name, session))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
-        handle = await make(exchange, lambda: asked(session.chat, chat, options))
-        submit(active, [handle])
+        handle = await exchange.run(lambda: asked(session.chat, messages_of(given), options))
+        submit(exchange, active, [handle])
         answer = _Answer(exchange, given, served.name, session, shapes if scored else None)
         if not given.get("stream"):
             ((done,),) = await finished(exchange, active, [handle])

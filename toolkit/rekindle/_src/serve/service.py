@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rekindle._src.core.version import VERSION
+from rekindle._src.dispatch.turns import Turns
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.fields import UnknownFields
 from rekindle._src.serve.hosts import Hosts
@@ -37,6 +38,7 @@ class Service:
         self.metrics: Metrics = Metrics(models, life, metrics_names)
         self.heartbeat = heartbeat  # seconds of silence after which a stream gets a comment
         self.tracing: Tracing = Tracing()
+        self.turns: Turns = Turns(2)  # at reading large bodies and making requests of them
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[SessionLike, TokenNames]] = {}
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.contracts import ChatLike
+from rekindle._src.dispatch.intake import LONG_TEXT
 from rekindle._src.session.prompts import Prompt
 from rekindle._src.session.tools.tool import Tool
 from rekindle._src.text.replies import ReplyFormat, ReplyPlan
@@ -15,6 +16,7 @@ from rekindle._src.text.template_code import reads, reads_calls, takes_tools
 from rekindle.errors import InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
+_VALUE = 16  # characters that a value costs as much as, about
 
 
 def chat_prompt(
@@ -67,7 +69,21 @@ def chat_prompt(
     if schemas or format.reasoning is not None:
         reply = ReplyPlan(format, schemas, continued, pieces=stream_tool_calls)
     # The template writes special tokens itself.
-    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply, messages=given)
+    long = _is_long([given, schemas, documents, template_options])
+    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply, messages=given, long=long)
+
+
+def _is_long(value: Any) -> bool:
+    """True if there is so much to render that it takes over a few milliseconds."""
+    left, todo = LONG_TEXT, [value]
+    while todo and left > 0:
+        one = todo.pop()
+        left -= len(one) if isinstance(one, str) else _VALUE
+        if isinstance(one, Mapping):
+            todo += one.values()
+        elif isinstance(one, list | tuple):
+            todo += one[:LONG_TEXT]
+    return left <= 0
 
 
 def _effort(text: str, effort: str | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Prompt:
     reply: ReplyPlan | None = None  # how a chat's reply is read
     covered: int = 0  # tokens at its end that belong to a structured text, which the request goes on with
     messages: Sequence[Mapping[str, Any]] | None = None  # of a chat
+    long: bool = False  # there is much to render
 
 
 def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:
