@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet import Fleet, FleetOpening, Parts
 from rekindle._src.replicas.replica import Replica, _described
+from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role, roles_of
 from rekindle._src.replicas.wire import Described, Mail, ReplicaGone
 from rekindle._src.session.session import Session
@@ -35,6 +37,7 @@ class LocalReplica:
         self.broken: Exception | None = None  # raised by the next attempts to open it
         self.closed = False
         self.poisoned = False  # dies of every request, before it tells of a token
+        self.deadly: Callable[[Sent], bool] = lambda sent: False  # dies of taking in such a request
         self.after: int | None = None  # dies by itself before it tells of more tokens than these
         self.refuses: Exception | None = None  # raised when it is given other weights
         self.fragile = 0  # times that it dies of being given other weights
@@ -70,6 +73,10 @@ class LocalReplica:
         return await self._alive(lambda: self._now.open())
 
     async def send(self, sender: str, requests: Any, ended: Any) -> None:
+        requests = pickle.loads(pickle.dumps(requests))  # as any two processes exchange them
+        if any(map(self.deadly, requests)):
+            self.die()
+            raise ReplicaGone("died of a request")
         await self._alive(lambda: self._now.send(sender, requests, ended))
 
     async def swap_weights(self, weights: str) -> None:
@@ -84,7 +91,7 @@ class LocalReplica:
     async def mail(self, sender: str, patience: float) -> Mail:
         await self._alive(lambda: self._now._look())
         mail: Mail = await self._alive(lambda: self._now.mail(sender, patience))
-        mail = mail._replace(silent=0.0)
+        mail = pickle.loads(pickle.dumps(mail))._replace(silent=0.0)
         if self.poisoned and self._now._boxes and any(box.running for box in self._now._boxes.values()):
             self.die()
             raise ReplicaGone("died of a request")

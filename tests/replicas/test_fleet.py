@@ -22,9 +22,11 @@ from rekindle import (
     QueueFull,
     ReplicaLost,
     RequestAborted,
+    RequestQuarantined,
     SessionClosed,
     StepFailed,
 )
+from rekindle._src.replicas import routes
 from rekindle._src.replicas.mailing import failed
 
 pytestmark = pytest.mark.anyio
@@ -80,8 +82,7 @@ async def test_it_answers_as_a_session_does() -> None:
 async def test_a_request_goes_on_where_its_replica_died(options: dict[str, Any], after: int) -> None:
     given = {"max_tokens": 60, **options}
     with local_fleet(slow_session) as (fleet, replicas):
-        for replica in replicas:
-            replica.after = after
+        replicas[1].after = after  # the router chooses it
         handle = fleet.submit("Once upon a time there was", **given)
         deltas = [delta async for delta in handle]
         done = await handle
@@ -90,10 +91,11 @@ async def test_a_request_goes_on_where_its_replica_died(options: dict[str, Any],
         assert "".join(delta.text for delta in deltas if delta.index == 0) == first.text
         stats = fleet.stats()
         if after < 7:
-            assert stats.lost >= 1 and stats.moved >= 1
+            assert stats.lost == 1 and stats.moved >= 1
 
 
-async def test_many_streams_and_deaths_at_random() -> None:
+async def test_many_streams_and_deaths_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "DEATHS", 9)  # deaths a tenth of a second apart say nothing about a request
     draw = random.Random(4)
     prompts = [f"{draw.choice(['Tom', 'Anna', 'A dog'])} {number}" for number in range(60)]
     options = [{**draw.choice(VARIANTS), "max_tokens": draw.randint(5, 80)} for _ in prompts]
@@ -164,13 +166,16 @@ async def test_a_session_that_was_closed_under_the_fleet_is_replaced() -> None:
             assert told(await handle) == alone("Once upon a time", max_tokens=150)
 
 
-async def test_a_request_that_kills_replicas_is_given_up() -> None:
+async def test_a_request_that_kills_replicas_is_quarantined() -> None:
     with local_fleet(slow_session, replicas=12) as (fleet, replicas):
         for replica in replicas:
             replica.poisoned = True
-        with anyio.fail_after(30), pytest.raises(ReplicaLost, match="one after another, each before its token 1"):
+        with (
+            anyio.fail_after(30),
+            pytest.raises(RequestQuarantined, match="one after another, each before its token 1"),
+        ):
             await fleet.generate("Once upon a time", max_tokens=400)
-        assert fleet.stats().lost == 9
+        assert fleet.stats().lost == 2
         for replica in replicas:
             replica.poisoned = False
         assert (await fleet.generate("b", max_tokens=3)).token_ids

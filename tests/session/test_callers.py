@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
+import types
 from typing import Any
 
 import anyio
@@ -31,6 +33,15 @@ def test_calls_can_be_gathered_and_made_tasks(session: Session) -> None:
         done = await asyncio.gather(*(session.generate(f"{i}", max_tokens=5) for i in range(50)))
         assert len(done) == 50 and len((await task).token_ids) == 2
         assert (await asyncio.wait_for(session.generate("x", max_tokens=1), 10)).text
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_imports_trio_disturbs_no_session(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        for begun in (types.ModuleType("trio"), types.SimpleNamespace(lowlevel=types.ModuleType("trio.lowlevel"))):
+            monkeypatch.setitem(sys.modules, "trio", begun)  # as other threads see it meanwhile
+            assert (await session.generate("x", max_tokens=3)).text
 
     asyncio.run(main())
 

@@ -11,6 +11,7 @@
     │   ├── NoTokenLeft                    its own options leave no token that may come next
     │   ├── OutOfPages                     one sequence alone needs more KV pages than the pool has
     │   └── ReplicaLost                    the replicas of a fleet that it ran on died, one after another
+    │       └── RequestQuarantined         because of it, as far as can be told: it is sent to no other one
     ├── SessionClosed                      the session was closed, or crashed; the cause is attached
     ├── SessionForked                      used or opened in a forked child of a process with a session
     ├── ProcessLost                        a process that shares the model is gone, or does not answer
@@ -142,6 +143,10 @@ class OutOfPages(RequestFailed):
 
 class ReplicaLost(RequestFailed):
     """The replicas of a fleet that the request ran on died one after another, or none is left."""
+
+
+class RequestQuarantined(ReplicaLost):
+    """Replicas of a fleet died of the request one after another, as far as can be told, so it is sent to no other."""
 
 
 class SessionClosed(RekindleError):

@@ -11,6 +11,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from rekindle._src.core.contracts import DetokenizerLike
 from rekindle._src.core.guides import Guided
+from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import (
     Completion,
@@ -244,16 +245,16 @@ def deliver(
     output = outputs.get(event.request_id)
     if output is None:
         return
-    reason, error = event.finish_reason, event.error
     try:
         ended = output.take(event, now)
-        if ended is not None and reason is None:
-            feedback.send_nowait(Finish(event.request_id, ended))
-    except Exception as cause:
-        ended = FinishReason.FAILED
-        error = RequestFailed(f"the text of request {event.request_id} could not be decoded: {cause!r}")
-        error.__cause__ = cause
-        feedback.send_nowait(Abort(event.request_id))
-    if ended is not None:
-        del outputs[event.request_id]
-        output.complete(ended, error, now)
+        if ended is not None:
+            del outputs[event.request_id]
+            if event.finish_reason is None:
+                feedback.send_nowait(Finish(event.request_id, ended))
+            output.complete(ended, event.error, now)
+    except BaseException as error:
+        failure = own_failure(error, f"the text of request {event.request_id} could not be made")
+        outputs.pop(event.request_id, None)
+        if event.finish_reason is None:
+            feedback.send_nowait(Abort(event.request_id))
+        output.complete(FinishReason.FAILED, failure, now)

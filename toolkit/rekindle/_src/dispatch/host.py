@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 
+from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import Request
 from rekindle._src.dispatch import forked
@@ -118,11 +119,13 @@ class Host:
 
     def submit(self, submission: Submission) -> None:
         """Hand over what has been admitted."""
-        self._post(lambda dispatch: dispatch.submit(submission), submission.mailbox.complete_all)
+        self._post(
+            _own(lambda dispatch: dispatch.submit(submission), submission.mailbox), submission.mailbox.complete_all
+        )
 
     def relay(self, request: Request, mailbox: Mailbox, take: Take) -> None:
         """Run a request that another process has taken in, and that has been admitted; see `Dispatch.relay`."""
-        self._post(lambda dispatch: dispatch.relay(request, mailbox, take), mailbox.complete_all)
+        self._post(_own(lambda dispatch: dispatch.relay(request, mailbox, take), mailbox), mailbox.complete_all)
 
     def abort(self, mailbox: Mailbox) -> None:
         """Safe in finalisers, forked children and after the end: takes no lock and never raises."""
@@ -335,6 +338,20 @@ def _dispatched(engine: Engine, device: DeviceThread) -> Dispatch:
     from rekindle._src.dispatch.dispatch import Dispatch  # imported with the engine, in a thread of the session's
 
     return Dispatch(engine, device, engine.config.max_queue + engine.config.max_requests)
+
+
+def _own(do: Callable[[Dispatch], object], mailbox: Mailbox) -> Callable[[Dispatch], object]:
+    """A job for one request, which ends that request if it raises."""
+
+    def run(dispatch: Dispatch) -> None:
+        try:
+            do(dispatch)
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):  # the session is closing
+            raise
+        except BaseException as error:
+            mailbox.complete_all(own_failure(error, "the request could not be taken in"))
+
+    return run
 
 
 _hosts: weakref.WeakSet[Host] = weakref.WeakSet()

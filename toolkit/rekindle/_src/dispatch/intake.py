@@ -14,13 +14,14 @@ import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.contracts import TokenizerLike
+from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.detokenize import Output, OutputState
 from rekindle._src.dispatch.guided_intake import compiled, covered_by, grammar_of, guide_of
 from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
 from rekindle._src.dispatch.turns import Turns
 from rekindle._src.scheduling.limits import how_to_fit
-from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted, RequestFailed
+from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted
 
 if TYPE_CHECKING:
     from rekindle._src.structured.grammar import Grammar
@@ -49,13 +50,21 @@ async def run(
                     if not isinstance(message, Submission):
                         await apart.done()  # a control never overtakes a submission
                         outbox.send_nowait(message)
-                    elif compiled(message, engine) and not _is_long(message):
+                    elif _at_once(message, engine):
                         await _hand_on(message, outbox, engine, outputs, seeds, turns)
                     else:
                         apart.begin()
                         group.start_soon(_hand_on_apart, message, outbox, engine, outputs, seeds, turns, apart)
                     message = next_waiting(inbox)
         outbox.send_nowait(Drain())
+
+
+def _at_once(submission: Submission, engine: Engine) -> bool:
+    """True if a submission is taken in before others go on; what goes wrong here goes wrong there, too."""
+    try:
+        return compiled(submission, engine) and not _is_long(submission)
+    except Exception:
+        return False
 
 
 def _is_long(submission: Submission) -> bool:
@@ -119,13 +128,8 @@ async def _hand_on(
         requests = prepare(submission, token_ids, engine, seeds, grammar)
         decode = text_of_tokens(engine.tokenizer)
         made = [_output(request, submission, token_ids, engine, decode) for request in requests]
-    except RekindleError as error:
-        mailbox.complete_all(error)
-        return
-    except Exception as error:
-        failure = RequestFailed(f"the prompt could not be taken in: {error!r}. Check it, or pass token ids")
-        failure.__cause__ = error
-        mailbox.complete_all(failure)
+    except BaseException as error:
+        mailbox.complete_all(own_failure(error, "the prompt could not be taken in"))
         return
     if mailbox.abandoned:
         mailbox.complete_all(RequestAborted("the request was cancelled before it was queued"))

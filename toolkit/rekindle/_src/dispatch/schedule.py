@@ -11,6 +11,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.contracts import SchedulerLike
+from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import (
@@ -113,16 +114,13 @@ class ScheduleState:
     def take(self, message: ScheduleMessage) -> None:
         match message:
             case Request():
-                try:
-                    self._scheduler.submit(message)
-                except RekindleError as error:
-                    self._events.append(TokenEvent(message.id, finish_reason=FinishReason.FAILED, error=error))
+                self._of_one(message.id, partial(self._scheduler.submit, message))
             case Outcome():
                 self._take_outcome(message)
             case Abort(request_id):
-                self._add(self._scheduler.abort(request_id))
+                self._of_one(request_id, partial(self._scheduler.abort, request_id))
             case Finish(request_id, reason):
-                self._add(self._scheduler.finish(request_id, reason))
+                self._of_one(request_id, partial(self._scheduler.finish, request_id, reason))
             case Pause(quiet):
                 self._pauses += 1
                 self._quiet.append(quiet)
@@ -243,6 +241,12 @@ class ScheduleState:
                 RekindleError("step() was called while the session runs freely. Use it within session.paused()")
             )
 
-    def _add(self, event: TokenEvent | None) -> None:
+    def _of_one(self, request_id: str, change: Callable[[], TokenEvent | None]) -> None:
+        """Make a change that concerns one request, which fails if the change does."""
+        try:
+            event = change()
+        except BaseException as error:
+            failure = own_failure(error, f"request {request_id} could not be scheduled")
+            event = TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=failure)
         if event is not None:
             self._events.append(event)

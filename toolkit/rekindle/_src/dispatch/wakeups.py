@@ -105,12 +105,22 @@ _here = _Here()
 _wakers: weakref.WeakKeyDictionary[Any, LoopWaker] = weakref.WeakKeyDictionary()
 
 
+def _trio_in_use() -> Any:
+    """`trio.lowlevel` if this thread is inside a run of trio, or None.
+
+    A module that another thread has begun to import lacks its names, and runs nothing yet.
+    """
+    lowlevel = getattr(sys.modules.get("trio"), "lowlevel", None)
+    running = getattr(lowlevel, "in_trio_run", None)
+    return lowlevel if running is not None and running() else None
+
+
 def current_waker() -> LoopWaker:
     """The waker of the event loop that runs now."""
-    trio = sys.modules.get("trio")
     # Trio first: an IPython cell under `%autoawait trio` runs trio inside a callback of the kernel's asyncio loop.
-    on_trio = trio is not None and trio.lowlevel.in_trio_run()
-    loop: Any = trio.lowlevel.current_trio_token() if trio is not None and on_trio else asyncio.get_running_loop()
+    trio = _trio_in_use()
+    on_trio = trio is not None
+    loop: Any = asyncio.get_running_loop() if trio is None else trio.current_trio_token()
     waker = _here.waker
     if waker is None or waker.loop() is not loop:
         waker = _wakers.get(loop)
@@ -207,11 +217,10 @@ class ThreadWakeup:
 
 def caller() -> object:
     """The asyncio or trio task that runs now, or this thread's identifier if none does."""
-    trio = sys.modules.get("trio")
+    trio = _trio_in_use()
     task: object = None
     with contextlib.suppress(RuntimeError):  # no loop runs in this thread
-        on_trio = trio is not None and trio.lowlevel.in_trio_run()
-        task = trio.lowlevel.current_task() if trio is not None and on_trio else asyncio.current_task()
+        task = asyncio.current_task() if trio is None else trio.current_task()
     return threading.get_ident() if task is None else task
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request
 from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.dispatch import Dispatch, Task
@@ -131,16 +132,17 @@ class FleetDispatch(Dispatch):
         self._wake()
 
     def submit(self, submission: Submission) -> None:
-        super().submit(submission)
         if submission.messages is None:
+            super().submit(submission)
             return
-        self._keys[submission.id] = keys_of_messages(submission.messages, submission.sampling.salt)
+        keys = keys_of_messages(submission.messages, submission.sampling.salt)
 
         def over(mailbox: Mailbox) -> None:
             self.mailboxes.discard(mailbox)
-            del self._keys[submission.id]
+            self._keys.pop(submission.id, None)
 
-        submission.mailbox.on_complete = over
+        super().submit(submission)
+        self._keys[submission.id], submission.mailbox.on_complete = keys, over
 
     def _wake(self) -> None:
         self._happened.set()
@@ -162,17 +164,27 @@ class FleetDispatch(Dispatch):
     def _take(self, message: ScheduleMessage) -> None:
         match message:
             case Request():
-                keys = self._keys.get(message.group)
-                self.routes.submit(message, keys or keys_of_tokens(message.token_ids, message.sampling.salt))
+                self._of_one(message.id, partial(self._submit, message))
             case Abort(request_id):
-                self.routes.end(request_id, FinishReason.ABORTED)
+                self._of_one(request_id, partial(self.routes.end, request_id, FinishReason.ABORTED))
             case Finish(request_id, reason):
-                self.routes.end(request_id, reason)
+                self._of_one(request_id, partial(self.routes.end, request_id, reason))
             case Drain():
                 self._draining = True
                 self._wake()
             case other:
                 raise AssertionError(f"a fleet has no steps, so that it can't {other}")
+
+    def _submit(self, request: Request) -> None:
+        keys = self._keys.get(request.group)
+        self.routes.submit(request, keys or keys_of_tokens(request.token_ids, request.sampling.salt))
+
+    def _of_one(self, request_id: str, change: Callable[[], object]) -> None:
+        """Make a change that concerns one request, which fails if the change does."""
+        try:
+            change()
+        except BaseException as error:
+            self.routes.fail(request_id, own_failure(error, f"request {request_id} could not be routed"))
 
     async def _tell(self, group: TaskGroup) -> None:
         """Hand on what came out, and start what was added, until everything has drained."""

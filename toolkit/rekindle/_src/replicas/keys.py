@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import IntArray
@@ -13,6 +12,8 @@ from rekindle._src.replicas.routing import Keys
 # Of a prompt that is no chat. What two prompts share beyond that many tokens counts as a system prompt.
 OPENING_TOKENS = 64
 CONVERSATION_TOKENS = 256
+MOST_CHARACTERS = 1 << 16  # of a message's text that count, so that long ones don't hold up others
+MOST_PARTS = 64  # of a message's content
 
 
 def keys_of_messages(messages: Sequence[Mapping[str, Any]], salt: str | None = None) -> Keys:
@@ -38,9 +39,28 @@ def keys_of_tokens(tokens: IntArray, salt: str | None = None) -> Keys:
 
 
 def _digest(messages: Sequence[Mapping[str, Any]], salt: str | None) -> bytes:
-    return _salted(json.dumps([dict(message) for message in messages], sort_keys=True, default=str).encode(), salt)
+    """Of roles and texts; what else a message may bring says little about which prompts have a beginning in common."""
+    state = _hashed(salt)
+    for message in messages:
+        for text in (message.get("role"), *_texts(message.get("content"))):
+            data = text[:MOST_CHARACTERS].encode("utf-8", "surrogatepass") if isinstance(text, str) else b""
+            state.update(len(data).to_bytes(4, "little") + data)
+    return state.digest()
+
+
+def _texts(content: Any) -> Iterator[Any]:
+    if isinstance(content, list | tuple):
+        yield from (part.get("text") if isinstance(part, Mapping) else part for part in content[:MOST_PARTS])
+    else:
+        yield content
 
 
 def _salted(data: bytes, salt: str | None) -> bytes:
-    key = hashlib.blake2b((salt or "").encode(), digest_size=16).digest()
-    return hashlib.blake2b(data, digest_size=16, key=key).digest()
+    state = _hashed(salt)
+    state.update(data)
+    return state.digest()
+
+
+def _hashed(salt: str | None) -> Any:
+    key = hashlib.blake2b((salt or "").encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(digest_size=16, key=key)

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
 
 from rekindle._src.dispatch.root_cause import root_cause
 from rekindle._src.dispatch.step_watchdog import ON_DEVICE
+from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routes import Routes
-from rekindle._src.replicas.wire import Connection, Described, ReplicaGone, Sent, Weights
+from rekindle._src.replicas.wire import Connection, Described, ReplicaGone, Weights
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import ReplicaLost
 
@@ -104,7 +106,7 @@ class Link:
 
     def drop(self, request_id: str) -> None:
         before = len(self._posted)
-        self._posted = [sent for sent in self._posted if sent.request.id != request_id]
+        self._posted = [sent for sent in self._posted if sent.id != request_id]
         if len(self._posted) == before:
             self._dropped.append(request_id)
             self._rouse()
@@ -162,22 +164,30 @@ class Link:
         sender = f"{self._routes.sender}.{self._lives}"
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._send, sender)
+                group.start_soon(self._send, sender, group)
                 group.start_soon(self._read, sender)
                 group.start_soon(self._warm)
         except ExceptionGroup as several:
             cause = root_cause(several)
             raise ReplicaGone(str(cause) or type(cause).__name__) from cause
 
-    async def _send(self, sender: str) -> None:
+    async def _send(self, sender: str, group: TaskGroup) -> None:
         while True:
             if not self._posted and not self._dropped:
                 self._wake = anyio.Event()
                 await self._wake.wait()
-            requests, self._posted = tuple(self._posted), []
+            requests, self._posted = self._posted, []
             dropped, self._dropped = tuple(self._dropped), []
-            with answering(PATIENCE + self._hang):
-                await self._connection.send(sender, requests, dropped)
+            together = tuple(sent for sent in requests if not sent.alone)
+            if together or dropped:
+                await self._call(sender, together, dropped)
+            for sent in requests:
+                if sent.alone:
+                    group.start_soon(self._call, sender, (sent,))
+
+    async def _call(self, sender: str, requests: tuple[Sent, ...], dropped: tuple[str, ...] = ()) -> None:
+        with answering(PATIENCE + self._hang):
+            await self._connection.send(sender, requests, dropped)
 
     async def _warm(self) -> None:
         """Let it take pages from its neighbours, while it serves."""

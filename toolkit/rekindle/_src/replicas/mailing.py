@@ -9,6 +9,7 @@ import time
 
 import anyio
 
+from rekindle._src.core.own_failure import shown
 from rekindle._src.core.records import FinishReason, TokenEvent
 from rekindle._src.dispatch.mailbox import Mailbox, until, wake
 from rekindle._src.dispatch.wakeups import Wakeup
@@ -23,6 +24,7 @@ class Box:
 
     def __init__(self) -> None:
         self.running: dict[str, Mailbox] = {}
+        self.beginning: set[str] = set()  # requests that are being taken in, and were not aborted
         self.called = time.monotonic()  # when the fleet last asked
         self._pending: dict[str, News] = {}
         self._lock = threading.Lock()
@@ -66,7 +68,14 @@ def sendable(event: TokenEvent) -> TokenEvent:
     if error is None:
         return event
     if _lost_process(error):
-        return dataclasses.replace(event, error=SessionClosed(f"a process of the replica is gone: {error}"))
+        return dataclasses.replace(event, error=SessionClosed(f"a process of the replica is gone: {shown(error)}"))
+    try:
+        return dataclasses.replace(event, error=_readable(error))
+    except Exception:  # classes of users may raise anything
+        return dataclasses.replace(event, error=RequestFailed(shown(error)))
+
+
+def _readable(error: BaseException) -> BaseException:
     cause = error.__cause__
     try:
         pickle.loads(pickle.dumps(error))
@@ -74,8 +83,8 @@ def sendable(event: TokenEvent) -> TokenEvent:
         error = RequestFailed(str(error))
     if cause is not None:
         plain = type(error).__init__ is Exception.__init__
-        error = type(error)(f"{error} The cause: {cause!r}"[:2000]) if plain else error
-    return dataclasses.replace(event, error=error)
+        error = type(error)(f"{error} The cause: {shown(cause)}"[:2000]) if plain else error
+    return error
 
 
 def _lost_process(error: BaseException | None) -> bool:

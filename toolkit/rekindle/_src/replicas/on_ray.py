@@ -17,8 +17,9 @@ from rekindle._src.replicas.fleet import Parts
 from rekindle._src.replicas.followers import Group, bundles, gathered, in_bundle
 from rekindle._src.replicas.ray_runtime import start
 from rekindle._src.replicas.replica import Replica
+from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role
-from rekindle._src.replicas.wire import Described, Mail, ReplicaGone, Sent
+from rekindle._src.replicas.wire import Described, Mail, ReplicaGone
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 from rekindle._src.session.sharing.source import PageAddress

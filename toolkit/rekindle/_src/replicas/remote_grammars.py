@@ -33,8 +33,8 @@ class RemoteGuide:
     def copy(self) -> RemoteGuide:
         raise AssertionError("a guide was asked in a process that runs no steps")
 
-    def made(self, grammars: Grammars, resumed: Collection[int] = ()) -> Guide:
-        """The guide itself, behind the tokens that the sequence has. May take seconds; raises `InvalidRequest`."""
+    def made(self, grammars: Grammars) -> Guide:
+        """The guide itself, where the sequence's own tokens begin. May take seconds; raises `InvalidRequest`."""
         guide = grammars.compile(self.spec, patience=COMPILE_SECONDS).guide(self.eos_ids, self.reasoning)
         for token in self.covered:
             if guide.ended or guide.consume(token).problem:
@@ -46,8 +46,6 @@ class RemoteGuide:
                     f"Change it, fork earlier, or pass {kind}=None",
                 )
         guide.consumed = 0
-        for token in resumed:
-            guide.consume(token)
         return guide
 
 

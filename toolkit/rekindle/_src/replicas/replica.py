@@ -14,17 +14,21 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from rekindle._src.core.guides import GuideLike
+from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import Request, TokenEvent
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.replicas.mailing import Box, failed, sendable
 from rekindle._src.replicas.pulls import Pulls
 from rekindle._src.replicas.remote_grammars import RemoteGuide
+from rekindle._src.replicas.request_codec import Sent, unpacked
 from rekindle._src.replicas.roles import Role
-from rekindle._src.replicas.wire import Described, Mail, News, Sent
+from rekindle._src.replicas.wire import Described, Mail, News
 from rekindle._src.session.session import Session
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import PageAddress
-from rekindle.errors import ConfigError, InvalidRequest, QueueFull, RekindleError
+from rekindle._src.structured.token_rules import RestrictedGuide, rules_of
+from rekindle.errors import ConfigError, InvalidRequest, QueueFull
 
 log = logging.getLogger("rekindle.fleet")
 BEAT = 1.0  # seconds between two looks at the session
@@ -103,26 +107,38 @@ class Replica:
         return 0 if pulls is None else await anyio.to_thread.run_sync(pulls.warm, addresses)
 
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
-        """Run requests, and abort those whose ids are in `ended`."""
+        """Run requests, and abort those whose ids are in `ended`. A request that can't be run ends with its error."""
         self._session._host.check()
         box = self._boxes.setdefault(sender, Box())
         for request_id in ended:
             mailbox = box.running.pop(request_id, None)
             if mailbox is not None:
                 self._session._host.abort(mailbox)
+            else:
+                box.beginning.discard(request_id)
+        box.beginning.update(sent.id for sent in requests)
         for sent in requests:
-            await self._run(box, sent.request, sent.pages)
+            try:
+                await self._run(box, sent)
+            except BaseException as error:
+                failure = own_failure(error, f"request {sent.id} could not be run by its replica")
+                mailbox = box.running.get(sent.id)
+                if mailbox is None:
+                    box.put(News(failed(sent.id, failure)))
+                else:  # it has a place
+                    mailbox.complete_all(failure)
+            finally:
+                box.beginning.discard(sent.id)
 
-    async def _run(self, box: Box, request: Request, pages: PageAddress | None) -> None:
-        session = self._session
-        try:
-            if isinstance(request.guide, RemoteGuide):
-                request = await anyio.to_thread.run_sync(_guided, session, request, request.guide)
-            if not session._host.limiter.try_enter(1):
-                raise QueueFull(f"all {session._host.limiter.places} places of the replica are taken")
-        except RekindleError as error:
-            box.put(News(failed(request.id, error)))
+    async def _run(self, box: Box, sent: Sent) -> None:
+        session, pages = self._session, sent.pages
+        request, guide = unpacked(sent, session._engine.vocab_size)
+        if guide is not None or request.sampling.restricted:
+            request = await anyio.to_thread.run_sync(_guided, session, request, guide)
+        if sent.id not in box.beginning:  # it was aborted meanwhile
             return
+        if not session._host.limiter.try_enter(1):
+            raise QueueFull(f"all {session._host.limiter.places} places of the replica are taken")
         mailbox = box.running[request.id] = Mailbox(1)
         arrived, ended, told = time.perf_counter(), False, False
         used: list[Callable[[], object]] = []  # gives pulled pages up
@@ -170,12 +186,19 @@ class Replica:
             await self._opened.aclose(drain=drain)
 
 
-def _guided(session: Session, request: Request, remote: RemoteGuide) -> Request:
-    """The request with the guide that `remote` stands for."""
-    grammars, spec = session._engine.grammars, remote.spec
-    if grammars is None:
-        raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
-    made = remote.made(grammars, () if request.resumed is None else request.resumed.token_ids.tolist())
+def _guided(session: Session, request: Request, remote: RemoteGuide | None) -> Request:
+    """The request with its guide, behind the tokens that it has."""
+    engine, guide = session._engine, None
+    if remote is not None:
+        spec = remote.spec
+        if engine.grammars is None:
+            raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
+        guide = remote.made(engine.grammars)
+    rules = rules_of(request.sampling, engine.tokenizer, engine.vocab_size)
+    made: GuideLike | None = guide if rules is None else RestrictedGuide(rules, guide)
+    if made is not None and request.resumed is not None:
+        for token in request.resumed.token_ids.tolist():
+            made.consume(token)
     return dataclasses.replace(request, guide=made)
 
 

@@ -7,25 +7,28 @@ import logging
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import anyio
 import numpy as np
 
 from rekindle._src.core import html
+from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
 from rekindle._src.replicas.autoscaling import Demand
+from rekindle._src.replicas.request_codec import Sent, packed
 from rekindle._src.replicas.roles import Role, goes_two_ways, prompt_only
 from rekindle._src.replicas.routing import Keys, Load, Router
-from rekindle._src.replicas.wire import News, Sent
+from rekindle._src.replicas.wire import News
 from rekindle._src.session.sharing.source import PageAddress
-from rekindle.errors import QueueFull, RekindleError, ReplicaLost, SessionClosed
+from rekindle.errors import QueueFull, RekindleError, ReplicaLost, RequestQuarantined, SessionClosed
 
 log = logging.getLogger("rekindle.fleet")
-# Deaths of its replica, one after another, that a request survives without a new token in between: one that kills
-# replicas must not kill them all.
-MOVES = 8
+# Replicas that die one after another before a request has given a new token there. It is quarantined after so many that
+# it alone can be the reason of; after so many others it is tried without others that can be the reason.
+DEATHS = 2
+MOVES = 8  # deaths that it survives at most
 _REMEMBERED = 1024  # ended requests that can still be explained
 
 
@@ -69,15 +72,19 @@ class Live:
     """One sequence that has not ended."""
 
     __slots__ = (
-        "cached", "first", "keys", "link", "made", "moves", "pages", "request", "scored", "sent", "vain", "why", "wire",
+        "blamed", "cached", "deaths", "first", "keys", "link", "made", "moves", "pages", "proven", "request", "scored",
+        "sent", "vain", "why", "wire",
     )  # fmt: skip
 
-    def __init__(self, request: Request, keys: Keys) -> None:
+    def __init__(self, request: Request, keys: Keys, deaths: int = 0) -> None:
         self.request, self.keys = request, keys
+        self.deaths = deaths  # of replicas of the fleet, before it came
         self.link: LinkLike | None = None
         self.wire = ""  # its id on the way: one for each replica that it is sent to
         self.moves = 0  # from replica to replica
-        self.vain = 0  # times that its replica died, since its last token
+        self.vain = 0  # replicas that died, one after another, before it had given a new token there
+        self.blamed = 0  # times that it alone can have been the reason
+        self.proven = False  # it has given a token since it was sent to where it is
         self.made: list[int] = []
         self.scored = 0  # prompt positions whose log-probabilities have come
         self.cached: int | None = None  # tokens that its first replica found in its cache
@@ -85,6 +92,11 @@ class Live:
         self.why = "waits for a replica that takes it"
         self.first = False  # it was sent to a replica that only computes its prompt
         self.pages: PageAddress | None = None  # of the replica that has computed it
+
+    @property
+    def suspect(self) -> bool:
+        """True if so many replicas died with it that it has to show that it was not the reason."""
+        return self.vain >= DEATHS
 
     def resumed(self, wire: str) -> Request:
         """What is sent: the request, behind the tokens that have come."""
@@ -131,6 +143,7 @@ class Routes:
         self._by_wire: dict[str, Live] = {}
         self._backlog: deque[Live] = deque()
         self._inside: dict[str, int] = {}
+        self._tried: dict[str, Live] = {}  # the one suspect that each replica may have at a time
         self._number = 0
         self._placed: OrderedDict[str, Placed] = OrderedDict()
 
@@ -152,12 +165,12 @@ class Routes:
         return Demand(len(self._by_id), sum(begins))
 
     def submit(self, request: Request, keys: Keys) -> None:
-        live = self._by_id[request.id] = Live(request, keys)
+        live = self._by_id[request.id] = Live(request, keys, self.counts.lost)
         if self.broken is not None:
-            self._ended(live, TokenEvent(request.id, finish_reason=FinishReason.FAILED, error=self.broken))
+            self._fail(live, self.broken)
             return
-        if self._backlog or not self._place(live):
-            self._backlog.append(live)
+        self._backlog.append(live)
+        self.place()
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         """It was cancelled, or a stop string was found."""
@@ -165,6 +178,15 @@ class Routes:
         if live is not None:
             self._leave(live, tell=True)
             self._ended(live, TokenEvent(request_id, cached_tokens=live.cached or 0, finish_reason=reason))
+
+    def fail(self, request_id: str, error: RekindleError) -> None:
+        """What the fleet does for it has failed."""
+        live = self._by_id.get(request_id)
+        if live is not None:
+            self._fail(live, error)
+        else:
+            self.events.append(TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=error))
+            self.wake()
 
     # What links say.
 
@@ -178,9 +200,12 @@ class Routes:
             live = self._by_wire.get(one.event.request_id)
             if live is None or live.link is not link:
                 continue
-            if one.waited is not None and not live.moves:
-                self.began(live.request.id, live.sent + one.waited)
-            self._take(live, one.event)
+            try:
+                if one.waited is not None and not live.moves:
+                    self.began(live.request.id, live.sent + one.waited)
+                self._take(live, one.event)
+            except BaseException as error:
+                self._fail(live, own_failure(error, f"tokens of request {live.request.id} could not be taken over"))
         self.place()
         self.wake()
 
@@ -192,8 +217,10 @@ class Routes:
         if isinstance(event.error, SessionClosed):  # its replica is about to be found lost, and its requests are moved
             return
         live.made += event.token_ids
-        live.vain = 0 if event.token_ids else live.vain
         live.scored += len(event.prompt_logprobs)
+        if event.token_ids or event.prompt_logprobs:
+            live.proven, live.vain, live.blamed = True, 0, 0
+            self._stop_trying(live)
         if live.cached is None:
             live.cached = event.cached_tokens
         event = dataclasses.replace(event, request_id=live.request.id, cached_tokens=live.cached)
@@ -216,8 +243,24 @@ class Routes:
         self._backlog.appendleft(live)  # it has waited before
 
     def lost(self, link: LinkLike, why: str) -> None:
-        """A replica is gone: its requests go on elsewhere, from the tokens that have come."""
+        """A replica is gone: its requests go on elsewhere, from the tokens that have come.
+
+        A request that alone can be the reason, and was so before, goes nowhere: it is quarantined.
+        """
         self.counts.lost += 1
+        unproven = [live for live in self._by_wire.values() if live.link is link and not live.proven]
+        culprit = _culprit(unproven)
+        for live in unproven:
+            live.vain += 1
+            live.blamed += live.request.group == culprit
+            elsewhere = self.counts.lost - live.deaths - live.vain  # replicas die without this request, too
+            if live.blamed >= DEATHS + elsewhere:
+                error = RequestQuarantined(
+                    f"request {live.request.id} was on {live.vain} replicas that died one after another, each before "
+                    f"its token {len(live.made) + 1}, and for {live.blamed} of them no other request can be the "
+                    "reason. It is sent to no other replica. Look into their logs before you send it again"
+                )
+                self._fail(live, error)
         self.evict(link, f"{link.name} {why}")
 
     def evict(self, link: LinkLike, why: str, *, tell: bool = False) -> None:
@@ -226,7 +269,6 @@ class Routes:
         for live in reversed(moved):
             self._leave(live, tell=tell)
             live.moves += 1
-            live.vain += not tell
             self.counts.moved += 1
             live.why = f"moved, because {why}"
             if live.vain > MOVES:
@@ -234,7 +276,7 @@ class Routes:
                     f"request {live.request.id} was on {live.vain} replicas that died one after another, each before "
                     f"its token {len(live.made) + 1}. Look into their logs before you send it again"
                 )
-                self._ended(live, TokenEvent(live.request.id, finish_reason=FinishReason.FAILED, error=error))
+                self._fail(live, error)
             else:
                 self._backlog.appendleft(live)  # they are older than what waits
         self.place()
@@ -251,14 +293,24 @@ class Routes:
         """There is no replica any more, and there will be none."""
         self.broken = error
         while self._backlog:
-            live = self._backlog.popleft()
-            self._ended(live, TokenEvent(live.request.id, finish_reason=FinishReason.FAILED, error=error))
+            self._fail(self._backlog.popleft(), error)
         self.wake()
 
     def place(self) -> None:
-        """Send what waits to where there is room now, in turn."""
-        while self._backlog and self._place(self._backlog[0]):
-            self._backlog.popleft()
+        """Send what waits to where there is room now, in turn; a suspect that has to wait lets others pass."""
+        held: list[Live] = []
+        while self._backlog:
+            live = self._backlog.popleft()
+            try:
+                placed = self._place(live)
+            except BaseException as error:
+                self._fail(live, own_failure(error, f"request {live.request.id} could not be sent to a replica"))
+                continue
+            if not placed:
+                held.append(live)
+                if not live.suspect:
+                    break
+        self._backlog.extendleft(reversed(held))
 
     def spread(self, to: LinkLike) -> None:
         """A replica was opened: it gets its share of what waits in the queues of others. What runs there stays."""
@@ -280,6 +332,8 @@ class Routes:
 
     def _place(self, live: Live) -> bool:
         role, near = self._suited(live)
+        if live.suspect:
+            near = [link for link in near if link.name not in self._tried]
         loads = [Load(link.name, self.inside(link.name), link.places) for link in near]
         route = self._router.choose(live.keys, loads) if loads else None
         if route is None:
@@ -287,13 +341,16 @@ class Routes:
         self._number += 1
         live.first = role == "prefill"
         live.wire = f"{self.sender}/{live.request.id}/{self._number}"
-        live.link, live.sent = self.links[route.name], time.perf_counter()
+        link = self.links[route.name]
+        sent = packed(live.resumed(live.wire), None if live.pages == link.pages else live.pages, alone=live.vain > 0)
+        live.link, live.sent, live.proven = link, time.perf_counter(), False
+        if live.suspect:
+            self._tried[link.name] = live
         live.why = route.why if not live.moves else f"{live.why}; here: {route.why}"
         self._by_wire[live.wire] = live
         self.counts.routed[route.name] = self.counts.routed.get(route.name, 0) + 1
         self._inside[route.name] = self.inside(route.name) + 1
-        pages = None if live.pages == live.link.pages else live.pages
-        live.link.post(Sent(live.resumed(live.wire), pages))
+        link.post(sent)
         return True
 
     def _suited(self, live: Live) -> tuple[Role, list[LinkLike]]:
@@ -317,10 +374,19 @@ class Routes:
             return
         if tell:
             live.link.drop(live.wire)
+        self._stop_trying(live)
         del self._by_wire[live.wire]
         self._inside[live.link.name] -= 1
         self._placed[live.request.id] = Placed(live.link.name, live.why, live.moves)
         live.link = None
+
+    def _stop_trying(self, live: Live) -> None:
+        if live.link is not None and self._tried.get(live.link.name) is live:
+            del self._tried[live.link.name]
+
+    def _fail(self, live: Live, error: BaseException) -> None:
+        self._leave(live, tell=True)
+        self._ended(live, TokenEvent(live.request.id, finish_reason=FinishReason.FAILED, error=error))
 
     def _ended(self, live: Live, event: TokenEvent) -> None:
         self._by_id.pop(live.request.id, None)
@@ -347,3 +413,10 @@ class Routes:
 
     def statistics(self) -> Any:
         raise AssertionError("a fleet's figures come from its replicas")
+
+
+def _culprit(unproven: Sequence[Live]) -> str | None:
+    """The submission that a replica has died of, if it can have been only one; rather one that was to blame before."""
+    near = [live for live in unproven if live.blamed] or [live for live in unproven if live.suspect] or unproven
+    groups = {live.request.group for live in near}
+    return groups.pop() if len(groups) == 1 else None

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import Request, TokenEvent
+from rekindle._src.core.records import TokenEvent
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role
 from rekindle._src.session.sharing.source import PageAddress
 
@@ -35,13 +36,6 @@ class Weights(NamedTuple):
 
     number: int  # of the swap that brought them; 0: those that they were opened with
     name: str  # a folder or hub id; empty with 0
-
-
-class Sent(NamedTuple):
-    """A request on its way to a replica."""
-
-    request: Request
-    pages: PageAddress | None = None  # of the replica that has computed its prompt
 
 
 class News(NamedTuple):

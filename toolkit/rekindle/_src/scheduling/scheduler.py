@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, deque
 
+from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import (
     FinishReason,
     IntArray,
@@ -95,9 +96,9 @@ class Scheduler:
         if waiting >= self.limits.max_queue:
             raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
         sequence = Sequence(request, self._arrival(), limit, reason, self.limits.page_size)
+        self._admission.submit(sequence)
         self._counts["submitted"] += 1
         self._alive[request.id] = sequence
-        self._admission.submit(sequence)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End it wherever it is. Pages that a step in flight still writes return when that step is committed."""
@@ -179,7 +180,12 @@ class Scheduler:
             if output.error is not None and not sequence.ended:
                 events.append(self._fail(sequence, request_error(sequence, output.error)))
             elif counts and not sequence.ended:
-                event = self._take_over(sequence, row, output)
+                try:
+                    event = self._take_over(sequence, row, output)
+                except BaseException as error:
+                    event = self._fail(
+                        sequence, own_failure(error, f"a token of {sequence.id} could not be taken over")
+                    )
                 if event is not None and row.draft:
                     events[-1] = events[-1].then(event)  # the row before is the same request's, and sampled
                 elif event is not None:
@@ -361,7 +367,8 @@ class Scheduler:
         return events
 
     def _fail(self, sequence: Sequence, error: RekindleError) -> TokenEvent:
-        self._end(sequence, FinishReason.FAILED, str(error))
+        if not sequence.ended:
+            self._end(sequence, FinishReason.FAILED, str(error))
         return TokenEvent(
             sequence.id,
             cached_tokens=sequence.cached_tokens,

@@ -85,9 +85,10 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         if self._shortest is not None:
             self._shortest.queued(sequence)
+        rank = self._rank(sequence)
         self._members.add(sequence)
         self._by_age.push((sequence.arrived,), sequence)
-        self._by_rank.push(self._rank(sequence), sequence)
+        self._by_rank.push(rank, sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """Put a preempted sequence at the head."""

@@ -17,6 +17,7 @@ from rekindle.errors import (
     QueueFull,
     RequestAborted,
     RequestFailed,
+    RequestQuarantined,
     SessionClosed,
     UnsupportedModel,
 )
@@ -109,6 +110,8 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
             return Refused(400, f"the server can't do this: {error}", param=field, code="unsupported")
         case NoTokenLeft():
             return Refused(400, str(error), code="no_token_left")
+        case RequestQuarantined():  # 500 would have clients send it again
+            return Refused(400, str(error), code="request_quarantined")
         case RequestFailed():
             return Refused(500, str(error), type="server_error", code="request_failed")
         case _:

@@ -76,6 +76,11 @@ class RestrictedGuide:
         self.consumed: int = 0
 
     @property
+    def inner(self) -> GuideLike | None:
+        """The guide whose choice is narrowed; None if all other tokens may come."""
+        return self._inner
+
+    @property
     def ended(self) -> bool:
         return self._inner is not None and self._inner.ended
 

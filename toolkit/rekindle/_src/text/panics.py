@@ -11,12 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rekindle._src.core.own_failure import is_panic
 from rekindle.errors import RekindleError
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a Rust panic. Its class can't be imported, so it is told by its name."""
-    return any(kind.__name__ == "PanicException" for kind in type(error).__mro__)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,41 @@
+"""The boundary around code that handles one request: an exception of any kind ends that request, and nothing else.
+
+Every place of the host side that works for a single request (taking it in, routing it, sending and reading it,
+queueing it, making its text) catches `BaseException` and ends the request with `own_failure`.
+"""
+
+from __future__ import annotations
+
+from rekindle.errors import RekindleError, RequestFailed
+
+
+def own_failure(error: BaseException, what: str) -> RekindleError:
+    """The error of the request whose code raised `error`; `what` says in words what failed.
+
+    A typed error is passed on as it is. Raises `error` again where it is no failure of the request: a cancellation, an
+    interrupt or an exit.
+    """
+    if isinstance(error, RekindleError):
+        return error
+    if not isinstance(error, Exception) and not is_panic(error):
+        raise error
+    failure = RequestFailed(f"{what}: {shown(error)}")
+    failure.__cause__ = error
+    return failure
+
+
+def is_panic(error: BaseException) -> bool:
+    """True if an exception is a Rust panic, which derives from `BaseException`.
+
+    pyo3's class can't be imported, so it is known by its name.
+    """
+    return any(kind.__name__ == "PanicException" for kind in type(error).__mro__)
+
+
+def shown(error: BaseException) -> str:
+    """An exception in one line of at most 500 characters, also if it can't show itself."""
+    try:
+        text = repr(error)
+    except Exception:
+        text = f"<{type(error).__name__}>"
+    return text if len(text) <= 500 else text[:497] + "..."
