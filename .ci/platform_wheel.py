@@ -1,14 +1,21 @@
-"""Hatch's build hook: a wheel that carries prebuilt native kernels is one for this platform.
+"""Hatch's build hook: native kernels are compiled when rekindle is installed, for the processor it is installed on.
 
-`python -m rekindle_kernels.native.build_library` makes them, before the wheel is built; without them it is pure Python.
+A wheel carries them and is then one for this platform; an editable installation finds them in the clone, in a folder
+that git ignores. What `python -m rekindle_kernels.native.build_library` made before for these sources, as for the
+wheels of a release, is taken as it is. `REKINDLE_BUILD_KERNELS=0` makes none: the wheel is pure Python, and XLA does
+their work.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +24,21 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 PREBUILT = Path("kernels/rekindle_kernels/native/prebuilt")
 LINUX = os.environ.get("REKINDLE_WHEEL_LINUX", "manylinux_2_28")  # the C library that the kernels were linked with
 MACOS = "macosx_11_0"
+LIMIT = 180  # seconds after which no further kernel is begun: models that need it are slower then
+LONGEST = 300  # seconds for all of it
 
 
 class PlatformWheel(BuildHookInterface):
-    """Adds the library and its manifest to the wheel, and the platform to the wheel's name."""
+    """Makes the library, adds it and its manifest to the wheel, and the platform to the wheel's name."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         folder = Path(self.root) / PREBUILT
-        if version == "editable" or not (folder / "manifest.json").exists():
+        if os.environ.get("REKINDLE_BUILD_KERNELS", "1") == "0":
+            return
+        if not os.access(self.root, os.W_OK):
+            folder = Path(tempfile.mkdtemp(prefix="rekindle-kernels-"))  # until the wheel is written
+        made = compiled(Path(self.root), folder)
+        if version == "editable" or not made:
             return
         manifest = json.loads((folder / "manifest.json").read_text())
         for name in ("manifest.json", manifest["library"]):
@@ -32,3 +46,37 @@ class PlatformWheel(BuildHookInterface):
         system = LINUX if sys.platform == "linux" else MACOS
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{system}_{platform.machine()}"
+
+
+def compiled(root: Path, folder: Path) -> bool:
+    """Whether `folder` holds kernels for this processor, compiled now if need be. One line says how that went."""
+    if sys.platform == "win32":
+        return False
+    started = time.perf_counter()
+    path = os.pathsep.join([str(root / "kernels"), *sys.path])
+    command = [sys.executable, "-m", "rekindle_kernels.native.build_library", "--here"]
+    command += ["--limit", str(LIMIT), "--out", str(folder)]
+    say("compiling native kernels for this processor: about a minute on two cores, at most 5 minutes")
+    try:
+        environment = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST, check=False)
+    except subprocess.TimeoutExpired:
+        say(f"native kernels were not compiled within {LONGEST} s; XLA does their work, more slowly")
+        return False
+    said = done.stderr.strip().splitlines()
+    if done.returncode:
+        reason = said[-1] if said else f"status {done.returncode}"
+        say(f"native kernels can't be compiled here ({reason}); XLA does their work, more slowly")
+        return False
+    say(
+        f"native kernels are there after {time.perf_counter() - started:.0f} s"
+        + "".join(f"\n  {line}" for line in said)
+    )
+    return True
+
+
+def say(line: str) -> None:
+    """Print it where it is seen: pip keeps what a build prints to itself, unless it is asked for with -v."""
+    print(f"rekindle: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+        print(f"\nrekindle: {line}", file=terminal, flush=True)

@@ -1,56 +1,4 @@
-"""Matrices of four bits, and of six or eight, in groups: how they are stored, and what they mean.
-
-A matrix [N, K] (N outputs, K inputs) consists of integers q from 0 to 15. Each `group` of consecutive inputs of an
-output has a scale, and a minimum or none:
-
-    value = scale * (q - 8)            without minimums
-    value = scale * q + minimum        with them
-
-Matrices of eight bits have integers from -128 to 127, those of six from -32 to 31, and no number is subtracted from
-them. The group is 32, 64 or 128 inputs, of more than four bits 16 too. It divides K, and 16 divides N. There are three
-arrays, of which the last may be missing (None); a stack of matrices has one more axis in front of each of them:
-
-    weight   uint8                [N / 16, K * 8]             two integers in each byte
-             or int32             [N / 16, K * 4]             one in each byte: a matrix of eight bits
-             or uint32            [N / 16, K * 3]             four in three bytes: a matrix of six bits
-    scale    float16 or float32   [N / 16, K / group * 16]
-             or int8              [N / 16, K / 256 * (4096 / group + 32)]
-    minimum  as scale
-
-Row b of each array belongs to the outputs 16 b to 16 b + 15. A row of `weight` is cut into tiles of 64 bytes, a cache
-line; tile t holds the inputs 8 t to 8 t + 7. Its byte 4 o + i (output o of the 16, i from 0 to 3) has q of the input
-8 t + i in its low four bits and that of the input 8 t + 4 + i in its high ones. A row of `scale` and of `minimum` has
-16 numbers for each group, one per output. A vector of 16 lanes of 32 bits so has one output in each lane, and four of
-its inputs in the four bytes of the lane, which is what instructions that multiply bytes take; sums stay in their lanes.
-
-Of eight bits, a tile is two cache lines: first the inputs 8 t to 8 t + 3, four bytes for each output, then the others.
-
-Of six bits, a tile holds the inputs 16 t to 16 t + 15 in three cache lines. 32 is added to each integer. The first two
-lines have the low four bits of what is then there, as two tiles of four bits; byte 4 o + i of the third has the two
-high bits of the inputs 16 t + i, 16 t + 4 + i, 16 t + 8 + i and 16 t + 12 + i, the first of them in its lowest bits.
-
-Scales of int8 are integers, and 256 inputs of an output share a float16 step: a scale is integer * step. For each 256
-inputs, a row has 16 integers for each of their groups, one per output, and then the 16 steps in 32 bytes. Such products
-are exact in float32.
-
-What other formats become, all of them exactly (`pack` and `pack_scales` do it):
-
-    Q4_0          group 32, scale float16; its integers are stored with the same offset of 8
-    Q4_1          group 32, scale and minimum float16
-    AWQ, GPTQ     group 128 (or 32, 64), scale float32 and minimum float32 = -scale * zero: 11 bits times 4 are exact in
-                  float32 and not in float16; without zero points, or where all of them are 8, scale float16 alone
-    Q4_K          group 32, scale and minimum int8: its 6-bit scales with steps d, its 6-bit minimums with steps -dmin;
-                  4.6 bits per weight, where the file has 4.5
-
-Scales and minimums are then those of the format to the last bit, their products with integers are exact in float32,
-and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it.
-
-In six bits, with groups of 32: Q5_0 with float16 scales, Q5_1 with float16 minimums too, Q5_K with int8 scales and
-minimums. Q6_K has groups of 16 and int8 scales: 6.6 bits per weight, as the file has.
-
-In eight bits, with groups of 32: Q8_0 and IQ4_NL, whose table has integers, with float16 scales; IQ4_XS with int8
-scales. 4-bit floats (MXFP4, NVFP4) are halves of integers and have float32 scales.
-"""
+"""Matrices of four, six and eight bits in groups: packing them, and their values. `int4_format` says what they are."""
 
 from __future__ import annotations
 
@@ -63,24 +11,27 @@ import numpy as np
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-GROUPS = (32, 64, 128)  # inputs that share a scale
-GROUPS_OF = {4: GROUPS, 6: (16, *GROUPS), 8: (16, *GROUPS)}  # by bits
-OUTPUTS = 16  # of a row of the arrays: lanes of a vector
-INPUTS = 8  # of a tile of four bits
-TILE = OUTPUTS * INPUTS // 2  # bytes: a cache line
-ROW_BYTES = TILE // INPUTS  # of a row of `weight` for each input
-COLUMNS = {"uint8": ROW_BYTES, "uint32": 3, "int32": ROW_BYTES // 2}  # of `weight` for each input, by its dtype
-DTYPES = {4: "uint8", 6: "uint32", 8: "int32"}  # of `weight` by bits
-BITS = {dtype: bits for bits, dtype in DTYPES.items()}
-INPUTS_OF = {4: INPUTS, 6: 2 * INPUTS, 8: INPUTS}  # of a tile, by bits
-OFFSET = 8  # of integers without minimums
-SIX_OFFSET = 32  # by which integers of six bits are stored larger
-HIGHEST = 15
-SCALES = ("float16", "float32")
-STEPPED = "int8"  # scales that are integers, with a step for each SPAN inputs
-STORED = (*SCALES, STEPPED)
-SPAN = 256
-STEP_BYTES = 2  # of an output
+from rekindle_kernels.int4_format import (  # noqa: F401  others know the format by this module
+    BITS,
+    COLUMNS,
+    DTYPES,
+    GROUPS,
+    GROUPS_OF,
+    HIGHEST,
+    INPUTS,
+    INPUTS_OF,
+    OFFSET,
+    OUTPUTS,
+    ROW_BYTES,
+    SCALES,
+    SIX_OFFSET,
+    SPAN,
+    STEP_BYTES,
+    STEPPED,
+    STORED,
+    TILE,
+)
+
 _NIBBLES, _PAIRS = 0x0F0F0F0F, 0x03030303  # four and two bits of each byte
 _AT_ONCE = 1 << 16  # words that are packed at a time, so that what is made on the way stays in the cache
 

@@ -47,7 +47,7 @@ def test_what_came_from_that_cache_is_not_stored(parts: bool) -> None:
         store = DictStore()
         programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
         if parts:
-            programs.begin_plain()
+            programs.begin_parts()
         programs.get(decode)
         programs.flush()
         return programs, store

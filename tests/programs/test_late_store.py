@@ -77,12 +77,12 @@ def test_flush_returns_when_what_a_thread_writes_is_written() -> None:
     assert not flushing.is_alive() and kept.kept == {"a": 1}
 
 
-@pytest.mark.parametrize("end", ["close", "flush", "kernels"])
-def test_programs_write_late_while_kernels_are_compiled(end: str) -> None:
+@pytest.mark.parametrize("end", ["close", "flush", "whole"])
+def test_programs_write_late_while_they_are_made_of_parts(end: str) -> None:
     kept = DictStore()
     store = LateStore(kept, delay=600)
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
-    programs.begin_plain()
+    programs.begin_parts()
     programs.get(Bucket(2, 0))
     assert not kept.kept
     match end:
@@ -90,8 +90,8 @@ def test_programs_write_late_while_kernels_are_compiled(end: str) -> None:
             programs.close()
         case "flush":
             programs.flush()
-        case "kernels":
-            programs.end_plain(lambda: True)
+        case "whole":
+            programs.end_parts(lambda: True)
             assert not store.late
             programs.flush()
     assert len(kept.kept) == 3

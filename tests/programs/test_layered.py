@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from helpers.checkpoints import CASES, case
 from helpers.dict_store import DictStore
 from helpers.driving import Driver, tiny_config, tiny_model
+from helpers.small import opening, plain, prompt
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel, abstract_model
@@ -49,8 +51,17 @@ KINDS = {
 
 def programs_of(model: LoadedModel = MODEL, **changes: Any) -> Programs:
     programs = Programs(model.config, model.graph, model.leaves, tiny_config(), **changes)
-    programs.begin_plain()
+    programs.begin_parts()
     return programs
+
+
+def many_layers(monkeypatch: pytest.MonkeyPatch, peace: float = 60.0) -> None:
+    """Sessions of the small model begin in parts, which serve for so many seconds."""
+    monkeypatch.setattr(warming, "PEACE", peace)
+    monkeypatch.setattr(warming, "LONGER_PEACE", peace)
+    monkeypatch.setattr(layered, "MANY_LAYERS", 2)
+    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+    monkeypatch.setattr(warming, "build_kernels", lambda names: None)
 
 
 def written(model: LoadedModel, programs: Programs, **options: Any) -> tuple[list[int], list[float]]:
@@ -130,12 +141,12 @@ def test_greedy_steps_need_a_small_part_of_what_comes_after_the_layers() -> None
     store = DictStore()
     programs = programs_of(store=store)
     programs.get(DECODE)
-    first = ["r2t0 plain greedy closing", "r2t0 plain layer 0", "r2t0 plain opening"]
+    first = ["r2t0 parts greedy closing", "r2t0 parts layer 0", "r2t0 parts opening"]
     assert sorted(store.kept) == first and programs.compilations == 3
     written(MODEL, programs)
-    assert "r2t0 plain closing" not in store.kept
+    assert "r2t0 parts closing" not in store.kept
     written(MODEL, programs, temperature=0.5)
-    rest = {"r2t0 plain closing", "r2t32 plain closing"}
+    rest = {"r2t0 parts closing", "r2t32 parts closing"}
     assert rest <= {*store.kept}
     before = programs.compilations
     programs.complete(DECODE)
@@ -148,11 +159,11 @@ def test_greedy_steps_need_a_small_part_of_what_comes_after_the_layers() -> None
 def test_what_a_store_lacks_is_compiled_and_nothing_else() -> None:
     store = DictStore()
     programs_of(store=store).get(DECODE)
-    del store.kept["r2t0 plain layer 0"]
+    del store.kept["r2t0 parts layer 0"]
     programs = programs_of(store=store)
     assert not programs.load(DECODE)
     programs.get(DECODE)
-    assert programs.compilations == 1 and "r2t0 plain layer 0" in store.kept
+    assert programs.compilations == 1 and "r2t0 parts layer 0" in store.kept
 
 
 def test_parts_go_through_a_folder(tmp_path: Path) -> None:
@@ -227,40 +238,33 @@ def test_a_part_that_fails_is_named_and_can_be_tried_again(monkeypatch: pytest.M
     monkeypatch.setattr(layered, "make_layer", made)
     program = programs.get(DECODE)
     monkeypatch.setattr(layered, "make_closing", lambda *args, **options: broken)
-    with pytest.raises(CompileError, match=r"r2t0 plain closing .*no such op"):
+    with pytest.raises(CompileError, match=r"r2t0 parts closing .*no such op"):
         program.complete()
 
 
 @pytest.mark.parametrize("mode", ["lazy", "background"])
 def test_what_the_first_text_needs_is_made_at_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While kernels are being compiled; with "lazy" nothing is made that greedy steps do without."""
-
-    class Building:
-        def wait(self, stopped: Any) -> bool:
-            while not stopped():
-                built.wait(0.01)
-            return False
-
-    built = threading.Event()
-    monkeypatch.setattr(warming, "build_kernels", lambda names: Building())
+    """With "lazy" nothing is made that greedy steps do without."""
+    many_layers(monkeypatch)
     store = DictStore()
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
     going = Warming(programs, mode)
     going.opened()
-    rest = {"r2t0 plain closing", "r2t32 plain closing"}
-    wanted = rest if mode == "background" else {name.replace("plain", "plain greedy") for name in rest}
+    decode = first_needed(programs, restoring=False)[1]
+    rest = {f"{decode.name} parts closing", "r2t32 parts closing"}
+    wanted = rest if mode == "background" else {name.replace("parts", "parts greedy") for name in rest}
     pause = threading.Event()
     for _ in range(600):
         if wanted <= {*store.kept}:
             break
         pause.wait(0.1)
+    assert going.in_peace and isinstance(programs.get(decode), LayeredStep)
+    assert {record.name for record in programs.manifest()} == {decode.name, "r2t32"}
     going.stop(60)
     assert wanted <= {*store.kept} and (mode == "background") == (rest <= {*store.kept})
-    assert {record.name for record in programs.manifest()} == {"r2t0", "r2t32"}
-    assert isinstance(programs.get(DECODE), LayeredStep)
     # A second process finds all of it.
     again = programs_of(store=store)
-    warm(again, [PREFILL, DECODE])
+    warm(again, [PREFILL, decode])
     assert again.compilations == 0
 
 
@@ -281,38 +285,33 @@ def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: p
     make = layered.Layered.make
 
     def slowly(self: layered.Layered, key: Bucket) -> Any:
-        if key == DECODE:
+        if key.tokens == 0:
             made.set()
             assert release.wait(60)
         return make(self, key)
 
-    class Building:
-        def wait(self, stopped: Any) -> bool:
-            while not stopped():
-                release.wait(0.01)
-            return False
-
     monkeypatch.setattr(layered.Layered, "make", slowly)
-    monkeypatch.setattr(warming, "build_kernels", lambda names: Building())
+    many_layers(monkeypatch)
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
+    decode = first_needed(programs, restoring=False)[1]
     going = Warming(programs, "lazy")
     runner = Runner(MODEL, programs.config, programs=programs)
     driver = Driver(runner)
     try:
-        assert made.wait(60) and programs.ready(PREFILL) and programs.soon(DECODE)
+        assert made.wait(60) and programs.ready(PREFILL) and programs.soon(decode)
         live = driver.add([5, 9, 7], Sampling(max_tokens=4))
         for _ in range(2):
             driver.step([(live, None)])
         assert runner.statistics().programs == {"r2t32": 2}
         release.set()
-        programs.get(DECODE)
+        programs.get(decode)
         driver.step([(live, None)])
-        assert runner.statistics().programs == {"r2t32": 2, "r2t0": 1}
+        assert runner.statistics().programs == {"r2t32": 2, decode.name: 1}
     finally:
         release.set()
         going.stop(60)
         runner.close()
-    assert not programs.soon(DECODE)
+    assert not programs.soon(decode)
     fitting = programs_of()
     runner = Runner(MODEL, fitting.config, programs=fitting)
     assert live.outputs == Driver(runner).solo([5, 9, 7], Sampling(max_tokens=3)).outputs
@@ -322,11 +321,7 @@ def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: p
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("background", marks=pytest.mark.slow)])
 def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole programs replace them after a moment, and are found by the next process."""
-    monkeypatch.setattr(warming, "build_kernels", lambda names: None)
-    monkeypatch.setattr(warming, "PEACE", 0.5)
-    monkeypatch.setattr(warming, "LONGER_PEACE", 0.5)
-    monkeypatch.setattr(layered, "MANY_LAYERS", 2)
-    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+    many_layers(monkeypatch, 0.5)
 
     def begun(store: DictStore) -> tuple[Programs, Warming]:
         programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
@@ -352,7 +347,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and programs.traces == 0
     going.stop(60)
     # One whose predecessor ended too soon finds its parts, or parts of one program and the whole of another.
-    monkeypatch.setattr(Programs, "end_plain", lambda self, stopped, at_least: None)
+    monkeypatch.setattr(Programs, "end_parts", lambda self, stopped: None)
     parts = {name: program for name, program in store.kept.items() if " parts " in name}
     for whole in ({}, {first[1].name: store.kept[first[1].name]}):
         store.kept = parts | whole
@@ -364,10 +359,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
 
 def test_a_short_process_that_finds_parts_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole programs are for those that go on: one short process after the other uses the parts of the first."""
-    monkeypatch.setattr(warming, "build_kernels", lambda names: None)
-    monkeypatch.setattr(warming, "LONGER_PEACE", 60.0)
-    monkeypatch.setattr(layered, "MANY_LAYERS", 2)
-    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+    many_layers(monkeypatch)
     store, seen = DictStore(), []
     for _ in range(3):
         programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
@@ -394,10 +386,60 @@ def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pyte
     assert not programs.starts_anew(first)
 
 
-def test_stored_parts_without_kernels_are_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layered, "MANY_LAYERS", 2)
-    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
-    store = DictStore()
-    programs_of(store=store).get(PREFILL)
-    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
-    assert not programs.starts_anew(first_needed(programs, restoring=False)[:2])
+def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    make_one = layered.Layered.make
+
+    def slowly(self: layered.Layered, key: Bucket) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return make_one(self, key)
+
+    monkeypatch.setattr(layered.Layered, "make", slowly)
+    programs = programs_of()
+    making = threading.Thread(target=programs.get, args=[DECODE])
+    making.start()
+    assert begun.wait(60)
+    replacing = threading.Thread(target=programs.end_parts)
+    replacing.start()
+    go.set()
+    making.join()
+    replacing.join()
+    assert not isinstance(programs.get(DECODE), LayeredStep)
+
+
+def test_one_whose_successor_does_not_compile_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    programs = programs_of()
+    provisional = programs.get(DECODE)
+
+    def fail(self: Programs, key: Any) -> Any:
+        raise CompileError("no")
+
+    monkeypatch.setattr(Programs, "compile", fail)
+    with caplog.at_level(logging.WARNING, "rekindle.engine"):
+        programs.end_parts()
+    assert "r2t0 goes on in parts: no" in caplog.text
+    assert programs.get(DECODE) is provisional
+
+
+@pytest.mark.anyio
+async def test_a_text_goes_on_where_it_was_when_its_program_is_replaced() -> None:
+    """Float32 tokens are the plain loop's, before and after, alone and in a batch."""
+    async with opening(precompile="lazy", cache_dir=None, disk_memory=0) as session:
+        programs: Any = session._engine.runner.programs  # type: ignore[attr-defined]
+        programs.begin_parts()
+        handles = [session.submit(prompt(seed, 9), max_tokens=40, ignore_eos=True) for seed in range(3)]
+        replacing = None
+        async for _ in handles[0]:
+            if replacing is None:
+                replacing = threading.Thread(target=programs.end_parts)
+                replacing.start()
+        assert replacing is not None
+        replacing.join()
+        for seed, handle in enumerate(handles):
+            assert (await handle).token_ids == plain(prompt(seed, 9), 40)
+        assert (await session.generate(prompt(5, 9), max_tokens=40)).token_ids == plain(prompt(5, 9), 40)
+        assert not programs._provisional
+        session.check_integrity()

@@ -19,7 +19,6 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import jax
 
 from rekindle_kernels import private_files
 from rekindle_kernels.native import cpu, fill_pages, library, object_loader, zeros
-from rekindle_kernels.native.chain_plan import ENTRIES, SLOTS, slot
+from rekindle_kernels.native.chain_plan import ENTRIES, slot
 
 PREFIX = "rekindle_"
 PYTHON = {zeros.NAME: lambda: zeros.address(), fill_pages.NAME: lambda: fill_pages.address()}  # need no machine code
@@ -39,7 +38,6 @@ _lock = threading.Lock()
 compiling: str = ""  # the kernel that is being compiled now
 _failed: set[str] = set()
 _ready: set[str] = set()  # kernels
-_thread = threading.local()
 
 
 def unavailable_reason() -> str | None:
@@ -50,9 +48,8 @@ def unavailable_reason() -> str | None:
         return "REKINDLE_NATIVE=0 turns them off"
     if library.find() is not None:
         return None
-    missing = [name for name in ("numba", "llvmlite") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} not installed: pip install 'numba>=0.66'"
+    if any(importlib.util.find_spec(name) is None for name in ("numba", "llvmlite")):
+        return "none were installed for this processor: install rekindle here again, or pip install 'numba>=0.66'"
     version = importlib.metadata.version("llvmlite")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
         return f"llvmlite {version} is older than {OLDEST[0]}.{OLDEST[1]}: pip install --upgrade 'numba>=0.66'"
@@ -80,8 +77,8 @@ def ensure(name: str) -> str:
             address = PYTHON[name]() if name in PYTHON else _made(name)
             jax.devices("cpu")  # a kernel that is refused before this starts would keep the backend from starting
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
-            assert not _entries()[slot(name)], f"two kernels have the entry of {name}: rename one"
-            _entries()[slot(name)] = address
+            assert not library.entries()[slot(name)], f"two kernels have the entry of {name}: rename one"
+            library.entries()[slot(name)] = address
             _ready.add(name)
     return target
 
@@ -97,7 +94,7 @@ def called_by(executable: bytes) -> list[str]:
 
 def builds(name: str) -> bool:
     """Whether kernel `name` is or can be registered. A failure is said once; XLA then does the work."""
-    if name in _failed or (name not in PYTHON and getattr(_thread, "plain", False)):
+    if name in _failed:
         return False
     try:
         ensure(name)
@@ -105,16 +102,6 @@ def builds(name: str) -> bool:
         _say(name, error)
         return False
     return True
-
-
-@contextlib.contextmanager
-def plain() -> Iterator[None]:
-    """What this thread traces in here does without kernels that would have to be compiled."""
-    before, _thread.plain = getattr(_thread, "plain", False), True
-    try:
-        yield
-    finally:
-        _thread.plain = before
 
 
 def is_there(name: str) -> bool:
@@ -190,7 +177,7 @@ def _compile(name: str) -> bytes:
 
 
 def _load(name: str, code: bytes) -> int:
-    own = object_loader.load(code, entry(name), {ENTRIES: ctypes.addressof(_entries())})
+    own = object_loader.load(code, entry(name), {ENTRIES: ctypes.addressof(library.entries())})
     return own or _load_by_llvm(name, code)
 
 
@@ -202,13 +189,6 @@ def _load_by_llvm(name: str, code: bytes) -> int:
     engine.finalize_object()
     address: int = engine.get_function_address(entry(name))
     return address
-
-
-@cache
-def _entries() -> Any:
-    """The addresses of all kernels' code, which the kernel of chains calls; in the library's memory if there is one."""
-    own = library.entries()
-    return (ctypes.c_int64 * SLOTS)() if own is None else own
 
 
 @cache
@@ -226,7 +206,7 @@ def _initialised() -> None:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     llvm.initialize_native_asmparser()
-    llvm.add_symbol(ENTRIES, ctypes.addressof(_entries()))
+    llvm.add_symbol(ENTRIES, ctypes.addressof(library.entries()))
 
 
 def _machine(llvm: Any) -> Any:
@@ -258,12 +238,11 @@ def digest(name: str) -> str:
 @cache
 def _common() -> bytes:
     """A digest of what all kernels depend on: the sources, the versions, the CPU."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
     versions = [_version(package) for package in ("numba", "llvmlite")]
     hasher = hashlib.blake2b()
     masked = cpu.mask()
-    texts = [*versions, cpu.identity(), masked.name if masked else ""]
-    for part in [*(text.encode() for text in texts), *sources]:
+    texts = [*versions, cpu.identity(), masked.name if masked else "", library.source_digest()]
+    for part in [text.encode() for text in texts]:
         hasher.update(len(part).to_bytes(8, "little") + part)
     return hasher.digest()
 

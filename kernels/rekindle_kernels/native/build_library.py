@@ -1,79 +1,125 @@
-"""Compiles native kernels ahead for several levels of processors: `python -m rekindle_kernels.native.build_library`.
+"""Compiles native kernels ahead: at installation for this processor, or for the levels of processors of a wheel.
 
-Every kernel is compiled for every level in a process of its own, since LLVM ends the process where it can't; such a
-kernel is left out at that level, and XLA does its work. The system's compiler driver links the objects.
+`python -m rekindle_kernels.native.build_library`. Needs numba, and no JAX. As many processes as there are processors
+compile one kernel after the other, since numba then compiles what kernels share once. LLVM ends a process where it
+can't compile a kernel; that one is left out at that level, and XLA does its work.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rekindle_kernels import int4
-from rekindle_kernels.native import cpu, kernel_table, library
+from rekindle_kernels import int4_format
+from rekindle_kernels.native import cpu, kernel_table, library, object_loader
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES, SLOTS
 
 DTYPES = ("bfloat16", "float32", "float16", "int8")
 WRITTEN = ("float32", "bfloat16")  # pages of others are XLA's to write
-HEAD_DIMS = (64, 128, 32, 80, 96, 256)
-SYSTEMS = {"linux": "unknown-linux-gnu", "darwin": "apple-macosx11.0.0"}
+HEAD_DIMS = (64, 128, 256, 32, 80, 96)
+UNLINKED = "linux-x86_64"  # there `object_loader` does what a linker would
+_JOB = struct.Struct("=i")
 
 
 def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
-    """The names of all kernels that models of these head sizes use."""
-    names = [CHAIN]
+    """The names of all kernels that models of these head sizes use, the likeliest first."""
+    names, attention = [CHAIN], list[tuple[int, int, str]]()
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
         if spec in kernel_table.GROUPED.values():
-            dtypes = int4.STORED
+            dtypes = int4_format.STORED
         if spec is kernel_table.GEMM:
             dtypes = tuple(cpu.DOT_PRODUCTS)
         if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
-            names += [spec.variant(dtype, size).name for size in head_dims for dtype in dtypes]
+            for rank, dtype in enumerate(dtypes):
+                attention += [(rank, at, spec.variant(dtype, size).name) for at, size in enumerate(head_dims)]
         elif spec.parameters:
             names += [spec.variant(dtype).name for dtype in dtypes]
         else:
             names.append(spec.variant().name)
-    return names
+    return [*names, *(name for _, _, name in sorted(attention))]
 
 
-def build(target: Path, levels: Sequence[cpu.Level], kernels: Sequence[str], *, linker: str | None = None) -> Path:
-    """Compile and link; the folder `target` then holds the library and its manifest. Returns the library's path."""
+def likely_kernels() -> list[str]:
+    """Those that an installation waits for: pages of float32 and int8 for the commonest heads, none of float16."""
+    common = {f"_{dtype}_{size}" for dtype in ("float32", "int8") for size in HEAD_DIMS[:3]}
+    specs = kernel_table.KERNELS.values()
+    attention = {spec.kind for spec in specs if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM}
+
+    def likely(name: str) -> bool:
+        kind, _, pages = name.partition("_")
+        return kind not in attention or pages.startswith("bfloat16") or f"_{pages}" in common
+
+    return [name for name in all_kernels() if likely(name)]
+
+
+def build(
+    target: Path,
+    levels: Sequence[cpu.Level],
+    kernels: Sequence[str],
+    *,
+    linker: str | None = None,
+    limit: float | None = None,
+    origin: str = "",
+) -> Path:
+    """Compile the kernels; the folder `target` then holds the library and its manifest. Returns the library's path.
+
+    What is not begun after `limit` seconds is left out. `linker` is the compiler driver that links, if one is needed.
+    """
     machines = {level.machine for level in levels}
     assert len(machines) == 1, f"one library is for one kind of processor, not for {' and '.join(sorted(machines))}"
     platform = library.platform_tag(*machines)
+    linked = linker is not None or platform != UNLINKED
+    program = (linker or _linker()) if linked else ""
     started, made = time.perf_counter(), {level.name: list[str]() for level in levels}
+    deadline = None if limit is None else time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(name, level) for level in levels for name in kernels if fits(name, level)]
-        objects = [_entries_object(Path(folder), levels[0])]
-        for (name, level), path in zip(jobs, _compiled(jobs, Path(folder)), strict=True):
-            if path is None:
-                print(f"{name} can't be compiled for {level.name}", file=sys.stderr)
-            else:
-                made[level.name].append(name)
-                objects.append(path)
+        objects: dict[str, Path] = {}
+        for level in levels:
+            names = [name for name in kernels if fits(name, level)]
+            for name, path in zip(names, _compiled(names, level, Path(folder), linked, deadline), strict=True):
+                if path is None:
+                    print(f"{name} can't be compiled for {level.name} in time", file=sys.stderr)
+                else:
+                    made[level.name].append(name)
+                    objects[library.symbol(name, level)] = path
         target.mkdir(parents=True, exist_ok=True)
-        place = target / f"kernels-{platform}.so"
-        _link(place, objects, linker)
+        place = target / f"kernels-{platform}.{'so' if linked else 'objects'}"
+        extents: dict[str, tuple[int, int]] = {}
+        # A process may have the old one mapped: it keeps that.
+        new = target / f".{place.name}.{os.getpid()}"
+        if linked:
+            _link(new, [_entries_object(Path(folder), levels[0]), *objects.values()], program)
+        else:
+            with new.open("wb") as file:
+                for symbol, path in objects.items():
+                    extents[symbol] = file.tell(), file.write(path.read_bytes())
+        os.replace(new, place)
+    seconds, count = time.perf_counter() - started, sum(map(len, made.values()))
     manifest = {
         "platform": platform,
         "sources": library.source_digest(),
         "library": place.name,
         "digest": hashlib.blake2b(place.read_bytes(), digest_size=16).hexdigest(),
         "levels": made,
+        "objects": extents,
+        "origin": origin,
     }
-    (target / library.MANIFEST).write_text(json.dumps(manifest, indent=1))
-    seconds, size = time.perf_counter() - started, place.stat().st_size / 2**20
-    print(f"{place}: {sum(map(len, made.values()))} kernels, {size:.1f} MiB, {seconds:.0f} s", file=sys.stderr)
+    new = target / f".{library.MANIFEST}.{os.getpid()}"
+    new.write_text(json.dumps(manifest, indent=1))
+    os.replace(new, target / library.MANIFEST)
+    print(f"{place}: {count} kernels, {place.stat().st_size / 2**20:.1f} MiB, {seconds:.0f} s", file=sys.stderr)
     return place
 
 
@@ -83,63 +129,78 @@ def fits(name: str, level: cpu.Level) -> bool:
     return kind != kernel_table.GEMM.kind or cpu.multiplies_many(dtype, level)
 
 
-def _compiled(jobs: Sequence[tuple[str, cpu.Level]], folder: Path) -> list[Path | None]:
-    """The object file of each job, None where it failed; as many at once as there are processors."""
+def _compiled(
+    names: Sequence[str], level: cpu.Level, folder: Path, linked: bool, deadline: float | None
+) -> list[Path | None]:
+    """The object file of each kernel, None where it failed; as many at once as there are processors."""
     import rekindle_kernels.native.compiling  # noqa: F401  imported once, before the processes part
 
-    results: list[Path | None] = [None] * len(jobs)
-    running: dict[int, int] = {}
+    jobs, ready = os.pipe()  # a process takes the next number from it
+    os.set_blocking(jobs, False)
+    results: list[Path] = [folder / f"{level.suffix}-{index}.o" for index in range(len(names))]
 
-    def wait() -> None:
-        process = next(iter(running))
-        index = running.pop(process)
-        _, status = os.waitpid(process, 0)
-        path = folder / f"{index}.o"
-        results[index] = path if status == 0 and path.exists() else None
+    asked_by = os.getpid()
 
-    for index, (name, level) in enumerate(jobs):
-        if len(running) >= (os.cpu_count() or 1):
-            wait()
-        process = os.fork()
-        if process == 0:
-            _compile(name, level, folder / f"{index}.o")
-        running[process] = index
-    while running:
-        wait()
-    return results
+    def work() -> None:
+        with contextlib.suppress(BlockingIOError):  # no number is left
+            while os.getppid() == asked_by:
+                (index,) = _JOB.unpack(os.read(jobs, _JOB.size))
+                if deadline is None or time.monotonic() < deadline:
+                    _compile(names[index], level, results[index], linked)
 
-
-def _compile(name: str, level: cpu.Level, path: Path) -> None:
-    """Compile one kernel and end the process."""
-    status = 1
     try:
-        from rekindle_kernels.native.compiling import object_code
+        os.write(ready, b"".join(map(_JOB.pack, range(len(names)))))  # a pipe holds 64 KiB
+        processes = {_forked(work) for _ in range(min(_usable_cpus(), len(names)))}
+        while processes:
+            process, status = os.wait()
+            processes.discard(process)
+            if os.WIFSIGNALED(status):  # what it was compiling is left out; another one goes on with the rest
+                processes.add(_forked(work))
+    finally:
+        os.close(jobs)
+        os.close(ready)
+    return [path if path.exists() else None for path in results]
+
+
+def _forked(work: Callable[[], None]) -> int:
+    """A process that does the work and ends."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return process
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _compile(name: str, level: cpu.Level, path: Path, linked: bool) -> None:
+    """Compile one kernel; `path` is complete or absent."""
+    try:
+        from rekindle_kernels.native.compiling import machine_of, object_code
 
         cpu.building_for = level
-        path.write_bytes(object_code(name, library.symbol(name, level), machine_of(level)))
-        status = 0
+        symbol = library.symbol(name, level)
+        code = object_code(name, symbol, machine_of(level, linked=linked))
+        if not linked and object_loader.load(code, symbol, {ENTRIES: 1 << 20}) is None:
+            raise RuntimeError("its object code has something that object_loader does not know")
+        path.with_suffix(".part").write_bytes(code)
+        path.with_suffix(".part").rename(path)
     except Exception as error:
         print(f"{name}, {level.name}: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def machine_of(level: cpu.Level) -> object:
-    """LLVM's target machine for code of a shared library."""
-    import llvmlite.binding as llvm
-
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    llvm.initialize_native_asmparser()  # one kernel has lines of assembly, for x86
-    architecture = "arm64" if sys.platform == "darwin" and level.machine == "aarch64" else level.machine
-    target = llvm.Target.from_triple(f"{architecture}-{SYSTEMS[sys.platform]}")
-    return target.create_target_machine(cpu=level.cpu, features=level.flags, opt=3, reloc="pic", codemodel="default")
 
 
 def _entries_object(folder: Path, level: cpu.Level) -> Path:
     """The table of entries, which every kernel of chains finds by its symbol."""
     import llvmlite.binding as llvm
+
+    from rekindle_kernels.native.compiling import machine_of
 
     machine = machine_of(level)
     module = llvm.parse_assembly(f"@{ENTRIES} = global [{SLOTS} x i64] zeroinitializer, align 64")
@@ -149,23 +210,46 @@ def _entries_object(folder: Path, level: cpu.Level) -> Path:
     return path
 
 
-def _link(place: Path, objects: Sequence[Path], linker: str | None) -> None:
-    program = linker or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "cc")
+def _linker() -> str:
+    """The system's compiler driver. Raises RuntimeError where there is none."""
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return name
+    raise RuntimeError("there is no C compiler to link them (cc, gcc or clang)")
+
+
+def _link(place: Path, objects: Sequence[Path], linker: str) -> None:
     options = ["-dynamiclib"] if sys.platform == "darwin" else ["-shared", "-nostartfiles", "-Wl,-z,defs,-Bsymbolic,-s"]
-    subprocess.run([program, *options, "-o", str(place), *map(str, objects), "-lm"], check=True)
+    subprocess.run([linker, *options, "-o", str(place), *map(str, objects), "-lm"], check=True)
 
 
 def main() -> None:
     own = [level.name for level in cpu.LEVELS if level.machine == cpu.machine()]
     parser = argparse.ArgumentParser(prog="python -m rekindle_kernels.native.build_library", description=__doc__)
     parser.add_argument("--levels", nargs="+", default=own, help=f"of processors; default: {' '.join(own)}")
+    parser.add_argument("--here", action="store_true", help="for this processor, unless there are some")
     parser.add_argument("--kernels", nargs="+", help="default: all of them")
     parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS, help="head sizes of attention")
     parser.add_argument("--linker", help="the compiler driver that links, for another machine than this one")
+    parser.add_argument("--limit", type=float, help="seconds after which no further kernel is begun")
     parser.add_argument("--out", type=Path, default=library.folder())
     arguments = parser.parse_args()
-    kernels = arguments.kernels or all_kernels(arguments.head_dims)
-    build(arguments.out, [cpu.level_called(name) for name in arguments.levels], kernels, linker=arguments.linker)
+    named = arguments.kernels or os.environ.get("REKINDLE_KERNEL_NAMES", "").split()
+    kernels = named or all_kernels(arguments.head_dims)
+    levels, origin = [cpu.level_called(name) for name in arguments.levels], "in the package, for"
+    if arguments.here:
+        os.environ[library.FOLDER] = str(arguments.out)
+        found = library.find()
+        if found is not None and next(iter(found.levels)) == cpu.levels()[0].name:
+            return
+        levels, kernels = [*cpu.levels()[:1]], named or likely_kernels()
+        origin = "compiled at installation, for"
+        if not levels:
+            raise SystemExit("there are none for this kind of processor")
+    try:
+        build(arguments.out, levels, kernels, linker=arguments.linker, limit=arguments.limit, origin=origin)
+    except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -6,10 +6,43 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rekindle_kernels.native.build import ensure
-from rekindle_kernels.native.kernel_spec import Shapes, Variant
+from rekindle_kernels.native.kernel_spec import Operand, Result, Variant
+
+SAME_BITS = {"bfloat16": "uint16"}  # what pages are stored as on CPU
+
+
+class Shapes:
+    """The sizes of a call's axes, and the dtypes of its operands, collected from them."""
+
+    def __init__(self, variant: Variant, sizes: Mapping[str, int]) -> None:
+        self.variant, self.sizes = variant, dict(sizes)
+        if variant.head_dim:
+            self.sizes["D"] = variant.head_dim
+        self._dtypes: dict[str, Any] = {}
+
+    def check(self, operand: Operand, value: Any) -> None:
+        """Note the sizes of an operand's axes. Raises ValueError if dtype, rank or a size are not the table's."""
+        what, wanted = f"operand {operand.name} of kernel {self.variant.name}", self.variant.dtype_of(operand)
+        if value.dtype.name not in (wanted, SAME_BITS.get(wanted)):
+            raise ValueError(f"{what} is {value.dtype.name}: pass it as {wanted}")
+        self._dtypes[operand.name] = value.dtype
+        axes = operand.axes.split()
+        if len(axes) != len(value.shape):
+            raise ValueError(f"{what} has shape {list(value.shape)}: its axes are [{', '.join(axes)}]")
+        for axis, size in zip(axes, value.shape, strict=True):
+            known = int(axis) if axis.isdigit() else self.sizes.setdefault(axis, size)
+            if known != size:
+                raise ValueError(f"{what} has {size} where axis {axis} has {known}: its axes are [{', '.join(axes)}]")
+
+    def of(self, result: Result) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of a result; it has the dtype of the operand whose memory it takes."""
+        shape = tuple(int(axis) if axis.isdigit() else self.sizes[axis] for axis in result.axes.split())
+        dtype = self._dtypes.get(result.into or "", self.variant.dtype_of(result))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def call(

@@ -7,6 +7,7 @@ once, and optimised once. The kernels of a bfloat16 llama: 7 s, of which LLVM ta
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -18,7 +19,10 @@ from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
+from rekindle_kernels.native import cpu
 from rekindle_kernels.native.kernels.registry import make
+
+SYSTEMS = {"linux": "unknown-linux-gnu", "darwin": "apple-macosx11.0.0"}
 
 
 def object_code(name: str, entry: str, machine: Any) -> bytes:
@@ -45,6 +49,17 @@ def object_code(name: str, entry: str, machine: Any) -> bytes:
         raise RuntimeError(f"{name} still names {', '.join(numbas)}: loading it would end the process")
     code: bytes = machine.emit_object(module)
     return code
+
+
+def machine_of(level: cpu.Level, *, linked: bool = True) -> object:
+    """LLVM's target machine for code of a shared library, or for what `object_loader` loads."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    llvm.initialize_native_asmparser()  # one kernel has lines of assembly, for x86
+    architecture = "arm64" if sys.platform == "darwin" and level.machine == "aarch64" else level.machine
+    target = llvm.Target.from_triple(f"{architecture}-{SYSTEMS[sys.platform]}")
+    reloc, model = ("pic", "default") if linked else ("static", "jitdefault")
+    return target.create_target_machine(cpu=level.cpu, features=level.flags, opt=3, reloc=reloc, codemodel=model)
 
 
 def _optimise(module: Any, machine: Any) -> None:

@@ -1,7 +1,8 @@
-"""Native kernels that were compiled ahead, for several levels of processors, in one shared library.
+"""Native kernels that were compiled ahead: at installation for this processor, or for all levels of a platform's wheel.
 
-A wheel for a platform brings it (`python -m rekindle_kernels.native.build_library` makes it); then kernels need neither
-numba nor llvmlite, and nothing is compiled at the first start. It is used only with the sources that it was made from.
+`build_library` makes them; then kernels need neither numba nor llvmlite, and nothing is compiled while somebody waits.
+They are used only with the sources that they were made from. On x86-64 Linux they are object files in one file, which
+`object_loader` loads; elsewhere a shared library that the system's linker made.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle_kernels.native import cpu
+from rekindle_kernels.native import cpu, object_loader
 from rekindle_kernels.native.chain_plan import ENTRIES, SLOTS
 
 FOLDER = "REKINDLE_NATIVE_LIBRARY"  # looks for the library elsewhere
 MANIFEST = "manifest.json"
+_SOURCES = ("chain_plan", "compiling", "cpu", "kernel_spec", "kernel_table", "layout", "mask_gate", "xla_abi")
 log = logging.getLogger(__name__)
 
 
@@ -30,6 +32,8 @@ class Library(NamedTuple):
     path: Path
     digest: str
     levels: dict[str, frozenset[str]]  # the kernels of each level that may run here, the best first
+    objects: dict[str, tuple[int, int]]  # offset and size of object files, by symbol; of a shared library none
+    origin: str  # how it was made, in words
 
 
 def folder() -> Path:
@@ -47,11 +51,18 @@ def platform_tag(machine: str = "") -> str:
     return f"{sys.platform}-{machine or cpu.machine()}"
 
 
+def sources() -> list[Path]:
+    """The files that machine code depends on: those that `compiling` imports."""
+    folder = Path(__file__).parent
+    found = [*folder.glob("kernels/*.py"), *folder.glob("language/*.py"), folder.parent / "int4_format.py"]
+    return sorted([*found, *(folder / f"{name}.py" for name in _SOURCES)])
+
+
 @cache
 def source_digest() -> str:
     """A digest of the sources of all native kernels."""
     hasher = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sources():
         content = path.read_bytes()
         hasher.update(len(content).to_bytes(8, "little") + content)
     return hasher.hexdigest()
@@ -71,7 +82,8 @@ def _find(place: Path, levels: tuple[cpu.Level, ...]) -> Library | None:
         if (manifest["platform"], manifest["sources"]) != (platform_tag(), source_digest()) or not usable:
             log.debug("%s is for another system, processor or version", place)
             return None
-        return Library(place / manifest["library"], manifest["digest"], usable)
+        objects = {symbol: (first, size) for symbol, (first, size) in manifest.get("objects", {}).items()}
+        return Library(place / manifest["library"], manifest["digest"], usable, objects, manifest.get("origin", ""))
     except (OSError, ValueError, KeyError, AttributeError) as error:
         log.debug("no library of native kernels in %s: %r", place, error)
         return None
@@ -84,17 +96,38 @@ def address(name: str) -> int | None:
         return None
     for level, kernels in library.levels.items():
         if name in kernels:
-            function = getattr(_loaded(library.path), symbol(name, cpu.level_called(level)))
-            return ctypes.cast(function, ctypes.c_void_p).value
+            entry = symbol(name, cpu.level_called(level))
+            if library.objects:
+                return _loaded_object(library.path, *library.objects[entry], entry)
+            return ctypes.cast(getattr(_loaded(library.path), entry), ctypes.c_void_p).value
     return None
 
 
+@cache
 def entries() -> Any:
-    """The table of entries that code in the library reads; None without a library."""
+    """The addresses of all kernels' code, which the kernel of chains calls; in a shared library's memory if there is
+    one."""
     library = find()
-    return None if library is None else (ctypes.c_int64 * SLOTS).in_dll(_loaded(library.path), ENTRIES)
+    shared = None if library is None or library.objects else _loaded(library.path)
+    return _own_entries() if shared is None else (ctypes.c_int64 * SLOTS).in_dll(shared, ENTRIES)
+
+
+@cache
+def _own_entries() -> Any:
+    return (ctypes.c_int64 * SLOTS)()
 
 
 @cache
 def _loaded(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
+
+
+@cache
+def _loaded_object(path: Path, first: int, size: int, entry: str) -> int:
+    with path.open("rb") as file:
+        file.seek(first)
+        code = file.read(size)
+    found = object_loader.load(code, entry, {ENTRIES: ctypes.addressof(_own_entries())})
+    if found is None:
+        raise OSError(f"{path} is damaged: install rekindle again")
+    return found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rekindle_kernels import native
-from rekindle_kernels.native import background_build, build
+from rekindle_kernels.native import background_build, build, library
 from rekindle_kernels.native.background_build import BackgroundBuild
 from rekindle_kernels.ops.registry import current_platform
 
@@ -44,6 +43,14 @@ def unavailable_reason(platform: str | None = None) -> str | None:
     return native.unavailable_reason() if (platform or current_platform()) == "cpu" else None
 
 
+def kernels_origin() -> str:
+    """Where the native kernels are from, in words."""
+    found = library.find()
+    if found is None:
+        return f"numba compiles them for this processor when a model needs them, and keeps them in {build.folder()}"
+    return f"{found.origin or 'in the package, for'} {next(iter(found.levels))}: {found.path}"
+
+
 def environment() -> dict[str, Any]:
     """The settings of this process that implementations depend on; they belong into a compiled program's key."""
     return {"native": native.unavailable_reason() is None, "chains": native.chains(), **build.identity()}
@@ -58,11 +65,6 @@ def kernels_for(
     have float16. It may name too many; one that it leaves out is compiled when a program that calls it is traced.
     """
     return native.kernels_for(matrices, pages, head_dim, scaled)
-
-
-def plain_kernels() -> AbstractContextManager[None]:
-    """What this thread traces meanwhile uses no kernel that would have to be compiled: XLA does their work."""
-    return build.plain()
 
 
 def build_kernels(names: Iterable[str]) -> BackgroundBuild | None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.int4 import COLUMNS, DTYPES, INPUTS_OF, OFFSET, SIX_OFFSET, SPAN, STEP_BYTES, STEPPED
+from rekindle_kernels.int4_format import COLUMNS, DTYPES, INPUTS_OF, OFFSET, SIX_OFFSET, SPAN, STEP_BYTES, STEPPED
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_table import GROUPED

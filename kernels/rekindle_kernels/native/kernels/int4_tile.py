@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rekindle_kernels.int4 import INPUTS_OF, OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
+from rekindle_kernels.int4_format import INPUTS_OF, OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.memory import WORD, prefetch_at

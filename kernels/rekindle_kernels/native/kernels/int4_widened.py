@@ -38,7 +38,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rekindle_kernels.int4 import INPUTS_OF
+from rekindle_kernels.int4_format import INPUTS_OF
 from rekindle_kernels.native.kernels.int4_amx import ask_for
 from rekindle_kernels.native.kernels.int4_tile import STEP, TILE_BYTES, scale_reader, stored_integers
 from rekindle_kernels.native.kernels.prefill_amx import MEMORY

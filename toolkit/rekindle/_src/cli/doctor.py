@@ -150,18 +150,16 @@ def _native() -> Iterator[Check]:
     """Whether the native kernels, which replace slow operations of XLA:CPU, are available; CPU only."""
     import jax
 
-    from rekindle_kernels import environment, unavailable_reason
+    from rekindle_kernels import kernels_origin, unavailable_reason
 
     if jax.default_backend() != "cpu":
         return
     reason = unavailable_reason()
     if reason is None:
-        prebuilt = environment()["level"]
-        how = f"they came with the package, for {prebuilt}" if prebuilt else "numba compiles them for this CPU, once"
-        yield Check("pass", "native kernels", how)
+        yield Check("pass", "native kernels", kernels_origin())
     else:
-        yield Check("warn", "native kernels", f"{reason.split(':')[0]}; tokens take about half as long again",
-                    "pip install 'numba>=0.66'")  # fmt: skip
+        what, _, fix = reason.partition(": ")
+        yield Check("warn", "native kernels", f"{what}; tokens take about half as long again", fix)
 
 
 def _memory() -> Iterator[Check]:

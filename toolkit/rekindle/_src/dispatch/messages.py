@@ -35,6 +35,7 @@ class Engine(NamedTuple):
     vocab_size: int
     chat: ChatLike | None = None  # where the model brings a template
     model: str = ""
+    weights: str = ""  # what they are held as, in words
     swap: Callable[[Any], bytes] | None = None  # on the device thread: takes weights, returns the cache's new root key
     recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
     processors: tuple[str, ...] = ()  # names that requests may ask for

@@ -70,6 +70,7 @@ class Graph:
     paths: tuple[str, ...]  # "layers.0.attention.qkv.weight"…, in the order of the leaves
 
 
+_KINDS = {"uint8": "4 bits", "uint32": "6 bits", "int32": "8 bits", "int8": "int8"}  # by how matrices are stored
 _SHOWN = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
 
@@ -87,6 +88,21 @@ class LoadedModel:
     @property
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def held(self) -> str:
+        """What the weights are held as, and how much memory each kind takes: "4 bits 62 MB, 8 bits 30 MB, …"."""
+        kinds = dict[str, str]()
+        sizes = dict[str, int]()
+        for path, leaf in zip(self.graph.paths, self.leaves, strict=True):
+            owner, _, part = path.rpartition(".")
+            if part == "weight":
+                kinds[owner] = _KINDS.get(leaf.dtype.name, leaf.dtype.name)
+        for path, leaf in zip(self.graph.paths, self.leaves, strict=True):
+            kind = kinds.get(path.rpartition(".")[0], leaf.dtype.name)  # scales count as what they scale
+            sizes[kind] = sizes.get(kind, 0) + leaf.nbytes
+        ordered = sorted(sizes.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {max(1, round(size / 1e6)):,} MB" for kind, size in ordered)
 
     @property
     def num_parameters(self) -> int:

@@ -7,8 +7,6 @@ after the layers differs between a step, its guided half and the variant that po
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import threading
 import time
@@ -20,7 +18,7 @@ import jax
 
 from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.models.registry import WHOLE
-from rekindle._src.programs.buckets import FORWARD, SMALLEST_ROWS, Bucket
+from rekindle._src.programs.buckets import FORWARD, Bucket
 from rekindle._src.programs.jax_cache import watching_hits
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.layered_step import Compiled, LayeredForward, LayeredProgram, LayeredStep
@@ -34,13 +32,11 @@ from rekindle._src.programs.step_parts import (
     make_opening,
 )
 from rekindle.errors import CompileError, StoreError
-from rekindle_kernels import plain_kernels
 
 # With them XLA:CPU compiles in six tenths of the time, and steps take as long (jax 0.10, 135M: 32 ms for a token). At
 # level 0 it would be a third, and steps take 1.3 to 2.3 times as long.
 QUICK: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
 MANY_LAYERS = 5  # of each kind; with 5 a first text waits half a second for its parts, and 1.7 for whole programs
-PLAIN = "plain"  # parts without native kernels
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -60,31 +56,19 @@ class Layered:
     def __init__(self, recipes: Recipes, *, counted: Counted, compiled: Callable[[], None], store: Any = None) -> None:
         """`counted` wraps what is traced, `compiled` is told of each compilation; `store` is a `programs.Store`."""
         self._recipes, self._counted, self._compiled, self._store = recipes, counted, compiled, store
-        self.kernels = False  # native ones are there, and parts call them
         self._lock = threading.Lock()
         self._parts: dict[str, Future[Compiled]] = {}  # ready, or being made
         self._opened: dict[tuple[int, int], Opened] = {}  # the shapes that openings hand on, by size
         self._unsaved: list[tuple[str, Compiled, float]] = []
-
-    @property
-    def form(self) -> str:
-        """What tells the names of such programs from those of whole ones, and from those of the other form."""
-        return "parts" if self.kernels else PLAIN
 
     def starts_anew(self, keys: Iterable[Key]) -> bool:
         """Whether parts of these programs are there much sooner than the programs, of which not all are stored."""
         kinds, keys = self._cut.kinds, [*keys]
         return (
             len(kinds) >= MANY_LAYERS * len({*kinds})
-            and all(self.takes(key) and not self._holds(_plain_opening(key)) for key in keys)
+            and all(self.takes(key) for key in keys)
             and not all(self._holds(key.name) for key in keys)
         )
-
-    def were_plain(self, keys: Iterable[Key]) -> bool:
-        """Whether one of these programs is stored without kernels, and not all of them with."""
-        keys = [*keys]
-        plain = any(self._holds(_plain_opening(key) if self.takes(key) else _plain_whole(key)) for key in keys)
-        return plain and not all(self._holds(key.name) for key in keys)
 
     def _holds(self, name: str) -> bool:
         return self._store is not None and self._store.holds(name)
@@ -214,9 +198,7 @@ class Layered:
         return self._store.load(name)
 
     def _traced(self, part: Part) -> Any:
-        with contextlib.nullcontext() if self.kernels else plain_kernels():
-            jitted = jax.jit(self._counted(part.function), donate_argnums=part.donated)
-            traced = jitted.trace(*part.arguments())
+        traced = jax.jit(self._counted(part.function), donate_argnums=part.donated).trace(*part.arguments())
         if part.opens is not None:
             self._opened[part.opens] = _shapes_of(traced.out_info)
         return traced
@@ -269,13 +251,13 @@ class Layered:
 
     def _size(self, key: Bucket) -> str:
         """What parts that all programs of one size share are called."""
-        return f"r{key.rows}t{key.tokens} {self.form}"
+        return f"r{key.rows}t{key.tokens} parts"
 
     def _opening_name(self, key: Bucket) -> str:
         return f"{self._size(key)} opening"
 
     def _closing_name(self, key: Bucket, *, greedy: bool) -> str:
-        return f"{key.name} {self.form} {'greedy ' if greedy else ''}closing"
+        return f"{key.name} parts {'greedy ' if greedy else ''}closing"
 
     def _layer_name(self, key: Bucket, layer: int) -> str:
         return f"{self._size(key)} layer {layer}"
@@ -290,17 +272,6 @@ class Layered:
         if size not in self._opened:
             self._traced(self._opening(key))
         return self._opened[size]
-
-
-def _plain_opening(key: Bucket) -> str:
-    """That of the program which does its work without kernels, where none has a single row."""
-    return f"r{max(key.rows, SMALLEST_ROWS)}t{key.tokens} {PLAIN} opening"
-
-
-def _plain_whole(key: Key) -> str:
-    """That program, where it is not made of parts."""
-    padded = dataclasses.replace(key, rows=max(key.rows, SMALLEST_ROWS)) if isinstance(key, Bucket) else key
-    return f"{padded.name} {PLAIN}"
 
 
 _unknown: set[str] = set()  # options of QUICK that this version of XLA does not take

@@ -8,7 +8,6 @@ compilation, and different programs compile in parallel.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
@@ -45,7 +44,6 @@ from rekindle_kernels import (
     give_up_zeros,
     has_mask_gates,
     kernel_being_compiled,
-    plain_kernels,
     traits,
 )
 
@@ -73,7 +71,6 @@ class Programs:
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
         self._lattice = buckets.lattice(config, processed=bool(self.processors), single=single)
-        self._padded = buckets.lattice(config, processed=bool(self.processors))
         # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
         self.pooling = buckets.pooling_lattice(self._lattice)
         self._recipes = Recipes.of(model, graph, leaves, config, self.processors, placement)
@@ -85,9 +82,7 @@ class Programs:
         self.fills = fills(self.moved_pages, at_once=single and placement is None)
         self.traces = 0
         self.compilations = 0
-        self._plain = False  # new programs are made without the kernels that are still being compiled
-        self._built = False  # they are there by now, so whole programs that are stored serve
-        self._ending = False  # whole programs are put in place of those
+        self._in_parts = False  # programs are made of parts, which take a fraction of the time
         self._provisional: dict[Key, Compiled] = {}  # such programs; they stay until the end, see `close`
         self._soon: set[Key] = set()  # programs that are made next
         self._store = store
@@ -102,13 +97,13 @@ class Programs:
 
     @property
     def lattice(self) -> tuple[Bucket, ...]:
-        """The step programs. While native kernels are being compiled none has a single row, which XLA is slow at."""
-        return self._padded if self._for_now and not self._layered.kernels else self._lattice
+        """The step programs."""
+        return self._lattice
 
     @property
     def _for_now(self) -> bool:
         """Whether programs are made, or run, that others will replace."""
-        return self._plain or self._ending or bool(self._provisional)
+        return self._in_parts or bool(self._provisional)
 
     @property
     def keeps(self) -> bool:
@@ -140,7 +135,7 @@ class Programs:
 
     @property
     def known(self) -> dict[Key, None]:
-        guided = buckets.guided_programs((self._lattice, self._padded))  # the latter while kernels are being compiled
+        guided = buckets.guided_programs((self._lattice,))
         return dict.fromkeys((*self._unguided_keys, *self.pooling, *guided))
 
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
@@ -195,63 +190,30 @@ class Programs:
         keep()  # who waits for the program need not wait for that
         return compiled
 
-    def begin_plain(self, *, built: bool = False) -> None:
-        """Make step programs without native kernels from now on, since those are still being compiled.
-
-        Where they are `built`, because an earlier process has left such programs, which are there sooner than others.
-        """
-        self._plain, self._built = True, built
+    def begin_parts(self) -> None:
+        """Make step programs of parts from now on: whole ones take long, and replace them."""
+        self._in_parts = True
         self._save_late(True)
 
-    def begin_parts(self) -> None:
-        """Make step programs of parts from now on, with native kernels: whole ones take long, and replace them."""
-        self._layered.kernels = True
-        self.begin_plain(built=True)
-
-    def goes_on_plain(self, keys: Sequence[Key]) -> bool:
-        """Whether an earlier process left programs without kernels, which are there by now, and not all whole ones."""
-        return bool(self.kernels()) and self._layered.were_plain(keys)
-
     def starts_anew(self, keys: Sequence[Key]) -> bool:
-        """Whether a first text would wait for whole programs, with kernels that are there, where parts do sooner."""
+        """Whether a first text would wait for whole programs, where parts are there much sooner."""
         return bool(self.kernels()) and self._layered.starts_anew(keys)
 
-    def end_parts(self) -> None:
-        """Have whole programs in place of parts, unless kernels are still being compiled."""
-        if self._layered.kernels:
-            self.end_plain()
-
-    def end_plain(self, stopped: Callable[[], bool] = lambda: False, *, at_least: int = 0) -> None:
-        """Native kernels are there: replace the programs that do without, which go on serving until theirs is ready.
+    def end_parts(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Replace programs of parts by whole ones. Each goes on serving until its successor is ready.
 
         A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so the
-        next step may run in another program than the last one. Where that is `stopped`, `at_least` so many are compiled
-        all the same, if there are as many to replace.
+        next step may run in another program than the last one.
         """
-        self._ending, self._plain = self._plain and not self._layered.kernels, False
+        self._in_parts = False
         self._save_late(False)
-        try:
-            enough = self.compilations + at_least
-            self._replace_all(lambda: stopped() and self.compilations >= enough)
-        finally:
-            self._ending = False
-
-    def _replace_all(self, stopped: Callable[[], bool]) -> None:
-        for key in self.known:  # `_alone` waits for one that is just being made without
-            if stopped():
+        for key in sorted((key for key in self.known if isinstance(key, Bucket)), key=lambda key: key.tokens):
+            if stopped():  # those that decode come first: most tokens are made in them
                 return
-            if not isinstance(key, Bucket):
-                continue
-            with self._alone(key):
-                provisional, serves = key in self._provisional, self._ending and key in self._ready
-            if not (provisional or serves):
-                continue
-            single = dataclasses.replace(key, rows=1)
-            try:
-                if key.rows == buckets.SMALLEST_ROWS and single in self._lattice:
-                    self.get(single)  # one row runs there once the lattice has it
-                if not provisional or stopped():
+            with self._alone(key):  # waits for one that is just being made of parts
+                if key not in self._provisional:
                     continue
+            try:
                 gated = bool(key.part) and self.gated
                 if gated:  # what steps with guided rows run in place of two programs
                     self.get(buckets.gated(key, self._lattice))
@@ -260,7 +222,7 @@ class Programs:
                         self._make(key)[1]()
                     self._replaced.append(self._provisional.pop(key, None))  # None: closed meanwhile
             except CompileError as error:
-                log.warning("%s goes on without native kernels: %s", key.name, error)
+                log.warning("%s goes on in parts: %s", key.name, error)
 
     def load(self, key: Key) -> bool:
         """Load a program from the store, without compiling; whether it is ready now."""
@@ -329,8 +291,8 @@ class Programs:
         with self._lock:
             return self._building.setdefault(key, threading.Lock())
 
-    def _without_kernels(self, key: Key) -> bool:
-        return self._plain and isinstance(key, Bucket) and (not self._layered.kernels or self._layered.takes(key))
+    def _of_parts(self, key: Key) -> bool:
+        return self._in_parts and self._layered.takes(key)
 
     @contextlib.contextmanager
     def _errors(self, key: Key) -> Iterator[None]:
@@ -341,28 +303,21 @@ class Programs:
                 f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
             ) from error
 
-    def _plain_name(self, key: Key) -> str:
-        """What such a program is stored as, if it is not made of parts."""
-        return f"{key.name} {self._layered.form}"
-
     def _load(self, key: Key) -> bool:
         """Load a program from the store, which is asked once for each; rather a whole one than its parts."""
-        plain = self._without_kernels(key)
-        if plain and self._built and self._load_as(key, plain=False):
-            return True
-        return self._load_as(key, plain=plain)
+        return self._load_as(key, parts=False) or (self._of_parts(key) and self._load_as(key, parts=True))
 
-    def _load_as(self, key: Key, *, plain: bool) -> bool:
-        name = self._plain_name(key) if plain else key.name
+    def _load_as(self, key: Key, *, parts: bool) -> bool:
+        name = f"{key.name} in parts" if parts else key.name
         if self._store is None or name in self._why:
             return False
         start = time.perf_counter()
         try:
-            program = self._layered.load(key) if plain and self._layered.takes(key) else self._store.load(name)
+            program = self._layered.load(key) if parts and self._layered.takes(key) else self._store.load(name)
         except StoreError as error:
             self._why[name] = str(error)
             return False
-        self._put(key, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start), plain=plain)
+        self._put(key, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start), parts=parts)
         return True
 
     def _make(self, key: Key) -> tuple[Compiled, Callable[[], None]]:
@@ -370,30 +325,29 @@ class Programs:
         start = time.perf_counter()
         with self._lock:
             self._compiling[key] = None
-        plain = self._without_kernels(key)
-        name = self._plain_name(key) if plain else key.name
+        parts = self._of_parts(key)
         try:
-            if plain and self._layered.takes(key):
+            if parts and self._layered.takes(key):
                 with self._errors(key):
                     compiled, cached = self._layered.make(key), False
             else:
-                with plain_kernels() if plain else contextlib.nullcontext(), watching_hits() as hits:
+                with watching_hits() as hits:
                     compiled = self.compile(key)
                     cached = hits()
         finally:
             with self._lock:
                 del self._compiling[key]
         seconds = time.perf_counter() - start
-        why = self._why.get(name, "no store")
+        why = self._why.get(key.name, "no store")
         if cached and why == NOT_STORED:
             why = KEPT_THERE
-        self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, why), plain=plain)
+        self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, why), parts=parts)
 
         def keep() -> None:
             if isinstance(compiled, LayeredProgram):
                 self._layered.save()
             elif self._store is not None and not cached:
-                self._store.save(name, compiled, seconds)
+                self._store.save(key.name, compiled, seconds)
             freed_memory.give_back()  # the compiler's
 
         return compiled, keep
@@ -410,8 +364,8 @@ class Programs:
         with self._lock:
             self.compilations += 1
 
-    def _put(self, key: Key, program: Compiled, record: ProgramRecord, *, plain: bool) -> None:
-        if plain:
+    def _put(self, key: Key, program: Compiled, record: ProgramRecord, *, parts: bool) -> None:
+        if parts:
             self._provisional[key] = program
         self._records[key] = record
         self._ready[key] = program

@@ -18,7 +18,7 @@ from rekindle._src.programs.keys import Key
 from rekindle._src.programs.program_record import ProgramRecord
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError
-from rekindle_kernels import BackgroundBuild, build_kernels
+from rekindle_kernels import build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
 _registered = False
@@ -155,10 +155,12 @@ class Warming:
 
     A session that restores pages opens when it has loaded what their first request needs, of what is stored.
 
-    Where native kernels have to be compiled first, other processes do that. With "all" they are waited for. Otherwise
-    programs without them serve meanwhile, and are replaced as soon as the kernels are there; those that the first text
-    needs are made at once. With "lazy", what greedy steps don't need of them is left until it is asked for: a command
-    that prints one text would not end before it is compiled.
+    Where the installation brought no native kernels and numba can compile them, other processes do that first, and all
+    programs wait for them: a session's arithmetic is the same from its first token to its last.
+
+    A model of many layers begins with programs made of parts, which are there much sooner; whole ones replace them.
+    With "lazy", what greedy steps don't need of them is left until it is asked for: a command that prints one text
+    would not end before it is compiled.
     """
 
     def __init__(
@@ -176,35 +178,27 @@ class Warming:
         self._precompile = precompile
         self.flush = programs.flush
         self._error: BaseException | None = None
-        # What is deterministic has no form without kernels: its programs have them compiled when they are traced. Nor
-        # has what several processes compute, since all of them have to choose the same tokens.
-        one_form = programs.config.deterministic or programs.parts.several
-        kernels = None if one_form else build_kernels(programs.kernels())
-        provisional = precompile != "all" and not one_form
+        self._kernels = build_kernels(programs.kernels())
         self.in_peace = False  # parts serve; nothing is compiled that nobody asked for
-        if kernels is None and provisional:
-            soonest = first_needed(programs, restoring=False)[:2]
-            self.in_peace = programs.starts_anew(soonest)
-            provisional = self.in_peace or programs.goes_on_plain(soonest)
-            if self.in_peace:
-                programs.begin_parts()
-            elif provisional:  # now, and not in the thread: a session may be open before that comes to it
-                programs.begin_plain(built=True)
-        elif provisional:
-            programs.begin_plain()
+        if precompile != "all" and not programs.config.deterministic and not programs.parts.several:
+            self.in_peace = programs.starts_anew(first_needed(programs, restoring=False)[:2])
+        in_parts = self.in_peace
+        if in_parts:
+            programs.begin_parts()
         first = first_needed(programs, restoring=restoring)
         prefill_and_decode = first[: 2 + len(programs.fills) * restoring]
-        self._awaited: list[Key] = prefill_and_decode if restoring and not provisional else []
+        self._awaited: list[Key] = prefill_and_decode if restoring and not in_parts else []
         self._programs = programs
 
         def work() -> None:
+            if not self.wait_for_kernels():
+                return
             if precompile == "lazy":
-                if provisional:
+                if in_parts:
                     with contextlib.suppress(CompileError):  # whoever needs the program tries again, and gets the error
                         self._make_first(programs, prefill_and_decode, contexts)
-                started = self._load(programs, prefill_and_decode, contexts)
-                if provisional or not (started or self._opened.is_set()):
-                    self._replace(programs, kernels, contexts, provisional=provisional)
+                    self._replace(programs, contexts)
+                self._load(programs, prefill_and_decode, contexts)
                 if not self._opening.is_set():
                     self._load(programs, first, contexts)
                 return
@@ -212,16 +206,15 @@ class Warming:
             workers = WORKERS if precompile == "all" else 1
             try:
                 if precompile == "background":
-                    if provisional:
+                    if in_parts:
                         self._make_first(programs, prefill_and_decode, contexts)
                         self._complete(programs, prefill_and_decode, contexts)
-                    if provisional or not self._load(programs, prefill_and_decode, contexts):
-                        self._replace(programs, kernels, contexts, provisional=provisional)
+                        self._replace(programs, contexts)
+                    else:
+                        self._load(programs, prefill_and_decode, contexts)
                     if restoring:  # a request is likely to come at once, and needs no other program
                         self._opened.wait()
                         self._stopped.wait(SETTLING)
-                elif kernels is not None:
-                    kernels.wait(self._is_stopped)
                 now = first_needed(programs, restoring=restoring)
                 keys = [*now, *(key for key in likely_first(programs.keys) if key not in now)]
                 warm(programs, keys, progress=progress, stopped=self._stopped, contexts=contexts, workers=workers)
@@ -233,6 +226,15 @@ class Warming:
         self._thread = threading.Thread(target=work, name="rekindle warming", daemon=False)
         _finish_at_exit(self)
         self._thread.start()
+
+    @property
+    def waits_for_kernels(self) -> bool:
+        """Whether native kernels are still being compiled."""
+        return self._kernels is not None and self._kernels.running
+
+    def wait_for_kernels(self) -> bool:
+        """Wait until all native kernels are there that can be; False where this is stopped before."""
+        return self._kernels is None or self._kernels.wait(self._is_stopped)
 
     def restorable(self) -> list[Key]:
         """The programs that the first request for restored pages needs, loaded by now as far as they are stored.
@@ -289,26 +291,14 @@ class Warming:
                     return
                 programs.complete(key)
 
-    def _replace(
-        self, programs: Programs, kernels: BackgroundBuild | None, contexts: Callable[[], Any], *, provisional: bool
-    ) -> None:
-        """Wait for the kernels, then put whole programs that use them in place of those that do without, or of parts.
-
-        Without `kernels` all are there. Parts serve for a moment in peace, those of an earlier process too: a process
-        that ends within it compiles nothing that it did not need. Where an earlier process has left programs that do
-        without kernels, those serve until then, and one is replaced however early this process ends: the interpreter's
-        exit waits for it, and each process begins with more kernels than the one before.
-        """
+    def _replace(self, programs: Programs, contexts: Callable[[], Any]) -> None:
+        """Put whole programs in place of parts, which serve for a moment in peace, those of an earlier process too: a
+        process that ends within it compiles nothing that it did not need."""
         with contexts():
-            left = kernels is None and provisional and not self.in_peace
-            if self.in_peace:
-                soon = programs.model.num_layers >= DEEP or self._precompile == "background"
-                self._stopped.wait(PEACE if soon else LONGER_PEACE)
-                self.in_peace = False
-            elif left:
-                self._stopped.wait(SETTLING)
-            if kernels is None or kernels.wait(self._is_stopped):
-                programs.end_plain(self._is_stopped, at_least=int(left))
+            soon = programs.model.num_layers >= DEEP or self._precompile == "background"
+            self._stopped.wait(PEACE if soon else LONGER_PEACE)
+            self.in_peace = False
+            programs.end_parts(self._is_stopped)
 
     def _is_stopped(self) -> bool:
         """Also at the interpreter's exit, which waits for this thread before it closes sessions."""

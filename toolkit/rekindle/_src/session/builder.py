@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling, told
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
-from rekindle_kernels import configure
+from rekindle_kernels import configure, unavailable_reason
 
 if TYPE_CHECKING:
     from rekindle._src.processes.team import Team
@@ -72,6 +73,11 @@ def _build(request: OpenRequest) -> Engine:
         raise
 
 
+@functools.cache
+def _say_without_kernels(reason: str) -> None:
+    log.warning("no native kernels on this CPU, so XLA does their work, more slowly: %s", reason)
+
+
 def _tokenizer(model: LoadedModel) -> Tokenizer:
     """Reading it keeps the GIL, 20 ms for a vocabulary of 49,000 tokens: it is best done while programs are loaded."""
     if model.folder is not None:
@@ -93,6 +99,12 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
     if team is not None:
         request.shown.stage = "the other processes"
         team.begin(programs)  # when all have their weights
+    if warming.waits_for_kernels:
+        request.shown.stage = "compiling native kernels for this processor, once"
+    warming.wait_for_kernels()
+    reason = unavailable_reason()
+    if reason is not None and "REKINDLE_NATIVE" not in reason:
+        _say_without_kernels(reason)
     tiers = _tiers(loaded, config, name, team)
     own = programs.config
     runner = Runner(loaded, own, host_tier=tiers, programs=programs, prefer_ready=prefer_ready, recorder=team)
@@ -155,6 +167,7 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
         hidden_size=model.hidden_size,
         chat=chat,
         model=name,
+        weights=loaded.held,
         swap=weights.swap,
         recover=runner.recover,
         prepare_restart=prepare_restart,

@@ -315,7 +315,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
             html.block(
                 html.line(
                     "closed" if self.closed else "open",
-                    f"{config.dtype} weights" + (f", {config.quantize}" if config.quantize else ""),
+                    f"weights: {self._engine.weights}" if self._engine.weights else f"{config.dtype} weights",
                     f"up to {config.max_requests} requests at once",
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",

@@ -1,0 +1,117 @@
+"""Seconds from the start of a process to the text of a real file, and how fast it is from then on.
+
+    python tests/bench/first_file.py MODEL.gguf [...] [--rounds 5] [--seconds 15] [--python VENV/bin/python]
+
+Each round has an empty cache folder and three processes: without anything, with programs (and no weights), and with
+everything. Each opens a session and streams texts. `speed` is tokens per second of each second after the first text
+over that of the last seconds, `least` the lowest of them. Memory is what is resident at the end: all of it, and what
+belongs to no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CHILD = """
+import json, sys, time
+began = float(sys.argv[2])
+import rekindle
+from pathlib import Path
+model, seconds = sys.argv[1], float(sys.argv[3])
+with rekindle.open_sync(model) as session:
+    opened = time.time() - began
+    times, texts, end = [], [], None
+    while end is None or time.time() < end:
+        text = []
+        prompt = "The history of the city begins" + " again" * len(texts)
+        for delta in session.stream_sync(prompt, max_tokens=200, ignore_eos=True, temperature=0):
+            times += [time.time() - began] * max(1, len(delta.token_ids))
+            text += delta.token_ids
+            end = end or time.time() + seconds
+            if time.time() > end:
+                break
+        texts.append(text)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    megabytes = {name: int(status[name].split()[0]) // 1000 for name in ("VmRSS", "RssAnon", "VmHWM")}
+    found = {"opened": opened, "times": times, "first": texts[0], "weights": session._engine.weights, **megabytes}
+    print(json.dumps(found))
+"""
+KINDS = ("nothing", "programs", "everything")
+
+
+def once(python: str, model: str, cache: Path, seconds: float, *, installed: bool) -> dict[str, object]:
+    import time
+
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if not installed:
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "toolkit"), str(ROOT / "kernels")])
+    environment["REKINDLE_CACHE"] = str(cache)
+    command = [python, "-c", CHILD, model, str(time.time()), str(seconds)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cache.parent)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def summary(found: dict[str, object]) -> dict[str, float]:
+    times: list[float] = found["times"]  # type: ignore[assignment]
+    first, last = times[0], times[-1]
+    width = max(1, int(last - first))
+    by_second = [sum(first + at <= one < first + at + 1 for one in times) for at in range(width)]
+    final = statistics.median(by_second[-max(3, width // 3) :])
+    opened: float = found["opened"]  # type: ignore[assignment]
+    later = [count for at, count in enumerate(by_second) if first + at >= opened + 5]
+    return {
+        "open": opened,
+        "text": first,
+        "tok/s": final,
+        "least": min(by_second) / final,
+        "from 5 s": min(later, default=0) / final,
+        "resident": found["VmRSS"],  # type: ignore[dict-item]
+        "anonymous": found["RssAnon"],  # type: ignore[dict-item]
+        "most": found["VmHWM"],  # type: ignore[dict-item]
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--python", help="the Python of an environment in which rekindle is installed")
+    arguments = parser.parse_args()
+    python, installed = arguments.python or sys.executable, arguments.python is not None
+    for model in arguments.models:
+        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in arguments.kinds}
+        texts = []
+        for _ in range(arguments.rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                cache = Path(folder, "cache")
+                for kind in arguments.kinds:
+                    if kind == "programs":
+                        shutil.rmtree(cache / "weights", ignore_errors=True)
+                        shutil.rmtree(cache / "tokenizers", ignore_errors=True)
+                    found = once(python, os.path.abspath(model), cache, arguments.seconds, installed=installed)
+                    rows[kind].append(summary(found))
+                    texts.append(found["first"][:60])  # type: ignore[index]
+                    figures = "  ".join(f"{name} {value:.2f}" for name, value in rows[kind][-1].items())
+                    print(f"  {kind:11}{figures}", flush=True)
+        print(f"{Path(model).name}: {found['weights']}; the same text each time: {all(t == texts[0] for t in texts)}")
+        for kind, some in rows.items():
+            medians = {name: statistics.median(one[name] for one in some) for name in some[0]}
+            print(f"  {kind:11}" + "  ".join(f"{name} {value:.2f}" for name, value in medians.items()))
+
+
+if __name__ == "__main__":
+    main()
