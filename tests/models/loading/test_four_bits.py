@@ -194,12 +194,25 @@ def test_what_is_joined_may_have_different_bits(q: str, others: str, expected: s
     assert_close(kept, floats)
 
 
-def test_eight_bits_are_widened_where_no_kernel_multiplies_them(
+def test_groups_are_unpacked_once_where_no_kernel_multiplies_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = gguf_files.of_types(tmp_path / "model.gguf", RAW, lambda name: "Q4_0" if "down" in name else "Q8_0")
-    monkeypatch.setattr(checkpoint, "_multiplies_groups", lambda: False)
+    monkeypatch.setattr(checkpoint, "unavailable_reason", lambda platform: "none here")
+    found = load(file)
+    assert not kinds(found) and {leaf.dtype.name for leaf in found.leaves} <= {"bfloat16", "float32"}
+    assert found.held.startswith("bfloat16 ")
+    monkeypatch.setattr(checkpoint, "_keeps_groups_here", lambda: True)  # a GPU
     assert set(kinds(load(file)).values()) == {"int4-32"}
+
+
+@needs_numba
+def test_a_model_says_what_its_weights_are_held_as(tmp_path: Path) -> None:
+    """Scales count as what they scale."""
+    file = gguf_files.of_types(tmp_path / "model.gguf", RAW, lambda name: "Q4_0" if "down" in name else "Q8_0")
+    found = load(file)
+    assert found.held.startswith("8 bits ")
+    assert "4 bits 1 MB" in found.held and "float16" not in found.held
 
 
 def test_what_is_joined_is_held_by_one_kind(tmp_path: Path) -> None:
@@ -235,6 +248,7 @@ def test_logits_are_close_to_those_of_the_floats(eight: bool, tmp_path: Path, mo
     where it stays in eight bits. Of five seeds the largest difference of 1,280 logits was 0.07 to 0.10 deviations, and
     the mean square's root 0.018 to 0.024; bfloat16 differs by 0.03 to 0.07."""
     monkeypatch.setattr(checkpoint, "_multiplies_groups", lambda: eight)
+    monkeypatch.setattr(checkpoint, "_keeps_groups_here", lambda: True)
     raw = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     file = export(checkpoints.write(tmp_path / "folder", raw), tmp_path / "model.gguf", type="q4_0")
     kept, floats = load(file), load(file, dtype="float32")

@@ -115,8 +115,9 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
             # Before waiting for programs, so that pages are read meanwhile.
             runner.prefault(restore(cache, tiers, config.restore).pages)
             _expect(runner, cache, tiers, warming.restorable())
-        request.shown.stage = "programs"
+        request.shown.stage = "vocabulary"
         tokenizer = _tokenizer(loaded)
+        request.shown.stage = "programs"
         warming.opened()
     except BaseException:
         if tiers is not None:

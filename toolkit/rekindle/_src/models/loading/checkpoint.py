@@ -98,9 +98,10 @@ def describe(
 ) -> Described:
     """Checks a folder or hub id and describes the model that `load` would return for it.
 
-    With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and where
-    native kernels multiply them those of six and eight too. A model that will be `divided` over devices can be divided
-    after every group. `seen` is what `look` has found there, if it was asked before.
+    With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, on a CPU
+    where native kernels multiply them, and those of six and eight too. Others are unpacked. A model that will be
+    `divided` over devices can be divided after every group. `seen` is what `look` has found there, if it was asked
+    before.
     """
     quantize = checked_quantize(quantize)
     seen = look(model) if seen is None else seen
@@ -120,7 +121,7 @@ def describe(
         _check_counts(seen, config)
         name = resolve_dtype(dtype, config)
         kinds: tuple[tuple[str, str], ...] = ()
-        if keeps_in_groups:
+        if keeps_in_groups and _keeps_groups_here():
             from rekindle._src.models.loading.four_bits import stored_kinds
             from rekindle._src.models.loading.named_tensors import named_tensors
 
@@ -133,6 +134,11 @@ def describe(
             descriptions.keep(described, seen, known, reads)
     found = Checkpoint(seen, known.graph.config)
     return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept, reads)
+
+
+def _keeps_groups_here() -> bool:
+    """Whether matrices of four bits stay in groups. XLA:CPU would unpack them in each step, at a tenth of the speed."""
+    return jax.default_backend() != "cpu" or _multiplies_groups()
 
 
 def _multiplies_groups() -> bool:
