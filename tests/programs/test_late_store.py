@@ -102,17 +102,12 @@ def test_a_process_that_ends_at_once_has_written(tmp_path: Path) -> None:
     """Without closing its session: the end of the interpreter writes what waits."""
     program = """if True:
         import sys, rekindle
-        from rekindle._src.programs import warming
-        from rekindle._src.programs.programs import Programs
+        from rekindle._src.programs import layered, warming
 
-        class Building:
-            def wait(self, stopped):
-                return False
-
-        warming.build_kernels = lambda names: Building()
+        layered.MANY_LAYERS, warming.PEACE, warming.LONGER_PEACE = 1, 60, 60
         session = rekindle.open_sync("tiny", cache_dir=sys.argv[1], quiet=True, max_model_len=64, precompile="lazy")
         session.generate_sync([3, 4, 5], max_tokens=1, ignore_eos=True)
     """
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=300)
     names = [path.read_text() for path in (tmp_path / "programs").glob("*/rekindle/meta.json")]
-    assert any('"r2t32 plain layer 0"' in name for name in names) and any('"memory"' in name for name in names)
+    assert any('"r2t32 parts layer 0"' in name for name in names) and any('"memory"' in name for name in names)
