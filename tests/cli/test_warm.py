@@ -24,6 +24,7 @@ def test_what_it_has_compiled_is_loaded_the_second_time(tmp_path: Path, capsys: 
         assert {"memory", "admit", "gather", "scatter"} < {program["name"] for program in programs}
 
 
+@pytest.mark.slow
 def test_the_programs_of_structured_output_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint("micro", tmp_path / "micro")
     command = ["warm", str(folder), "--max-requests", "1", "--cache-dir", str(tmp_path / "cache"), "--json"]

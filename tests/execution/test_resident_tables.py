@@ -71,6 +71,7 @@ def test_a_prompt_with_more_pages_than_a_step_can_bring(driver: Driver) -> None:
     assert programs.ready(TABLES)
 
 
+@pytest.mark.slow
 def test_guided_rows_beside_others(driver: Driver) -> None:
     prompts = [prompt_of(20, 6), prompt_of(21, 9)]
     guided, free = (driver.add(prompt, Sampling(max_tokens=12)) for prompt in prompts)

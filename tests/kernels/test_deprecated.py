@@ -52,6 +52,7 @@ def test_the_last_thread_takes_the_filter_away() -> None:
     assert not filters()
 
 
+@pytest.mark.slow
 def test_no_module_imports_a_deprecated_one() -> None:
     """What Python or another package says of itself is not meant, only what JAX says."""
     code = """

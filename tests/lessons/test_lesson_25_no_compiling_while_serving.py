@@ -92,6 +92,7 @@ async def test_lesson_25_nothing_compiles_over_the_whole_lattice_with_every_opti
         session.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_lesson_25_the_counters_see_a_program_that_compiles_while_serving(tmp_path: Path) -> None:
     """What the test above relies on; nothing is stored yet."""

@@ -74,7 +74,8 @@ with compiled_by_jax() as events, open() as session:
 """
 
 
-@pytest.mark.parametrize("model", [pytest.param("random", marks=pytest.mark.slow), "tiny"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["random", "tiny"])
 def test_lesson_26_another_process_loads_them_too(model: str, tmp_path: Path) -> None:
     """It computes the same, and JAX sees no trace and no compilation in all of it."""
     paths = os.pathsep.join(sys.path)

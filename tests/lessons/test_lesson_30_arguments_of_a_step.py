@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import rekindle
 from helpers.calls import Calls, listening
 from helpers.driving import TINY
@@ -37,6 +39,7 @@ def per_step(session: Session, calls: Calls) -> float:
     return best
 
 
+@pytest.mark.slow
 def test_lesson_30_calls_per_step_do_not_grow_with_the_leaves(tmp_path: Path) -> None:
     costs: dict[tuple[str, int], float] = {}
     for origin in ("compiled", "loaded"):

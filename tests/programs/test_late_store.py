@@ -98,6 +98,7 @@ def test_programs_write_late_while_they_are_made_of_parts(end: str) -> None:
     assert programs.compilations == 3
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_at_once_has_written(tmp_path: Path) -> None:
     """Without closing its session: the end of the interpreter writes what waits."""
     program = """if True:

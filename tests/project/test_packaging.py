@@ -40,6 +40,7 @@ def built(checkout: Path, hook: str, target: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(target / done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_the_wheel_has_what_the_packages_have(checkout: Path, tmp_path: Path) -> None:
     with built(checkout, "build_wheel", tmp_path) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}

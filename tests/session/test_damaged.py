@@ -25,6 +25,7 @@ def damage(file: Path, draw: random.Random) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_hundred_damaged_places_are_reported_once_and_computed_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

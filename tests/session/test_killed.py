@@ -51,6 +51,7 @@ def killed(folder: Path, times: int) -> None:
     assert saved and pages >= saved and hits >= 64 * KNOWN
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_complete_state(tmp_path: Path) -> None:
     killed(tmp_path, 3)
 

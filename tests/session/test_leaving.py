@@ -64,7 +64,7 @@ def run_script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-@pytest.mark.parametrize("parent", ["open", "closed"])
+@pytest.mark.parametrize("parent", ["open", pytest.param("closed", marks=pytest.mark.slow)])
 def test_opening_in_a_forked_child_is_refused_at_once(parent: str) -> None:
     done = run_script(
         """

@@ -31,10 +31,12 @@ def checked(folder: Path, devices: int, *names: str, timeout: int = 580) -> None
     assert all(f"{name}: done" in done.stdout for name in names), done.stdout
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_tokens_of_one_device(tmp_path: Path) -> None:
     checked(tmp_path, 4, "some_families", "memory_is_given_back")
 
 
+@pytest.mark.slow
 def test_data_shards_give_the_tokens_of_one_device(tmp_path: Path) -> None:
     checked(tmp_path, 4, "data_shards")
 

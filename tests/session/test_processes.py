@@ -40,6 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_tokens_of_one(folder: Path) -> None:
     checked(folder, "tokens")
 

@@ -21,6 +21,7 @@ async def test_a_profile_has_the_steps_of_the_block(tmp_path: Path) -> None:
         assert len(executions(folder)) >= 5, "a program run for each token"
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_one_profile_is_recorded_at_a_time(tmp_path: Path) -> None:
     async with small.opening() as session:

@@ -78,6 +78,7 @@ def divergence(exact: np.ndarray, found: np.ndarray) -> float:
     return float((np.exp(exact) * (exact - found)).sum(-1).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("raw", "dtype"),
     [
