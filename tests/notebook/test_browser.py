@@ -76,7 +76,7 @@ def a_stream_is_stopped(page: Any) -> None:
     stop.click()
     stop.wait_for(state="detached")
     stopped = text.inner_text()
-    assert "RequestAborted" in stopped
+    assert "stopped after" in stopped
     page.wait_for_timeout(1000)
     assert text.inner_text() == stopped, "the text went on"
     printed(page, 3, "status: aborted 0")
@@ -196,7 +196,7 @@ def the_saved_notebook_keeps_pictures(page: Any) -> None:
     """Those that ended as HTML alone; the tree, which is still a widget, with HTML beside it for who has no kernel."""
     page.keyboard.press("Control+s")
     page.wait_for_timeout(2000)
-    for index, words in ((1, "tokens/s"), (2, "RequestAborted"), (5, "Who is Tom?")):
+    for index, words in ((1, "at rest"), (2, "stopped after"), (5, "Who is Tom?")):
         copy, kinds = browsing.outputs(page.folder, index)
         assert words in kinds["text/html"]
         assert WIDGET not in kinds

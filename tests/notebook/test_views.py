@@ -68,7 +68,8 @@ def test_the_stop_button_frees_the_slot(slow: Session) -> None:
         view.handle.result_sync()
     view.join(10)
     assert view.handle.status is Status.ABORTED
-    assert "RequestAborted" in view.picture
+    assert "RequestAborted" not in view.picture, "that reads like an error"
+    assert f"stopped after {len(view.handle.token_ids)} tokens" in view.picture
     eventually(lambda: slow.stats().running == 0)
 
 
@@ -112,7 +113,7 @@ def seen(step: int, *rows: tuple[int, str, str], moved: int = 0) -> Seen:
 
 def test_the_timeline_joins_steps_of_one_request() -> None:
     timeline = Timeline(2)
-    assert "no step" in timeline.draw()
+    assert "Nothing has run yet" in timeline.draw()
     for step in (
         seen(0, (0, "a", "prefill")),
         seen(1, (0, "a", "decode"), (1, "<b>", "prefill")),
@@ -133,7 +134,7 @@ def test_the_timeline_forgets_what_has_left_the_picture() -> None:
         timeline.add(seen(step, (0, f"r{step // 2}", "decode"), moved=step % 2))
     made = timeline.draw()
     assert made.count("decode, ") == 30
-    assert made.count("pages moved") == 30
+    assert made.count("1 page moved") == 30
     assert 'viewBox="940 0 60 ' in made
     assert "steps 940–999" in made
     assert "r469 " not in made
@@ -178,6 +179,35 @@ class TestChat:
         view.halt()
         view.send("more")
         assert 2 < len(view.messages[1]["content"]) < 20
+
+    def test_an_answer_that_was_cut_says_so_and_goes_on(self, view: ChatView, slow: Session) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        eventually(lambda: "cut at 20 tokens · Continue goes on" in view.picture)
+        eventually(lambda: "continue" in {control["name"] for control in view.widget.controls})
+        press(view, "continue")
+        view._handle.result_sync()
+        assert view.answer == slow.generate_sync("hello", max_tokens=40).text
+        eventually(lambda: "cut at 40 tokens" in view.picture)
+        view.fork(30, "XY")
+        view._handle.result_sync()
+        assert view.answer.startswith(slow.generate_sync("hello", max_tokens=30).text + "XY")
+        view.send("more")
+        assert "continue" not in {control["name"] for control in view.widget.controls}
+        view.halt()
+        eventually(lambda: "stopped after" in view.picture)
+        said = view.answer
+        press(view, "continue")
+        view._handle.result_sync()
+        assert view.answer.startswith(said)
+        assert len(view.answer_ids) > len(said)
+
+    def test_the_name_under_which_it_is_kept_is_seen(self, view: ChatView) -> None:
+        view._keeps = True
+        view.send("hello")
+        assert f"kept as &quot;{view.name}&quot;" in view.draw()
+        assert {"draw", "press", "picture"}.isdisjoint(dir(view))
+        assert {"send", "continue_answer", "fork", "messages", "name", "stop"} <= set(dir(view))
 
     def test_answering_again_and_editing(self, view: ChatView) -> None:
         view.send("hello")
@@ -382,6 +412,48 @@ class TestChat:
         before = view.pictures
         time.sleep(1.0)
         assert view.pictures - before <= 4, "twice a second"
+
+
+def test_a_chat_without_a_template_is_refused_before_somebody_types(session: Session) -> None:
+    assert session._engine.chat is None
+    for make in (session.view.chat, session.conversation):
+        with pytest.raises(InvalidRequest, match=r"model='fake': has no chat template.*generate\(prompt\).*template="):
+            make()
+    said = session.conversation(template="{{ messages[-1].content }}").say("hello", max_tokens=3).result_sync()
+    assert said.prompt == "hello"
+
+
+def test_reasoning_stays_reasoning_when_an_answer_goes_on() -> None:
+    text = "<think>so it is</think>It is"
+    with saying(lambda prompt: text[max(at for at in range(len(text)) if prompt.endswith(text[:at])) :]) as session:
+        view = session.view.chat(max_tokens=text.index("it"))
+        try:
+            view.send("x")
+            view._handle.result_sync()
+            assert view.stopped == f"cut at {text.index('it')} tokens"
+            view.continue_answer(max_tokens=100)
+            view._handle.result_sync()
+            reply = view._reply()
+            assert reply is not None
+            assert (reply.reasoning, reply.content, view.answer) == ("so it is", "It is", text)
+            assert "&lt;think" not in view.draw().partition("tokens: click one")[0]
+            view.fork(text.index("is"), "is")
+            view._handle.result_sync()
+            assert view.answer == text
+        finally:
+            view.stop()
+            view.join(10)
+
+
+def test_the_dashboard_at_rest_says_what_was_done(session: Session) -> None:
+    view = session.watch()
+    assert "at rest · 0 requests finished · 0 tokens" in view.draw()
+    session.generate_sync("hello", max_tokens=1)
+    eventually(lambda: "at rest · 1 request finished · 1 token" in view.draw())
+    assert "tokens/s" not in view.draw()
+    assert 'title="A page has the keys' in view.draw()
+    view.stop()
+    view.join(10)
 
 
 def test_the_tree_folds_and_answers(tmp_path: object) -> None:

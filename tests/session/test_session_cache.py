@@ -89,6 +89,49 @@ def test_pages_for_something_else_are_refused_or_left_alone(tmp_path: Path, capl
     assert sum("nothing is kept for this model" in record.message for record in caplog.records) == 1
 
 
+def test_configurations_and_models_have_their_own_snapshot_under_one_name(tmp_path: Path) -> None:
+    other = dataclasses.replace(MODEL, fingerprint="other weights")
+    for options, model in (({}, MODEL), ({"page_size": 16}, MODEL), ({}, other), ({}, MODEL)):
+        with opened(tmp_path, model=model, **options) as session:
+            ask(session, 0)
+            assert session.save("mine").result_sync().pages > 0
+    for options, model in (({}, MODEL), ({"page_size": 16}, MODEL), ({}, other)):
+        with opened(tmp_path, model=model, restore="mine", **options) as session:
+            assert ask(session, 0) == 64
+            assert [info.refused is None for info in session.cache.snapshots()] == [True, False, False]
+    with pytest.raises(
+        SnapshotRefused, match=r'restore="auto" has every page that is kept.*save\(\'mine\'\) then adds'
+    ):
+        opened(tmp_path, restore="mine", kv_dtype="bfloat16")
+    with opened(tmp_path) as session:
+        assert session.cache.delete("mine")
+        assert not session.cache.delete("mine")
+
+
+def test_what_other_sessions_asked_is_counted_and_shown_only_if_wanted(tmp_path: Path) -> None:
+    with opened(tmp_path) as session:
+        ask(session, 0)
+        ask(session, 1)
+        session.save("mine").result_sync()
+        assert "of other sessions" not in str(session.cache.tree())
+    with opened(tmp_path, restore="auto") as session:
+        tree = session.cache.tree()
+        assert (tree.nodes, tree.hidden_pages) == ((), tree.total_pages)
+        assert f"{tree.total_pages} pages of other sessions: tree(restored=True) shows them" in str(tree)
+        whole = session.cache.tree(restored=True)
+        assert (whole.tokens, whole.hidden_pages) == (32 + 2 * 40, 0)
+        secret = whole.nodes[-1].text
+        view = session.view.tree()
+        for shown in (view.picture, session.cache._repr_html_(), tree._repr_html_()):
+            assert secret not in shown
+            assert "of other sessions" in shown
+        assert secret in session.view.tree(restored=True).picture
+        assert ask(session, 0) == 64
+        mine = session.cache.tree()
+        assert (mine.tokens, mine.hidden_pages) == (32 + 40, 5), "what this session asked for, hit or not"
+        session.check_integrity()
+
+
 def test_damaged_pages_are_reported_once_and_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as session:
         for index in (0, 1):

@@ -91,15 +91,23 @@ def test_a_snapshot_for_something_else_is_refused_with_the_reason(
     assert snapshot.infos(tmp_path, other)[0].refused is not None
 
 
-def test_another_models_snapshot_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_name_has_a_snapshot_for_each_model_and_configuration(tmp_path: Path) -> None:
     save(tmp_path, "mine", 2)
-    other = dataclasses.replace(IDENTITY, fingerprint="other", model="its neighbour")
-    with pytest.raises(SnapshotRefused, match=r"was not saved.*session\.cache\.delete\('mine'\)"):
+    others = [dataclasses.replace(IDENTITY, fingerprint="other"), dataclasses.replace(IDENTITY, kv_dtype="int8")]
+    for other in others:
         snapshot.save(tmp_path, "mine", other, [])
+        snapshot.save(tmp_path, "mine", other, [])
+    assert len(list((tmp_path / "snapshots").iterdir())) == 3, "each replaces its own"
     assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 2
-    snapshot.save(tmp_path, "mine", dataclasses.replace(IDENTITY, page_size=8), [])  # the same weights may
-    snapshot.delete(tmp_path, "mine")
-    snapshot.save(tmp_path, "mine", other, [])
+    assert [snapshot.listed(tmp_path, other, "mine") for other in others] == [[], []]
+    save(tmp_path, "mine", 3)
+    assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 3
+    assert [info.refused is None for info in snapshot.infos(tmp_path, others[0])] == [True, False, False]
+    names = [path.name for path in (tmp_path / "snapshots").iterdir()]
+    (own,) = [name for name in names if str(snapshot._tag(others[1])) in name]
+    assert snapshot.tagged(names, "mine", others[1]) == own
+    assert snapshot.delete(tmp_path, "mine")
+    assert snapshot.infos(tmp_path, IDENTITY) == []
 
 
 def test_names_are_checked_and_missing_ones_are_listed(tmp_path: Path) -> None:

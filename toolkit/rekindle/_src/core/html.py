@@ -48,6 +48,18 @@ def line(*parts: object) -> Markup:
     return Markup(f'<div style="font-size:90%;opacity:.75;margin:2px 0">{shown}</div>')
 
 
+PAGES = (
+    "A page has the keys and values of a few tokens. Requests that run hold pages; those that have ended leave theirs "
+    "cached, so that a prompt which begins the same is not computed again"
+)
+SLOTS = "Each request that runs has a slot of the batch; others wait"
+
+
+def explained(shown: str, meaning: str) -> Markup:
+    """Something whose meaning is read by hovering over it."""
+    return Markup(f'<span title="{escape(meaning)}">{escape(shown)}</span>')
+
+
 def block(*parts: str, title: str = "") -> Markup:
     """Parts below each other, with a title."""
     head = f'<div style="font-weight:600;margin:2px 0">{escape(title)}</div>' if title else ""

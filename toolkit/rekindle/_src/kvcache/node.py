@@ -24,7 +24,7 @@ class Node:
 
     __slots__ = (
         "__weakref__", "children", "depth", "device_children", "digest", "key", "last_use", "page", "parent", "pins",
-        "row", "score", "visits",
+        "requested", "row", "score", "visits",
     )  # fmt: skip
 
     def __init__(self, key: int, parent: Node | None, row: int, last_use: float) -> None:
@@ -36,6 +36,7 @@ class Node:
         self.children = 0
         self.device_children = 0  # children that have a device page
         self.visits = 0  # admissions that hit it
+        self.requested = False  # a request of this session had it; else it is known from disk or another session alone
         self.last_use = last_use
         self.score = 0.0  # the eviction policy's: grows with use
         self.pins = 0  # how many pins cover it

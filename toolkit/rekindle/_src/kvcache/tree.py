@@ -174,6 +174,7 @@ class PrefixCache:
         now = self.clock()
         for node in match.nodes:
             node.visits += 1
+            node.requested = True
             self._leaves.used(node, now)
         self._counts["matches"] += 1
         self._counts["hits"] += bool(match.nodes)
@@ -211,9 +212,11 @@ class PrefixCache:
         if added is None:
             return None
         for node in added:
+            node.requested = True
             self._leaves.used(node, now)
         final, shared, duplicates = list(pages), [], []
         for index, node in enumerate(known):
+            node.requested = True
             self._leaves.used(node, now)
             if not node.page:
                 self._attach(node, pages[index])

@@ -50,7 +50,8 @@ def answer(
     elif done and has_markup(text):
         shown = render(text)
     else:
-        return bubble("assistant", tokens)
+        hint = html.line("Click a token to write something else there, and go on from it") if done and text else ""
+        return html.block(bubble("assistant", tokens), hint)
     return html.block(bubble("assistant", shown), html.folded("tokens: click one to fork there", tokens, key="tokens"))
 
 

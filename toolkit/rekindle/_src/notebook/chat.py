@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from rekindle._src.core import html
 from rekindle._src.core.config import cache_folder
-from rekindle._src.core.reply import Reply, fold
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.records import FinishReason, TextDelta
+from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.notebook import bubbles
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import Control, button, field, slider
@@ -25,6 +26,7 @@ _TALK = (
     button("edit", "Edit last", title="Take the last message and its answer back"),
     button("settings", "Settings", title="System prompt and sampling, for the next answer"),
 )
+_CONTINUE = (button("continue", "Continue", title="Go on with the answer where it ends"),)
 _FORK = (
     field("instead", "what should come there instead", width="18em"),
     button("fork", "Fork", title="Keep the answer up to the marked token and go on from there"),
@@ -33,7 +35,7 @@ _FORK = (
 _SLIDERS = {  # least, most, step, title
     "temperature": (0.0, 2.0, 0.05, "0 is greedy: always the most likely token"),
     "top_p": (0.05, 1.0, 0.05, "only the most likely tokens that make up this share"),
-    "max_tokens": (1, 1024, 1, "at most in an answer"),
+    "max_tokens": (1, 2 * ANSWER_TOKENS, 1, "at most in an answer; one that is cut can be continued"),
 }
 _OF_CHAT = ("tools", "template", "continue_final_message", "template_options")  # options that are no sampling options
 
@@ -43,6 +45,11 @@ class Piece(NamedTuple):
 
     text: str
     token_ids: tuple[int, ...]
+    events: tuple[ReplyEvent, ...] | None  # what it adds to the reply; None where an answer was forked: not known
+
+    @classmethod
+    def of(cls, delta: TextDelta) -> Piece:
+        return cls(delta.text, delta.token_ids, (ContentDelta(delta.text),) if delta.events is None else delta.events)
 
 
 class ChatView(Live):
@@ -57,9 +64,10 @@ class ChatView(Live):
         self, session: SessionLike, *, system: str | None = None, restore: str | None = None, **options: Any
     ) -> None:
         super().__init__(*_TALK)
-        # Wrong options raise now, not when a message is sent.
+        # Wrong options raise now, not when a message is sent, and so does a model without a chat template.
         sampling = Sampling.of(None, {name: value for name, value in options.items() if name not in _OF_CHAT})
         self._session, self._options = session, options
+        session.chat([{"role": "user", "content": "…"}], **options)
         self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
         self._keeping = threading.Lock()
@@ -73,6 +81,13 @@ class ChatView(Live):
             self.system = system
         self._tuning = False  # whether the settings are shown
         self._settings = {name: str(getattr(sampling, name)) for name in _SLIDERS} | {"system": self.system}
+        if options.get("max_tokens") is None:
+            self._settings["max_tokens"] = str(ANSWER_TOKENS)
+        if self._keeps:
+            self.widget.gone = (
+                "Its kernel was restarted or is gone: this is the last picture. "
+                f'session.view.chat(restore="{self.name}") goes on with the conversation.'
+            )
         self.widget.values = {**self.widget.values, **self._settings}
         self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
         self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
@@ -119,6 +134,34 @@ class ChatView(Live):
         """The token ids of the last answer so far."""
         return tuple(token for piece in self._pieces() for token in piece.token_ids)
 
+    @property
+    def stopped(self) -> str:
+        """Where the last answer was cut or stopped, in words; empty if the model ended it, or has not yet."""
+        handle = self._handle
+        if handle is None or not handle.done:
+            return ""
+        tokens = html.count(len(self.answer_ids), "token")
+        if isinstance(handle.error, RequestAborted):
+            return f"stopped after {tokens}"
+        reason = next((delta.finish_reason for delta in reversed(handle.deltas) if delta.finish_reason), None)
+        if reason is FinishReason.CONTEXT:
+            return f"cut at {tokens}: the context is full"
+        return f"cut at {tokens}" if reason is FinishReason.LENGTH else ""
+
+    def continue_answer(self, **options: Any) -> None:
+        """Go on with an answer that was cut or stopped, as if it had not been."""
+        handle = self._handle
+        if handle is None or not self.stopped:
+            return
+        if not self.answer_ids:
+            self.again()
+            return
+        bound = {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS, **self._tuned()}
+        kept = tuple(self._pieces())
+        self._handle = self._session.fork(handle, at=len(handle.token_ids), **{**bound, **options})
+        self._kept = kept
+        self._mark(None)
+
     def send(self, text: str) -> None:
         """Send a message. An answer that is still being made is kept as far as it got."""
         if text:
@@ -159,12 +202,15 @@ class ChatView(Live):
         if not 0 <= at <= made:
             raise InvalidRequest("at", at, f"is outside of the answer's {made} tokens so far", f"Use 0 to {made}")
         tokenizer = self._session.tokenizer
-        kept = list(_until(self._pieces(), at, tokenizer.decode))
+        # Events of a reply lag behind its text, so that those of its beginning are not known.
+        kept = [piece._replace(events=None) for piece in _until(self._pieces(), at, tokenizer.decode)]
         if edit:
-            kept.append(Piece(edit, tuple(tokenizer.encode(edit, add_special_tokens=False))))
+            ids = tuple(tokenizer.encode(edit, add_special_tokens=False))
+            kept.append(Piece(edit, ids, None))
         beginning = [token for piece in kept for token in piece.token_ids]
         # The first request's prompt ends where the answer begins; the prompts of its forks hold parts of the answer.
-        forked = self._session.fork(origin, at=0, edit=beginning, **{"seed": None, **options})
+        left = max(1, max(origin.sampling.max_tokens, made) - len(beginning))
+        forked = self._session.fork(origin, at=0, edit=beginning, **{"seed": None, "max_tokens": left, **options})
         handle.cancel()
         self._handle, self._kept = forked, tuple(kept)
         self._mark(None)
@@ -184,6 +230,8 @@ class ChatView(Live):
             self._mark(self._marked)
         elif name == "halt":
             self.halt()
+        elif name == "continue":
+            self.continue_answer()
         elif name == "again":
             self.again()
         elif name == "edit":
@@ -194,11 +242,14 @@ class ChatView(Live):
 
     def _mark(self, index: int | None) -> None:
         self._marked = index
-        shown: tuple[Control, ...] = (*_TALK, *(_settings() if self._tuning else ()), *(() if index is None else _FORK))
         self.widget.fill("instead", "")
-        self.widget.controls, self.widget.note = list(shown), ""
+        self.widget.controls, self.widget.note = self._controls(), ""
         self.refresh()
         self._stirred.set()
+
+    def _controls(self) -> list[Control]:
+        settings = _settings() if self._tuning else ()
+        return [*_TALK, *(_CONTINUE if self.stopped else ()), *settings, *(() if self._marked is None else _FORK)]
 
     # Making and drawing answers.
 
@@ -225,13 +276,14 @@ class ChatView(Live):
 
     def _pieces(self) -> list[Piece]:
         deltas = self._handle.deltas if self._handle is not None else ()
-        return [*self._kept, *(Piece(delta.text, delta.token_ids) for delta in deltas if delta.index == 0)]
+        return [*self._kept, *(Piece.of(delta) for delta in deltas if delta.index == 0)]
 
     def _reply(self) -> Reply | None:
         """The parts of the last answer if it has reasoning or calls; those of a fork are not known."""
-        if self._handle is None or self._kept:
+        pieces = self._pieces()
+        if any(piece.events is None for piece in pieces):
             return None
-        reply = fold(event for delta in self._handle.deltas if delta.index == 0 for event in delta.events or ())
+        reply = fold(event for piece in pieces for event in piece.events or ())
         return reply if reply.reasoning or reply.tool_calls else None
 
     def _finish_answer(self) -> None:
@@ -303,7 +355,16 @@ class ChatView(Live):
             error = handle.error
             if error is not None and not isinstance(error, RequestAborted):
                 rows.append(html.line(f"{type(error).__name__}: {error}"))
-        return html.block(*rows) if rows else html.line("Nothing was said yet")
+            if stopped := self.stopped:
+                rows.append(html.line(stopped, "" if self.ended else "Continue goes on"))
+        if not self.ended and (controls := self._controls()) != self.widget.controls:
+            self.widget.controls = controls  # an answer has been cut, or goes on
+        if not rows:
+            return html.line("Nothing was said yet")
+        if self._keeps:
+            how = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
+            rows.append(html.explained(html.line(f'kept as "{self.name}"'), how))
+        return html.block(*rows)
 
 
 def _settings() -> tuple[Control, ...]:
@@ -323,5 +384,5 @@ def _until(pieces: list[Piece], at: int, decode: Any) -> Iterator[Piece]:
         if len(piece.token_ids) <= left:
             yield piece
         else:
-            yield Piece(decode(list(piece.token_ids[:left])), piece.token_ids[:left])
+            yield Piece(decode(list(piece.token_ids[:left])), piece.token_ids[:left], None)
         left -= len(piece.token_ids)

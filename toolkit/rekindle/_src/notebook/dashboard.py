@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from typing import Any
 
@@ -61,10 +61,7 @@ class Dashboard(Live):
         cached, asked = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)
         parts: list[str] = [
             html.line(
-                f"{self._recorder.rate():,.0f} tokens/s",
-                f"{figures.get('running', 0)} running",
-                f"{figures.get('waiting', 0)} waiting",
-                f"{self._recorder.slowest() * 1e3:.0f} ms between tokens (p99)",
+                *self._load(figures),
                 f"{cached / asked:.0%} of prompt tokens cached" if asked else "",
                 html.count(figures.get("compilations", 0), "compilation"),
                 html.count(figures["mesh"].size, "device") if "mesh" in figures else "",
@@ -75,10 +72,22 @@ class Dashboard(Live):
         ]
         if figures.get("pages_total"):
             pages = {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}
-            parts.append(html.line("pages on the device") + html.bar(pages, rest="free", width=WIDTH))
+            parts.append(
+                html.explained(html.line("pages on the device"), html.PAGES) + html.bar(pages, rest="free", width=WIDTH)
+            )
         parts += self._tiers()
         self._last = html.block(*parts, title=f"Session over {figures['model']}")
         return self._last
+
+    def _load(self, figures: Mapping[str, Any]) -> list[str]:
+        """What runs now; at rest, what was done so far."""
+        running, waiting = figures.get("running", 0), figures.get("waiting", 0)
+        slowest = self._recorder.slowest()
+        speed = f"{slowest * 1e3:.0f} ms between tokens (p99)" if slowest else ""
+        if running or waiting:
+            return [f"{self._recorder.rate():,.0f} tokens/s", f"{running} running", f"{waiting} waiting", speed]
+        finished, made = figures.get("finished", 0), figures.get("generated_tokens", 0)
+        return ["at rest", f"{html.count(finished, 'request')} finished", html.count(made, "token"), speed]
 
     def _take(self) -> None:
         """Give the timeline the steps since the last picture."""

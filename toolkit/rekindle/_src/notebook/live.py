@@ -15,6 +15,10 @@ from rekindle.errors import RekindleError
 INTERVAL = 0.1
 # The copy that stays when the kernel dies may be older than the view by this much. Each update goes to the notebook.
 KEEP_SECONDS = 2.0
+# What subclasses and the page call, and tests read; Tab leaves it out.
+_MACHINERY = frozenset(
+    ("draw", "press", "token", "wait", "start", "refresh", "epitaph", "keep", "interval", "picture", "pictures")
+)
 _BESIDE = html.line("A live view. When its kernel is gone, what it showed last is the picture above.")
 
 
@@ -85,6 +89,9 @@ class Live:
 
     def keep(self) -> None:
         """Called at most every `KEEP_SECONDS`, after the picture has changed, and when the view has ended."""
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _MACHINERY]
 
     def _draw(self) -> None:
         before, self.picture = self.picture, str(self.draw())  # not Markup: marimo's encoder takes no subclass of str

@@ -53,6 +53,9 @@ class Panel(anywidget.AnyWidget):
     controls: Any = traitlets.List().tag(sync=True)
     values: Any = traitlets.Dict().tag(sync=True)  # what text fields hold, by name
     kept = traitlets.Unicode().tag(sync=True)  # class of the static copies in the notebook, hidden while this is shown
+    gone = traitlets.Unicode(  # what the page says once its kernel is gone
+        "Its kernel was restarted or is gone: this is the last picture. Run the cell again to go on."
+    ).tag(sync=True)
     heard = traitlets.Int().tag(sync=True)  # messages from the page so far: the page sees that the kernel answers
 
     def __init__(self, controls: list[Control], hears: Callable[[str, str, Any], None]) -> None:

@@ -54,25 +54,25 @@ class Timeline:
     def _drawn(self, slot: int, run: _Run) -> str:
         length = self._count - run.first
         place = f'x="{run.first}" y="{8 + slot * ROW}" width="{length}" height="{ROW - 2}"'
-        return (
-            f'<rect {place} fill="{COLOURS[run.kind]}">'
-            f"<title>{html.escape(run.request)} {run.kind}, {length} step{'s' * (length != 1)}</title></rect>"
-        )
+        title = f"{html.escape(run.request)} {run.kind}, {html.count(length, 'step')}"
+        return f'<rect {place} fill="{COLOURS[run.kind]}"><title>{title}</title></rect>'
 
     def draw(self) -> html.Markup:
         """The picture as SVG. A mark above a step means that pages moved between tiers."""
         if not self._count:
-            return html.line("no step has run yet")
+            return html.line("Nothing has run yet. Requests appear here as bars, in a line for each slot")
         height, shown = self._slots * ROW + 8, max(60, len(self._numbers))
         first = self._count - len(self._numbers)
         runs = [drawn for _, drawn in self._over] + [self._drawn(slot, run) for slot, run in self._open.items()]
         legend = " ".join(f'<span style="color:{colour}">■</span> {kind}' for kind, colour in COLOURS.items())
+        steps = f"steps {self._numbers[0]}–{self._numbers[-1]}, a line per slot"
         return html.Markup(
             f'<svg width="{WIDTH}" height="{height}" viewBox="{first} 0 {shown} {height}" preserveAspectRatio="none" '
             f'style="max-width:100%;background:rgba(128,128,128,.12)">{"".join(runs)}</svg>'
-            f'<div style="font-size:85%">{legend} · steps {self._numbers[0]}–{self._numbers[-1]}, a line per slot</div>'
+            f'<div style="font-size:85%" title="{html.SLOTS}">{legend} · {steps}</div>'
         )
 
 
 def _mark(step: int, moved: int) -> str:
-    return f'<rect x="{step}" y="0" width="1" height="4" fill="{MOVED}"><title>{moved} pages moved</title></rect>'
+    title = f"{html.count(moved, 'page')} moved"
+    return f'<rect x="{step}" y="0" width="1" height="4" fill="{MOVED}"><title>{title}</title></rect>'

@@ -16,9 +16,9 @@ COLOURS = {"device": "#3d8bcd", "host": "#d9822b", "disk": "#8a8a8a", "gone": "t
 class TreeView(Live):
     """Shows the tree as it is when drawn; the button draws it again. Type a prompt to see what it would hit."""
 
-    def __init__(self, cache: CacheLike, model: str, *, limit: int = 200) -> None:
+    def __init__(self, cache: CacheLike, model: str, *, limit: int = 200, restored: bool = False) -> None:
         super().__init__(button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
-        self._cache, self._model, self._limit = cache, model, limit
+        self._cache, self._model, self._limit, self._restored = cache, model, limit, restored
         self.widget.observe(lambda change: self.ask(self.widget.value("prompt")), "values")
         self.refresh()
 
@@ -39,16 +39,14 @@ class TreeView(Live):
         return answer
 
     def draw(self) -> str:
-        tree = self._cache.tree(limit=self._limit)
+        tree = self._cache.tree(limit=self._limit, restored=self._restored)
         legend = [
             html.Markup(f'<span style="color:{COLOURS[tier]}">■</span> {tier}') for tier in ("device", "host", "disk")
         ]
         return html.block(
-            html.line(f"{tree.total_pages:,} pages", *legend),
-            _foldable(tree.nodes) or html.text("The cache is empty."),
-            html.line(f"and {tree.total_pages - tree.shown_pages:,} more pages")
-            if tree.shown_pages < tree.total_pages
-            else "",
+            html.line(html.count(tree.total_pages, "page"), *legend),
+            _foldable(tree.nodes) or ("" if tree.total_pages else html.text("The cache is empty.")),
+            *map(html.line, tree.rest()),
             title="Prefix cache",
         )
 
@@ -77,8 +75,8 @@ def _foldable(nodes: Sequence[NodeLike]) -> html.Markup:
 
 def _node(node: NodeLike) -> str:
     pin = " 📌" if node.pinned else ""
-    facts = f"{html.count(node.tokens, 'token')} at {node.start}, {node.pages} page{'s' * (node.pages != 1)}, "
-    facts += f"{node.visits} visit{'s' * (node.visits != 1)}, {node.age:.0f} s ago"
+    facts = f"{html.count(node.tokens, 'token')} at {node.start}, {html.count(node.pages, 'page')}, "
+    facts += f"{html.count(node.visits, 'visit') if node.visits else 'not hit yet'}, {node.age:.0f} s ago"
     return (
         f'<span style="color:{COLOURS[node.tier]}" title="{node.tier}">■</span>{pin} '
         f'<code title="{html.escape(facts)}">{html.escape(node.text)}</code> '

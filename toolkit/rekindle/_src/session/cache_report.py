@@ -44,6 +44,7 @@ class CacheTree:
     nodes: tuple[NodeView, ...]
     total_pages: int
     shown_pages: int
+    hidden_pages: int = 0  # that no request of this session had
 
     @property
     def tokens(self) -> int:
@@ -51,9 +52,17 @@ class CacheTree:
 
     def __str__(self) -> str:
         lines = [str(node) for node in self.nodes]
-        if self.shown_pages < self.total_pages:
-            lines.append(f"… and {self.total_pages - self.shown_pages} more pages")
-        return "\n".join(lines) or "(empty)"
+        return "\n".join([*lines, *self.rest()]) or "(empty)"
+
+    def rest(self) -> list[str]:
+        """The pages that are not shown, in words."""
+        more = self.total_pages - self.shown_pages - self.hidden_pages
+        lines = [f"and {html.count(more, 'more page')}"] if more else []
+        if self.hidden_pages:
+            lines.append(
+                f"and {html.count(self.hidden_pages, 'page')} of other sessions: tree(restored=True) shows them"
+            )
+        return lines
 
     def __repr__(self) -> str:
         return f"<CacheTree: {self.shown_pages} of {self.total_pages} pages>"
@@ -63,7 +72,8 @@ class CacheTree:
             ("\u2003" * node.depth + node.text, node.tokens, node.start, node.tier, node.visits, round(node.age))
             for node in self.nodes
         ]
-        return str(html.table(["text", "tokens", "from", "where", "visits", "seconds ago"], rows))
+        shown = html.table(["text", "tokens", "from", "where", "visits", "seconds ago"], rows)
+        return str(html.block(shown, *map(html.line, self.rest())))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,14 +36,19 @@ class CacheView:
 
     # -- looking
 
-    def tree(self, *, limit: int = 200) -> CacheTree:
-        """The tree, at most `limit` runs of pages of it."""
+    def tree(self, *, limit: int = 200, restored: bool = False) -> CacheTree:
+        """The tree, at most `limit` runs of pages of it.
+
+        Pages that no request of this session had are counted alone, since their text is of other notebooks and
+        programs; with `restored` it is shown.
+        """
         cache, tiers = self._parts()
-        names = self._client.ask(lambda: _runs(cache, tiers, limit))
+        names, hidden = self._client.ask(lambda: _runs(cache, tiers, limit, restored))
         return CacheTree(
             tuple(dataclasses.replace(view, text=self._preview(tokens)) for view, tokens in names),
             len(cache),
             sum(view.pages for view, _ in names),
+            hidden,
         )
 
     def stats(self) -> CacheStats:
@@ -134,7 +139,7 @@ class CacheView:
         return Once(self._clear, tier, name="clear")
 
     def delete(self, name: str) -> bool:
-        """Remove a snapshot; its pages stay on disk until their room is needed."""
+        """Remove the snapshots of a name; their pages stay on disk until the room is needed."""
         _, tiers = self._parts()
         return tiers is not None and tiers.disk is not None and snapshot.delete(tiers.disk.folder, name)
 
@@ -242,11 +247,20 @@ def _tier(cache: AnyCache, tiers: Tiers | None, node: Node) -> str:
     return "host" if digest in tiers else "disk" if tiers.knows(digest) else "gone"
 
 
-def _runs(cache: AnyCache, tiers: Tiers | None, limit: int) -> list[tuple[NodeView, IntArray]]:
-    """Runs of pages with the tokens they begin with, depth first, at most `limit`."""
+def _runs(
+    cache: AnyCache, tiers: Tiers | None, limit: int, restored: bool
+) -> tuple[list[tuple[NodeView, IntArray]], int]:
+    """Runs of pages with the tokens they begin with, depth first, at most `limit`; and how many pages are left out.
+
+    Left out are those that no request of this session had, unless they are wanted as `restored`.
+    """
     below: dict[Node, list[Node]] = {}
+    hidden = 0
     for node in cache:
         assert node.parent is not None
+        if not (restored or node.requested):
+            hidden += 1
+            continue
         below.setdefault(node.parent, []).append(node)
     now = cache.clock()
     found: list[tuple[NodeView, IntArray]] = []
@@ -266,4 +280,4 @@ def _runs(cache: AnyCache, tiers: Tiers | None, limit: int) -> list[tuple[NodeVi
         )  # fmt: skip
         found.append((view, np.concatenate([cache.tokens_of(node) for node in run[:4]])))
         todo += [(depth + 1, node) for node in reversed(children)]
-    return found
+    return found, hidden

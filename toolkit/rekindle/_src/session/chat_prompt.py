@@ -10,6 +10,7 @@ from rekindle._src.core.contracts import ChatLike
 from rekindle._src.dispatch.intake import LONG_TEXT
 from rekindle._src.session.prompts import Prompt
 from rekindle._src.session.tools.tool import Tool
+from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.replies import ReplyFormat, ReplyPlan
 from rekindle._src.text.replies.history import with_calls_as_text
 from rekindle._src.text.template_code import reads, reads_calls, takes_tools
@@ -23,6 +24,7 @@ def chat_prompt(
     chat: ChatLike | None,
     messages: Messages,
     *,
+    model: str = "",
     tools: Sequence[Tool] = (),
     documents: Sequence[Mapping[str, Any]] | None = None,
     template: str | None = None,
@@ -36,9 +38,14 @@ def chat_prompt(
     What the template would pass over in silence is refused: tools, documents, `reasoning_effort`.
     """
     if chat is None:
-        raise InvalidRequest(
-            "messages", len(messages), "need a chat template, and the model brings none", "Use generate(prompt)"
-        )
+        if template is None:
+            raise InvalidRequest(
+                "model",
+                model,
+                "has no chat template: it is a base model, which continues texts, or its files leave the template out",
+                "Use session.generate(prompt), or pass a template of Jinja's as template=…",
+            )
+        chat = ChatTemplate({})
     text = chat.text(template, tools=bool(tools))
     format = ReplyFormat.of_template(text)
     if tools and (format.calls is None or not takes_tools(text)):

@@ -142,6 +142,7 @@ class ChatRequests:
             prompt = chat_prompt(
                 self._engine.chat,
                 messages,
+                model=self._engine.model,
                 tools=choice.shown,
                 documents=documents,
                 template=template,
@@ -184,6 +185,7 @@ class ChatRequests:
         prompt = chat_prompt(
             self._engine.chat,
             messages,
+            model=self._engine.model,
             tools=tools_of(tools),
             documents=documents,
             template=template,

@@ -84,6 +84,8 @@ def opened(
         if messages:
             raise InvalidRequest("system", system, "can't be given with restore", "The saved conversation has its own")
         messages = read(restore)
+    plain = {name: value for name, value in options.items() if name not in _WITH_TOOLS}
+    session.chat([{"role": "user", "content": "…"}], **plain)  # nor does a model without a template wait for one
     return Conversation(session, messages, {**options, **sampling})
 
 

@@ -269,7 +269,10 @@ class Handle(Produced, Call[T]):
             made = html.count(self._tokens_so_far, "token")
             return str(html.block(html.line(self.id, state, made), asked, html.text(self._text_so_far)))
         if (error := self._mailbox.error) is not None:
-            return str(html.block(html.line(self.id, f"{type(error).__name__}: {error}"), html.text(self._text_so_far)))
+            state = f"{type(error).__name__}: {error}"
+            if isinstance(error, RequestAborted):  # somebody wanted that: it is no fault
+                state = f"stopped after {html.count(self._tokens_so_far, 'token')}"
+            return str(html.block(html.line(self.id, state), html.text(self._text_so_far)))
         return str(html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion))))
 
 

@@ -202,7 +202,10 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         return CacheView(self._client)
 
     def save(self, name: str) -> Call[SaveReport]:
-        """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only what is new."""
+        """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only what is new.
+
+        A snapshot of other weights or of another configuration under this name stays beside it.
+        """
         return Once(self._cache_writer.save, name, name="save")
 
     def pin(self, prompt: PromptLike, *, salt: str | None = None) -> int:
@@ -316,7 +319,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
                 html.line(
                     "closed" if self.closed else "open",
                     f"weights: {self._engine.weights}" if self._engine.weights else f"{config.dtype} weights",
-                    f"up to {config.max_requests} requests at once",
+                    html.explained(f"up to {config.max_requests} requests at once", html.SLOTS),
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
                     "" if self._engine.mesh is None else str(self._engine.mesh),
@@ -324,7 +327,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
                     if self._engine.sampling is None
                     else f"samples with {told(self._engine.sampling)}, by the checkpoint",
                 ),
-                "" if self.closed else self.stats()._repr_html_(),
+                *([] if self.closed else self.stats().shown()),
                 title=f"rekindle session: {self.model or 'over given parts'}",
             )
         )

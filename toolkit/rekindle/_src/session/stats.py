@@ -205,6 +205,10 @@ class SessionStats(Figures):
         return f"<SessionStats {self.model}: {running} running, {waiting} waiting, {steps}>"
 
     def _repr_html_(self) -> str:
+        return str(html.block(*self.shown(), title=f"Session over {self.model}"))
+
+    def shown(self) -> list[str]:
+        """What a notebook shows of it, below a title."""
         figures = self.as_dict()
         parts: list[str] = [foremost(figures)]
         mesh = figures.pop("mesh", None)
@@ -214,7 +218,7 @@ class SessionStats(Figures):
         parts += [html.line("stalled", self.stalled)] if self.stalled else []
         if figures.get("pages_total"):
             parts += [
-                html.line(f"{figures['pages_total']:,} pages on the device"),
+                html.explained(html.line(f"{html.count(figures['pages_total'], 'page')} on the device"), html.PAGES),
                 html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free"),
             ]
         figures.pop("model")  # it is in the title
@@ -226,7 +230,7 @@ class SessionStats(Figures):
         if sizes:
             folded.append(html.line("steps by tokens", *(f"up to {size:,}: {sizes[size]:,}" for size in sorted(sizes))))
         parts.append(html.folded("all figures", *folded))
-        return str(html.block(*parts, title=f"Session over {self.model}"))
+        return parts
 
 
 def _shards(shards: Sequence[SchedulerStatistics]) -> html.Markup:

@@ -52,12 +52,15 @@ class Views:
 
         return ChatView(self._session, system=system, restore=restore, **options)
 
-    def tree(self, *, limit: int = 200) -> TreeView:
-        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit."""
+    def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
+        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit.
+
+        The text of other sessions, which `open(..., restore=...)` brings back, is shown only with `restored`.
+        """
         self._client.host.check()
         from rekindle._src.notebook.tree import TreeView
 
-        return TreeView(self._session.cache, self._session.model, limit=limit)
+        return TreeView(self._session.cache, self._session.model, limit=limit, restored=restored)
 
 
 def dashboard(client: Client, session: SessionLike) -> Dashboard:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rekindle._src.kvcache.persist.identity import Identity
+from rekindle._src.kvcache.persist.snapshot import tagged
 from rekindle._src.kvcache.tiers.disk_usage import size_of
 from rekindle_kernels import read_through
 
@@ -19,8 +20,8 @@ def bring(folder: Path, name: str, identity: Identity, most: int) -> None:
     if behind is None:
         return
     if name != "auto":
-        versions = [found for found in behind.names("snapshots") if found.rpartition("@")[0] == name]
-        for version in versions[-1:]:
+        version = tagged(behind.names("snapshots"), name, identity)
+        if version is not None:
             _bring(folder / "snapshots" / version)
     root, total = identity.root.hex(), 0
     for segment in reversed(behind.names("pages")):

@@ -1,8 +1,8 @@
-"""Snapshots: named lists of the pages that a session knew, each for one model.
+"""Snapshots: named lists of the pages that a session knew. A name has one for each identity that saved under it.
 
 A snapshot lists pages; their payloads are in the segments of the disk tier, where each is kept once however many
 snapshots list it. Saving under a name that exists writes a new version beside the old one and removes that afterwards,
-so at any moment one complete version can be found.
+so at any moment one complete version can be found. Versions of other models and configurations stay.
 """
 
 from __future__ import annotations
@@ -77,18 +77,17 @@ def check_name(name: str) -> str:
 
 
 def save(folder: Path, name: str, identity: Identity, pages: Sequence[Page]) -> Path:
-    """A new version of `name`, complete or absent; earlier ones are removed.
+    """A new version of `name`, complete or absent; earlier ones of the same identity are removed.
 
-    Raises StoreError if it can't be written, and SnapshotRefused if `name` is another model's snapshot, which would be
-    lost.
+    Raises StoreError if it can't be written.
     """
-    older = _versions(folder, check_name(name))
-    number = 1 + max((_number(path) for path in older), default=0)
-    path = folder / "snapshots" / f"{name}@{number:08d}-{uuid.uuid4().hex[:8]}"
+    versions = _versions(folder, check_name(name))
+    number = 1 + max((_number(path) for path in versions), default=0)
+    path = folder / "snapshots" / f"{name}@{number:08d}-{_tag(identity)}-{uuid.uuid4().hex[:8]}"
     reason = private_files.distrust_reason(path.parent)
     if reason is not None:
         raise StoreError(f"snapshot {name!r} was not saved: {reason}")
-    _keep_another_models(older, name, identity)
+    older = [version for version in versions if _replaced(version, identity)]
     header = identity.fields() | {"name": name, "saved": time.time()}
     try:
         write_index(path, header, pages, identity.page_size)
@@ -99,23 +98,32 @@ def save(folder: Path, name: str, identity: Identity, pages: Sequence[Page]) -> 
     return path
 
 
-def _keep_another_models(versions: Sequence[Path], name: str, identity: Identity) -> None:
-    """Raise SnapshotRefused if the newest version that can be read was saved from other weights."""
-    for path in reversed(versions):
-        try:
-            other = Identity.stored_in(Segment.open(path).header)
-        except (OSError, StoreError):
-            continue
-        if other.fingerprint != identity.fingerprint:
-            raise SnapshotRefused(
-                f"snapshot {name!r} was not saved: that is a snapshot of {other.model or 'other weights'}. "
-                f"Use another name, or session.cache.delete({name!r}) first"
-            )
-        return
+def _replaced(version: Path, identity: Identity) -> bool:
+    """True if a new snapshot of `identity` takes the place of this version: it is of the same one, or damaged."""
+    try:
+        return Identity.stored_in(Segment.open(version).header).root == identity.root
+    except StoreError:
+        return True
+    except OSError:
+        return False  # it may be another's, and readable again later
 
 
-def find(folder: Path, name: str) -> Segment:
-    """The newest version of `name` that is whole. Raises StoreError if there is none, or if it can't be read now."""
+def _tag(identity: Identity) -> str:
+    """What a version's file name says of its identity."""
+    return identity.root.hex()[:16]
+
+
+def tagged(names: Sequence[str], name: str, identity: Identity) -> str | None:
+    """Of the file names of versions, the newest of `name` that is this identity's as far as the file name says it."""
+    mine = sorted((one for one in names if one.rpartition("@")[0] == name), key=lambda one: _number(Path(one)))
+    return next((one for one in reversed(mine) if f"-{_tag(identity)}-" in one), mine[-1] if mine else None)
+
+
+def find(folder: Path, name: str, identity: Identity | None = None) -> Segment:
+    """The newest version of `name` that is whole, one that `identity` can use if there is one.
+
+    Raises StoreError if there is none, or if it can't be read now.
+    """
     reason = private_files.distrust_reason(folder / "snapshots")
     if reason is not None:
         raise StoreError(f"snapshot {name!r} is not read: {reason}")
@@ -123,15 +131,21 @@ def find(folder: Path, name: str) -> Segment:
     for _ in range(_ATTEMPTS):
         versions = _versions(folder, name)
         vanished = False
+        other: Segment | None = None  # of another identity
         for path in reversed(versions):
             try:
-                return Segment.open(path)
+                index = Segment.open(path)
+                if identity is None or identity.refuses(Identity.stored_in(index.header)) is None:
+                    return index
+                other = other or index
             except FileNotFoundError:
                 vanished = vanished or not path.exists()
             except OSError as error:
                 raise StoreError(f"snapshot {name!r} can't be read now: {error}. Try again") from error
             except StoreError as error:
                 damaged = f" ({path} is damaged: {error})"
+        if other is not None and not vanished:
+            return other
         if not vanished:
             break  # else another process has put a newer version in its place since they were listed
     known = ", ".join(sorted({repr(_name(path)) for path in _all(folder)}))
@@ -142,10 +156,13 @@ def find(folder: Path, name: str) -> Segment:
 def listed(folder: Path, identity: Identity, name: str) -> list[Page]:
     """The pages of a snapshot. Raises SnapshotRefused if `identity` can't use them, StoreError if they are not what
     the index says."""
-    index = find(folder, check_name(name))
+    index = find(folder, check_name(name), identity)
     reason = identity.refuses(Identity.stored_in(index.header))
     if reason is not None:
-        raise SnapshotRefused(f"snapshot {name!r} can't be restored: {reason}. Open without restore and save anew")
+        raise SnapshotRefused(
+            f'snapshot {name!r} can\'t be restored: {reason}. restore="auto" has every page that is kept for this '
+            f"session's model and options; save({name!r}) then adds a snapshot beside the other"
+        )
     try:
         verify(identity, index.records, None)
     except StoreError as error:
@@ -154,22 +171,20 @@ def listed(folder: Path, identity: Identity, name: str) -> list[Page]:
 
 
 def infos(folder: Path, identity: Identity) -> list[SnapshotInfo]:
-    """What is known of each snapshot that can be read, by name."""
-    found = []
-    for name in sorted({_name(path) for path in _all(folder)}):
-        with contextlib.suppress(StoreError):
-            index = find(folder, name)
-            theirs = Identity.stored_in(index.header)
-            count = len(index.records)
-            saved = float(index.header.get("saved", 0.0))
-            found.append(
-                SnapshotInfo(name, count, count * theirs.page_size, theirs.model, saved, identity.refuses(theirs))
-            )
-    return found
+    """What is known of each snapshot that can be read, by name; this identity's first among those of a name."""
+    found: dict[tuple[str, bytes], SnapshotInfo] = {}
+    for path in sorted(_all(folder), key=_number, reverse=True):
+        with contextlib.suppress(StoreError, OSError):
+            index = Segment.open(path)
+            theirs, name, count = Identity.stored_in(index.header), _name(path), len(index.records)
+            saved, refused = float(index.header.get("saved", 0.0)), identity.refuses(theirs)
+            info = SnapshotInfo(name, count, count * theirs.page_size, theirs.model, saved, refused)
+            found.setdefault((name, theirs.root), info)
+    return sorted(found.values(), key=lambda info: (info.name, info.refused is not None, -info.saved))
 
 
 def delete(folder: Path, name: str) -> bool:
-    """Remove a snapshot, if there is one. Its pages stay until the disk tier needs their room."""
+    """Remove every snapshot of a name, if there is one. Their pages stay until the disk tier needs the room."""
     versions = _versions(folder, check_name(name))
     for path in versions:
         remove(path)

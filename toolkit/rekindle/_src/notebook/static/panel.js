@@ -6,6 +6,7 @@ function make(tag, properties) {
 }
 
 const PATIENCE = 5000; // milliseconds that a kernel has to answer: it can't while a cell runs
+const DOUBT = 1500; // the same after the notebook's connection to it has changed
 
 function render({ model, el }) {
   const picture = make("div"), bar = make("div", { className: "rekindle-bar" }), note = make("div");
@@ -16,19 +17,40 @@ function render({ model, el }) {
   el.append(hide, picture, bar, note, alarm);
 
   let asked = 0; // the timer of a message that was not answered yet
+  let doubtful = false; // the connection has changed since the kernel answered last
 
   function say(event, name, value) {
-    asked ||= setTimeout(() => {
-      alarm.textContent = "No answer from the kernel: it is busy, or gone. What is shown here stays in the notebook.";
-      alarm.hidden = false;
-    }, PATIENCE);
-    model.send({ event, name, value });
+    asked ||= setTimeout(unanswered, doubtful ? DOUBT : PATIENCE);
+    try {
+      model.send({ event, name, value });
+    } catch {
+      doubtful = true; // the host knows that there is no kernel
+      unanswered();
+    }
+  }
+
+  function unanswered() {
+    el.classList.toggle("rekindle-gone", doubtful);
+    for (const one of bar.querySelectorAll("button, input, textarea")) one.disabled ||= doubtful;
+    const busy = "No answer from the kernel: it is busy, or gone. What is shown here stays in the notebook.";
+    alarm.textContent = doubtful ? model.get("gone") : busy;
+    alarm.hidden = false;
   }
 
   function answered() {
     clearTimeout(asked);
     asked = 0;
     alarm.hidden = true;
+    doubtful = false;
+    if (el.classList.contains("rekindle-gone")) control(); // it was only away: its controls act again
+    el.classList.remove("rekindle-gone");
+  }
+
+  function changed() {
+    clearTimeout(asked);
+    asked = 0;
+    doubtful = true;
+    say("ping", "");
   }
 
   function button({ name, label, title, disabled }) {
@@ -117,7 +139,7 @@ function render({ model, el }) {
   const heard = { "change:html": draw, "change:note": annotate, "change:controls": control, "change:values": fill };
   for (const react of Object.values(heard)) react();
   heard["change:heard"] = answered;
-  heard["comm_live_changed"] = () => say("ping", ""); // a notebook's connection was lost, or is back
+  heard["comm_live_changed"] = changed; // a notebook's connection was lost, or is back
   for (const [event, react] of Object.entries(heard)) model.on(event, react);
   return () => {
     clearTimeout(asked);
