@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -72,6 +73,35 @@ def test_a_mistake_is_told_in_twelve_lines(notebook: Kernel, mistake: str) -> No
     assert re.fullmatch(r"Cell In ?\[\d+\], line 2", lines[0]), shown
     assert lines[1] == f"----> 2 {code}"
     assert words in shown.split(f"{cell.error}: ", 1)[1], shown
+
+
+CALLS = {
+    "generate": ("done = await slow.generate('x', max_tokens=400)", "CancelledError", "text is"),
+    "a list": ("done = await slow.generate(['x', 'y'], max_tokens=300)", "CancelledError", "texts are"),
+    "chat": ("done = await slow.conversation(template='{{ messages[0].content }}').say('x')", "CancelledError", "text"),
+    "sync": ("done = slow.generate_sync('x', max_tokens=400)", "KeyboardInterrupt", "text is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_cell_keeps_its_text_and_says_where(notebook: Kernel, name: str) -> None:
+    code, error, words = CALLS[name]
+    notebook.ok("slow = slow if 'slow' in globals() else fake_session(step_seconds=0.01)\nslow.last = None")
+
+    def interrupt() -> None:
+        time.sleep(1.0)
+        notebook.manager.interrupt_kernel()
+
+    cell = notebook.run(f"print('runs')\n{code}", during=interrupt)
+    assert cell.error == error, cell.traceback
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", cell.traceback)
+    assert re.search(rf"{error}: stopped after \d+ tokens; the {words} kept as session\.last", shown), shown
+    kept = "slow.last[0]" if name == "a list" else "slow.last"
+    assert notebook.ok(f"print({kept}.finish_reason, len({kept}.text) > 5, {kept}.prompt)") == "aborted True x"
+    notebook.ok(f"{kept}._repr_html_(), repr({kept})")
+    if name == "generate":  # and it can go on from there
+        go = "rest = await slow.fork(slow.last, at=len(slow.last.token_ids), max_tokens=5)\nprint(len(rest.token_ids))"
+        assert notebook.ok(go) == "5"
 
 
 def test_chat_mistakes(notebook: Kernel) -> None:

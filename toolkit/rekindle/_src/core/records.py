@@ -416,11 +416,11 @@ class Completion:
     def _speed(self) -> tuple[str, ...]:
         rate, usage, compiling = self.timings.decode_rate(len(self.token_ids)), self.usage, self.timings.compiling
         return (
-            f"first token after {self.timings.first_token * 1e3:.0f} ms"
+            (f"first token after {self.timings.first_token * 1e3:.0f} ms" if self.timings.total else "")
             + (f", then {rate:.0f} tokens/s" if rate else ""),
             f"{compiling:.1f} s of it compiling" if compiling >= 0.05 else "",
             f"prompt of {html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
-            "" if self.sampling.greedy else f"seed {self.seed}",
+            "" if self.sampling.greedy or self.sampling.seed is None else f"seed {self.seed}",
             f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
             "" if self.parse_error is None else f"no object: {html.shortened(self.parse_error, 100)}",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity
-from rekindle._src.core.records import Completion, Status
+from rekindle._src.core.records import Completion, FinishReason, Status, Timings, Usage
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
@@ -44,7 +45,7 @@ class Handle(Produced, Call[T]):
     def __init__(
         self,
         host: Host,
-        session: object,
+        session: Any,
         prompt: Prompt,
         sampling: Sampling,
         *,
@@ -228,7 +229,34 @@ class Handle(Produced, Call[T]):
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None  # frames below are the client's own; an interrupted cell need not show them
+            keep_what_came(error, [self], self.so_far)
             raise
+
+    def so_far(self) -> Any:
+        """What it has made, as its result would be; a sequence that has not ended is one that was aborted."""
+        made = [self._partial(index) for index in range(self.sampling.n)]
+        return made[0] if self.sampling.n == 1 else Completions(made)
+
+    def _partial(self, index: int) -> Completion:
+        if isinstance(done := self._mailbox.results[index], Completion):
+            return done
+        deltas = [delta for delta in self._mailbox.deltas if delta.index == index]
+        ids = tuple(token for delta in deltas for token in delta.token_ids)
+        prompt = self.prompt_token_ids
+        return Completion(
+            id=self.request_ids[index],
+            text="".join(delta.text for delta in deltas),
+            token_ids=ids,
+            finish_reason=FinishReason.ABORTED,
+            prompt=self.prompt,
+            prompt_token_ids=prompt,
+            usage=Usage(len(prompt), 0, len(ids)),
+            timings=Timings(0.0, 0.0, 0.0),
+            sampling=self.sampling,
+            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs) or None,
+            index=index,
+            covered=self.covered,
+        )
 
     def wait_for_more(self, seen: int) -> int:
         """Block this thread until there are more than `seen` deltas or the request ends; how many there are then."""
@@ -274,6 +302,18 @@ class Handle(Produced, Call[T]):
                 state = f"stopped after {html.count(self._tokens_so_far, 'token')}"
             return str(html.block(html.line(self.id, state), html.text(self._text_so_far)))
         return str(html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion))))
+
+
+def keep_what_came(error: BaseException, handles: Sequence[Handle[Any]], so_far: Callable[[], Any]) -> None:
+    """Keep what interrupted requests have made as `session.last`, and have the interrupt's message say so."""
+    tokens = sum(len(delta.token_ids) for handle in handles for delta in handle._mailbox.deltas)
+    if isinstance(error, Exception) or not tokens:
+        return
+    handles[0]._session.last = so_far()
+    # Those of anyio and trio bring words or types that they are known by.
+    if not error.args and isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        what = "text is" if len(handles) == 1 else "texts are"
+        error.args = (f"stopped after {html.count(tokens, 'token')}; the {what} kept as session.last",)
 
 
 def chat_behind(source: Handle[Any], text: str) -> dict[str, Any]:
@@ -328,6 +368,7 @@ class Batch(Call[list[T]]):
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None
+            keep_what_came(error, self.handles, lambda: Completions(handle.so_far() for handle in self.handles))
             raise
 
     def _outcome(self, index: int) -> Any:

@@ -43,6 +43,8 @@ class Requests:
 
     _host: Host
     _engine: Engine
+    # What the last call that was interrupted had made: a completion "aborted", or a list as the call's result.
+    last: Any = None
 
     @overload
     def generate(

@@ -322,6 +322,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
                     html.explained(f"up to {config.max_requests} requests at once", html.SLOTS),
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
+                    _kernels(),
                     "" if self._engine.mesh is None else str(self._engine.mesh),
                     ""
                     if self._engine.sampling is None
@@ -331,3 +332,15 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
                 title=f"rekindle session: {self.model or 'over given parts'}",
             )
         )
+
+
+def _kernels() -> str:
+    """The state of the native kernels, where there are some."""
+    from rekindle_kernels import current_platform, kernel_being_compiled, unavailable_reason
+
+    if current_platform() != "cpu":
+        return ""
+    if name := kernel_being_compiled():
+        return f"compiling kernel {name}; XLA's own programs answer until then"
+    reason = unavailable_reason()
+    return "native kernels" if reason is None else f"no native kernels: {reason.partition(':')[0]}"
