@@ -341,6 +341,6 @@ def _kernels() -> str:
     if current_platform() != "cpu":
         return ""
     if name := kernel_being_compiled():
-        return f"compiling kernel {name}; XLA's own programs answer until then"
+        return f"compiling kernel {name}"
     reason = unavailable_reason()
     return "native kernels" if reason is None else f"no native kernels: {reason.partition(':')[0]}"
