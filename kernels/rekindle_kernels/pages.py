@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -74,15 +75,26 @@ def needs_scales(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype).itemsize == 1
 
 
+def largest_magnitude(values: jax.Array, least: float = 0.0) -> jax.Array:
+    """The largest |x| of the last axis [..., 1] in float32, at least `least`; NaN where there is one.
+
+    Magnitudes sort like their bits, NaN above all others. XLA:CPU's maximum of floats loses a NaN among other numbers,
+    and integers, which the numbers become, would hide it.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(values.astype(jnp.float32)), jnp.int32)
+    floor = int(np.float32(least).view(np.int32))
+    return lax.bitcast_convert_type(jnp.maximum(bits.max(axis=-1, keepdims=True), floor), jnp.float32)
+
+
 def quantize(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Values [..., D] as `dtype` and one float32 scale per vector; its largest magnitude becomes the type's largest."""
     if jnp.issubdtype(dtype, jnp.integer):
         largest = float(jnp.iinfo(dtype).max)
-        scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
+        scales = largest_magnitude(values)[..., 0] / largest
         steps = values.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]
         return jnp.round(steps).astype(dtype), scales
     largest = float(jnp.finfo(dtype).max)
-    scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
+    scales = largest_magnitude(values)[..., 0] / largest
     return (values.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]).astype(dtype), scales
 
 

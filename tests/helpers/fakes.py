@@ -395,7 +395,7 @@ class ByteTokenizer:
 
     vocab_size = EOS + 1
     eos_ids = frozenset({EOS})
-    has_text = True
+    has_text, encodes_apart = True, False
     bos_id: int | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

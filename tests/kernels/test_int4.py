@@ -178,6 +178,29 @@ def test_a_product_is_that_of_the_values(
     assert (np.abs(np.asarray(narrow, np.float64) - expected) <= 1.2 * rounding + np.abs(expected) / 128).all()
 
 
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), [*FORMS, (None, 0, "", False)])
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_rows_that_are_not_finite_stay_so_and_others_what_they_were(
+    implementation: str | None, bits: int | None, group: int, kind: str, minimums: bool
+) -> None:
+    if bits is None:
+        weight, scale, minimum = jnp.asarray(RANDOM.integers(-99, 99, (96, 256), np.int8)), jnp.ones(96), None
+    else:
+        (weight, scale, minimum), _ = matrix(96, 256, group, kind, minimums, bits)
+    options = LinearOptions("int8" if bits is None else "int4")
+    multiply = jax.jit(partial(linear, options=options, implementation=implementation))
+    for rows in (2, 3, 40):
+        x = RANDOM.standard_normal((rows, 256), np.float32)
+        expected = np.asarray(multiply(x, weight, scale=scale, minimum=minimum))
+        for bad in (np.nan, -np.nan, np.inf, -np.inf, np.uint32(0x7FFFFFFF).view(np.float32)):
+            for at in (0, 33, 255):
+                broken = x.copy()
+                broken[1, at] = bad
+                got = np.asarray(multiply(broken, weight, scale=scale, minimum=minimum))
+                assert not np.isfinite(got[1]).any(), (rows, bad, at)
+                np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(expected, 1, 0))
+
+
 @needs_numba
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
 @pytest.mark.parametrize("shape", [(16, 128), (208, 256), (1056, 384), (48, 2304)], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,6 +54,25 @@ def test_a_model_that_is_broken_everywhere_fails_every_request(tmp_path: Any) ->
     model = spoiled("layers.1.mlp.down.weight", (0, 0), np.nan)
     with rekindle.open_sync(model, **{**OPTIONS, "cache_dir": tmp_path}) as session:
         for prompt in (GOOD, BAD, list(range(40))):
+            with pytest.raises(RequestFailed, match="not finite"):
+                session.generate_sync(prompt, max_tokens=4)
+        session.check_integrity()
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4-32"])
+def test_rounding_rows_to_integers_hides_nothing(quantize: str, tmp_path: Path) -> None:
+    """A norm's weights stay what they are, and the products behind them round rows."""
+    raw = checkpoints.CASES["llama"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    state = dict(checkpoints.tensors(raw))
+    whole = checkpoints.write(tmp_path / "whole", raw, state)
+    name = "model.layers.1.post_attention_layernorm.weight"
+    state[name] = np.where(np.arange(64) == 40, np.float32(np.nan), state[name])
+    broken = checkpoints.write(tmp_path / "broken", raw, state)
+    options = {**OPTIONS, "cache_dir": tmp_path / "cache", "quantize": quantize}
+    with rekindle.open_sync(whole, **options) as session:
+        assert session.generate_sync(GOOD, max_tokens=2, ignore_eos=True).finish_reason == "length"
+    with rekindle.open_sync(broken, **options) as session:
+        for prompt in (GOOD, list(range(40))):
             with pytest.raises(RequestFailed, match="not finite"):
                 session.generate_sync(prompt, max_tokens=4)
         session.check_integrity()

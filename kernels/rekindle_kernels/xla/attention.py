@@ -52,7 +52,7 @@ from jax import lax
 
 from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.registry import Implementation, anything
-from rekindle_kernels.pages import LayerKV, as_values
+from rekindle_kernels.pages import LayerKV, as_values, largest_magnitude
 
 MASKED = (
     -1e30
@@ -152,7 +152,7 @@ def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def logits_of(q: jax.Array, block: KeyBlock, options: AttentionOptions) -> jax.Array:
     """Logits [C, K, M, L] of scaled queries q [C, K, M, D]."""
     if block.keys.dtype == jnp.int8:
-        parts, scale = two_int8(q, jnp.max(jnp.abs(q), axis=-1, keepdims=True))
+        parts, scale = two_int8(q, largest_magnitude(q))
         M = q.shape[2]
         # Keys on the left: the integer micro-kernel reads that side without repacking it, 1.8x faster.
         sums = dot("cktd,ckmd->cktm", block.keys, parts)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from rekindle_kernels import int4
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions
 from rekindle_kernels.ops.registry import Implementation, current_platform
+from rekindle_kernels.pages import largest_magnitude
 
 
 def multiply(
@@ -38,7 +39,7 @@ def narrow_dtype(x: jax.Array) -> DTypeLike:
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x [..., I] as int8 and the float32 scale of each row [..., 1]."""
     x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30) / 127.0
+    scale = largest_magnitude(x, 1e-30) / 127.0
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 

@@ -57,6 +57,18 @@ def test_zeros_stay_zeros_and_huge_weights_stay_finite() -> None:
         assert rows.any() or not values.any()
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_stay_so_in_their_group_or_row(value: float) -> None:
+    rows = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+    rows[3, 40] = value
+    for minimums in (False, True):
+        packed = quantize_int4.quantize(rows, 32, minimums=minimums)
+        broken = ~np.isfinite(np.asarray(int4.dequantized(*packed)))
+        assert broken[3, 32:].all() and broken.sum() == 32
+    _, scale = quantize.quantize(rows)
+    assert np.flatnonzero(~np.isfinite(scale)).tolist() == [3]
+
+
 def leaves(model: LoadedModel) -> dict[str, np.ndarray]:
     return {path: np.asarray(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
 

@@ -28,10 +28,9 @@ from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.vector import (
     LANES,
     add,
-    larger,
-    largest,
+    larger_magnitude,
+    largest_magnitude,
     load_f32,
-    magnitude,
     multiply,
     nearest,
     splat,
@@ -144,8 +143,8 @@ def narrower(size: int, *, signed: bool = False) -> Any:
             return
         highest = splat(TINY)
         for k in range(0, width, LANES):
-            highest = larger(highest, magnitude(load_f32(x, k)))
-        scale = largest(highest) / TOP
+            highest = larger_magnitude(highest, load_f32(x, k))
+        scale = largest_magnitude(highest) / TOP
         set_f32(job.row_scales, r, scale)
         factor = splat(ONE / scale)
         for k in range(0, width, LANES):

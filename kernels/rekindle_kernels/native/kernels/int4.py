@@ -59,10 +59,9 @@ from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.vector import (
     LANES,
     add,
-    larger,
-    largest,
+    larger_magnitude,
+    largest_magnitude,
     load_f32,
-    magnitude,
     multiply,
     nearest,
     splat,
@@ -136,8 +135,8 @@ def pack_row(job: Any, r: int, scratch: int) -> None:
         begin = g * group
         highest = splat(TINY)
         for k in range(begin, begin + group, LANES):
-            highest = larger(highest, magnitude(load_f32(x, k)))
-        set_f32(numbers, SCALE * groups + g, largest(highest) / TOP)
+            highest = larger_magnitude(highest, load_f32(x, k))
+        set_f32(numbers, SCALE * groups + g, largest_magnitude(highest) / TOP)
         set_i32(numbers, SCALE * groups + g, (i32(numbers, SCALE * groups + g) + 3) & -4)  # 22 bits, rounded up
         scale = f32(numbers, SCALE * groups + g)
         factor, sums = splat(ONE / scale), splat(ZERO)

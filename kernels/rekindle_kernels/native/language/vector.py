@@ -14,6 +14,7 @@ from rekindle_kernels.native.language.memory import WORD, widen_bf16
 
 LANES = 16
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
 class Vector(types.Type):
@@ -117,6 +118,12 @@ def _power_of_two(builder: Any, exponent: Any) -> Any:
     return builder.bitcast(builder.shl(biased, ir.Constant(integers, [23] * LANES)), FLOATS)
 
 
+def _larger_magnitude(builder: Any, a: Any, x: Any) -> Any:
+    bits = builder.and_(builder.bitcast(x, _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * LANES))
+    before = builder.bitcast(a, _WORDS)
+    return builder.bitcast(builder.select(builder.icmp_signed(">", bits, before), bits, before), FLOATS)
+
+
 multiply_add = _operation(3, llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS))  # a · b + c
 multiply = _operation(2, lambda builder, a, b: builder.fmul(a, b))
 add = _operation(2, lambda builder, a, b: builder.fadd(a, b))
@@ -124,6 +131,8 @@ larger = _operation(2, lambda builder, a, b: builder.select(builder.fcmp_ordered
 nearest = _operation(1, llvm_call(f"llvm.rint.v{LANES}f32", FLOATS, FLOATS))  # integers, as float32
 subtract = _operation(2, lambda builder, a, b: builder.fsub(a, b))
 divide = _operation(2, lambda builder, a, b: builder.fdiv(a, b))
+# a or |x|, for a >= 0. Magnitudes sort like integers, NaN above all others: compared as numbers it would be lost.
+larger_magnitude = _operation(2, _larger_magnitude)
 magnitude = _operation(1, llvm_call(f"llvm.fabs.v{LANES}f32", FLOATS, FLOATS))
 with_sign_of = _operation(2, llvm_call(f"llvm.copysign.v{LANES}f32", FLOATS, FLOATS, FLOATS))  # |a| with b's sign
 where_negative = _operation(  # a where x < 0, b elsewhere
@@ -149,6 +158,20 @@ def largest(typing_context: Any, value: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return llvm_call(f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), FLOATS)(builder, args[0])
+
+    return types.float32(VECTOR), codegen
+
+
+@intrinsic
+def largest_magnitude(typing_context: Any, value: Any) -> Any:
+    """The largest of all lanes, none of which is negative; NaN if one of them is."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_WORDS.element, [_WORDS])
+        reduce = get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.v{LANES}i32")
+        found = builder.call(reduce, [builder.bitcast(args[0], _WORDS)])
+        nan = ir.Constant(_WORDS.element, 0x7FC00000)  # the same for all: callers may add to the bits
+        return builder.bitcast(builder.select(builder.icmp_signed("<", found, nan), found, nan), ir.FloatType())
 
     return types.float32(VECTOR), codegen
 

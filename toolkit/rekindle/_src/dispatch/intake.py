@@ -200,7 +200,8 @@ async def tokenize(submission: Submission, engine: Engine) -> IntArray:
         check_beginning(text, engine)
         return np.asarray(engine.tokenizer.encode(text, add_special_tokens=special), np.int32)
 
-    return encode() if len(text) < LONG_TEXT else await anyio.to_thread.run_sync(encode)
+    quick = len(text) < LONG_TEXT and not engine.tokenizer.encodes_apart
+    return encode() if quick else await anyio.to_thread.run_sync(encode)
 
 
 def check_characters(text: str, engine: Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ import tokenizers
 from rekindle._src.core import html
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
+from rekindle._src.text import tokenizer_limits
+from rekindle._src.text.encoding_process import EncodingFailed, EncodingProcess
 from rekindle._src.text.panics import panics_as
 from rekindle.errors import CheckpointError, RequestFailed
 
-MAX_FILE = 1 << 30  # bytes; the tokenizer.json of a vocabulary of 256,000 has some 35 MB
+MAX_FILE = 256 << 20  # bytes; the tokenizer.json of a vocabulary of 256,000 has some 35 MB
 # From this many characters on, a text goes through the call for batches, which releases the GIL. While the plain call
 # encoded 1.2 million characters in 1.82 s, another thread stood still for 1.76 s; with the call for batches, 0.03 s.
 # Shorter texts take a millisecond or two, and for them no threads are started.
 LONG_TEXT = 4096
 # Characters that one token may stand for in a pipeline that can drop some: stripped spaces, runs of unknown ones.
 _DROPPING = 1024
+_log = logging.getLogger("rekindle.engine")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -69,6 +73,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._folder = folder
+        self._apart = None if backend is None else _apart(backend, folder)
         self.special: dict[str, str] = dict(special or {})
         named_bos, named_eos = self._id_of("bos_token"), self._id_of("eos_token")
         self.bos_id: int | None = bos_id if named_bos is None else named_bos
@@ -110,6 +115,11 @@ class Tokenizer:
         return self._backend is not None
 
     @property
+    def encodes_apart(self) -> bool:
+        """True if a process of its own encodes, so that even a short text may take seconds."""
+        return self._apart is not None
+
+    @property
     def backend(self) -> tokenizers.Tokenizer:
         """The `tokenizers.Tokenizer` underneath; raises `CheckpointError` when the folder has none."""
         if self._backend is None:
@@ -131,9 +141,18 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in the text become their ids. Long texts release the GIL.
 
-        Raises `RequestFailed` if the tokenizers library panics, as it does where a regex runs out of backtracking.
+        Raises `RequestFailed` if the tokenizers library panics, as it does where a regex runs out of backtracking, and
+        if a tokenizer whose time or memory is not bounded by a text's length takes too much of them.
         """
         backend = self.backend
+        if self._apart is not None:
+            try:
+                return self._apart.encode(text, add_special_tokens)
+            except EncodingFailed as error:
+                raise RequestFailed(
+                    f"A text of {len(text):,} characters could not be encoded: {error}. This model's tokenizer is not "
+                    "bounded by the length of a text; pass a shorter one, or token ids"
+                ) from error
         with panics_as(RequestFailed, f"it encoded a text of {len(text):,} characters"):
             if len(text) < LONG_TEXT:
                 return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -209,13 +228,25 @@ class Tokenizer:
         return self._backend.token_to_id(self.special[name])
 
 
+def _apart(backend: tokenizers.Tokenizer, path: Path | None) -> EncodingProcess | None:
+    """The process that encodes for a tokenizer which could take hours in this one; None for all that are in use."""
+    tokenizer_limits.check_decoder(backend, path or "this model")
+    reason = tokenizer_limits.unbounded_part(backend)
+    if reason is None:
+        return None
+    _log.warning("texts are encoded by a process of its own: the tokenizer of %s has %s", path or "this model", reason)
+    return EncodingProcess(backend)
+
+
 def _backend(folder: Path, special: dict[str, str]) -> tokenizers.Tokenizer | None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
     try:
+        content = read_plain(path, MAX_FILE)
+        tokenizer_limits.check_file(content, path)
         with panics_as(CheckpointError, f"it read {path}"):
-            backend = tokenizers.Tokenizer.from_buffer(read_plain(path, MAX_FILE))
+            backend = tokenizers.Tokenizer.from_buffer(content)
     except CheckpointError:
         raise
     except Exception as error:  # the Rust side raises bare Exception
@@ -225,11 +256,15 @@ def _backend(folder: Path, special: dict[str, str]) -> tokenizers.Tokenizer | No
     # Older folders keep added tokens, or the flag that makes one special, in tokenizer_config.json alone.
     known = backend.get_added_tokens_decoder()
     listed = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    added, size = dict[str, tokenizers.AddedToken](), backend.get_vocab_size()
     for index, entry in sorted(((int(i), e) for i, e in listed.items()), key=lambda pair: pair[0]):
         if index in known and known[index].special == bool(entry.get("special")):
             continue
-        if index in known or backend.token_to_id(entry["content"]) == index or index == backend.get_vocab_size():
-            backend.add_tokens([tokenizers.AddedToken(**entry)])
+        there = backend.token_to_id(entry["content"])
+        if index in known or there == index or index == size:
+            size += there is None and entry["content"] not in added
+            added[entry["content"]] = tokenizers.AddedToken(**entry)
+    backend.add_tokens([*added.values()])  # at once: for each call the library builds its search for all anew
     missing = [token for token in special.values() if token not in {t.content for t in known.values()}]
     backend.add_special_tokens([token for token in missing if backend.token_to_id(token) is not None])
     return backend

@@ -34,9 +34,10 @@ def quantize_into(rows: NDArray[np.generic], weight: NDArray[np.int8], scale: ND
         block = rows[start : start + step].astype(np.float32)
         largest = np.maximum(block.max(axis=1), -block.min(axis=1))
         scales = np.maximum(largest / np.float32(LEVELS), np.float32(1e-30))
-        block *= (1 / scales)[:, None]
-        np.rint(block, out=block)
-        weight[start : start + step] = block
+        with np.errstate(invalid="ignore"):  # a broken row has any integers, and a scale that is not finite
+            block *= (1 / scales)[:, None]
+            np.rint(block, out=block)
+            weight[start : start + step] = block
         scale[start : start + step] = scales
 
 

@@ -36,17 +36,20 @@ def quantize_into(
         scale[part] = scales
         if minimum is not None:
             minimum[part] = lowest
-        integers[part] = rounded(block, scales, lowest).reshape(-1, width)
+        with np.errstate(invalid="ignore"):  # a broken group has any integers, and NaN for a scale
+            integers[part] = rounded(block, scales, lowest).reshape(-1, width)
 
 
 def scales_for(block: NDArray[np.float32], dtype: Any, minimums: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Scales and minimums [..., groups], in `dtype`, for weights [..., groups, inputs]."""
     high, low = block.max(axis=-1), block.min(axis=-1)
     most = _LARGEST[np.dtype(dtype).name]
+    # A group with an infinite weight is broken: clipped to what a scale can hold, it would look like a number.
+    high = np.where(np.isfinite(high) & np.isfinite(low), high, np.float32(np.nan))
     if minimums:
         lowest = np.clip(low, -most, most).astype(dtype)
         return np.minimum((high - lowest.astype(np.float32)) / int4.HIGHEST, most).astype(dtype), lowest
-    largest = np.where(high > -low, high, low)
+    largest = np.where(high <= -low, low, high)
     return np.clip(largest / -int4.OFFSET, -most, most).astype(dtype), None
 
 

@@ -16,8 +16,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from rekindle._src.models.loading.gguf.metadata import Metadata
+from rekindle._src.text import tokenizer_limits
 from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from rekindle._src.text.panics import panics_as
+from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 LONGEST = 512  # characters of a piece that others are merged to; a hostile one could have millions
@@ -77,6 +79,7 @@ class Vocabulary(NamedTuple):
 def read_backend(metadata: Metadata) -> tokenizers.Tokenizer | None:
     """The tokenizer of a file, or None if it has no vocabulary. `UnsupportedModel` names a kind that is not read."""
     if (stored := metadata.text(HUGGINGFACE, None)) is not None:
+        tokenizer_limits.check_file(stored.encode(), metadata.path)
         return _guarded(metadata.path, lambda: _from_json(stored))
     kind = metadata.text(f"{_KEY}.model", "none")
     if kind in ("none", "no_vocab"):
@@ -156,11 +159,23 @@ def _sentence_pieces(words: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges(words: Vocabulary, vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to cut a piece into two others, those of pieces with the best score first."""
+    """Every way to cut a piece into two others, those of pieces with the best score first.
+
+    Raises `CheckpointError` for pieces that can be cut in far more ways than those of vocabularies in use.
+    """
     found: list[tuple[float, int, int, int, tuple[str, str]]] = []
-    for index, (piece, kind) in enumerate(zip(words.tokens, words.kinds, strict=True)):
-        if kind not in (NORMAL, USER_DEFINED) or len(piece) > LONGEST:
-            continue
+    cut = [
+        (index, piece)
+        for piece, index in vocab.items()  # the first of those with one text
+        if words.kinds[index] in (NORMAL, USER_DEFINED) and len(piece) <= LONGEST
+    ]
+    most = MERGES_PER_PIECE * max(4096, len(vocab))
+    characters = sum(len(piece) ** 2 for _, piece in cut)
+    if characters > CUT_CHARACTERS:
+        raise _too_many_cuts(words, f"{characters:,} characters to cut, and at most {CUT_CHARACTERS:,} are")
+    for index, piece in cut:
+        if len(found) > most:
+            raise _too_many_cuts(words, f"more than {most:,} merges, {MERGES_PER_PIECE} for each piece, which are")
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
             if left in vocab and right in vocab:
@@ -169,10 +184,20 @@ def _merges(words: Vocabulary, vocab: dict[str, int], scores: Sequence[float]) -
     return [pair for *_, pair in found]
 
 
+def _too_many_cuts(words: Vocabulary, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{words.path}: {_KEY}.tokens has pieces that consist of others in too many ways: {problem} read. "
+        "Download it again"
+    )
+
+
 def _unigrams(words: Vocabulary) -> tokenizers.Tokenizer:
     scores = words.metadata.numbers(f"{_KEY}.scores").tolist()
     words.check("scores", len(scores))
     pieces = list(zip(words.tokens, scores, strict=True))
+    lengths = [len(token.encode()) for token in words.tokens]
+    tokenizer_limits.check_text(max(lengths, default=0), tokenizer_limits.LONGEST_PIECE, words.path)
+    tokenizer_limits.check_unigram(sum(lengths), len(lengths), words.path)
     unknown = _unknown(words)
     made = tokenizers.Tokenizer(
         models.Unigram(

@@ -1,0 +1,192 @@
+"""A tokenizer of a stranger costs what its size suggests, while it opens and for each text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+import rekindle
+from helpers import vocabularies
+from rekindle import tiny
+from rekindle._src.models.loading.gguf.write import write_gguf
+from rekindle._src.text import Tokenizer, encoding_process, tokenizer_limits
+from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
+from rekindle.errors import CheckpointError, RequestFailed
+
+BACKTRACKS = r"(a+)+b"
+
+
+def described(**parts: Any) -> dict[str, Any]:
+    return json.loads(vocabularies.byte_level().to_str()) | parts
+
+
+def opened(folder: Path, content: dict[str, Any] | bytes) -> Tokenizer:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return Tokenizer.load(folder)
+
+
+def split(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+def unigram(pieces: list[str]) -> dict[str, Any]:
+    return {
+        "type": "Unigram",
+        "unk_id": 0,
+        "byte_fallback": False,
+        "vocab": [["<unk>", 0.0], *([p, -1.0] for p in pieces)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ({"pre_tokenizer": split("|".join(f"x{i}" for i in range(2000)))}, "a string of 10,889 bytes"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split("a")] * 100}}, "100 regexes"),
+        ({"model": unigram(["a" * 100_000])}, "a string of 100,000 bytes"),  # a million of which end the process
+        ({"model": unigram([f"{i:01000}" for i in range(2000)])}, "unigram vocabulary of 2,0"),
+        (
+            {"decoder": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}},
+            "decoder has steps that make up to 1,000 characters of one",
+        ),
+        (
+            {"decoder": {"type": "Replace", "pattern": {"Regex": BACKTRACKS}, "content": "a"}},
+            "decoder has a Replace that is not known to be bounded",
+        ),
+    ],
+)
+def test_what_would_cost_gigabytes_to_open_is_refused(parts: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        opened(tmp_path, described(**parts))
+
+
+def test_a_key_can_not_be_hidden_from_the_measure(tmp_path: Path) -> None:
+    hidden = json.dumps(described(model=unigram(["a" * 2000]))).replace('"Unigram"', '"\\u0055nigram"')
+    with pytest.raises(CheckpointError, match="writes letters as escapes"):
+        opened(tmp_path, hidden.encode())
+    quotes = described(model=unigram(['"' * 2000]))
+    with pytest.raises(CheckpointError, match="a string of 4,000 bytes"):
+        opened(tmp_path, quotes)
+    vocab = {"\\u0041": 0, '\\"': 1, "\x7f": 2, "Regex": 3, "a": 4}
+    plain = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": None}
+    assert opened(tmp_path, described(model=plain, added_tokens=[])).token(0) == "\\u0041"
+
+
+def pieces_file(path: Path, tokens: list[str]) -> Path:
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+                "tokenizer.ggml.scores": -np.arange(len(tokens), dtype=np.float32)}  # fmt: skip
+    write_gguf(path, metadata, [], [])
+    return path
+
+
+def test_copies_of_a_piece_are_cut_once_and_pieces_of_pieces_are_refused(tmp_path: Path) -> None:
+    few = ["<unk>", *("a" * length for length in range(1, 65))]
+    once = Tokenizer.load(pieces_file(tmp_path / "once.gguf", few))
+    copies = Tokenizer.load(pieces_file(tmp_path / "copies.gguf", [*few, *["a" * 64] * 10_000]))
+    assert (
+        json.loads(copies.backend.to_str())["model"]["merges"] == json.loads(once.backend.to_str())["model"]["merges"]
+    )
+    assert copies.encode("a" * 100) == once.encode("a" * 100)
+    all_cuts = ["<unk>", *("a" * length for length in range(1, 513)), "b"]
+    with pytest.raises(CheckpointError, match="too many ways: more than 65,536 merges"):
+        Tokenizer.load(pieces_file(tmp_path / "cuts.gguf", all_cuts))
+    text = "".join(np.random.default_rng(0).choice(["a", "b"], 300))
+    parts = dict.fromkeys(text[i:j] for i in range(300) for j in range(i + 1, 301))
+    with pytest.raises(CheckpointError, match=r"too many ways: [0-9,]+ characters to cut"):
+        Tokenizer.load(pieces_file(tmp_path / "parts.gguf", ["<unk>", *parts]))
+
+
+def test_tokenizers_in_use_encode_in_this_process(tmp_path: Path) -> None:
+    made = vocabularies.byte_level()
+    for pre in PRE_TOKENIZERS.values():
+        made.pre_tokenizer = pre.pre_tokenizer()
+        assert tokenizer_limits.unbounded_part(made) is None, pre
+    for kind in vocabularies.KINDS.values():
+        assert tokenizer_limits.unbounded_part(kind()) is None
+    assert not Tokenizer.load(tiny.folder()).encodes_apart
+    made = tokenizers.Tokenizer(models.BPE())
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip(), normalizers.Replace(" ", "▁"),
+                                            normalizers.Replace(tokenizers.Regex(" {2,}"), " ")])  # fmt: skip
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(regex), "isolated")
+            for regex in (r"\p{N}{1,3}", r"[一-龥]+", r"[^\s\w]", r"\d")
+        ]
+    )
+    made.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(),
+            processors.TemplateProcessing(single="a $A", pair="a $A $B", special_tokens=[("a", 0)]),
+        ]
+    )
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    assert tokenizer_limits.unbounded_part(made) is None
+    tokenizer_limits.check_decoder(made, "here")
+
+
+doubling = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+COSTLY = {
+    "a regex that backtracks": {"pre_tokenizer": split(BACKTRACKS)},
+    "texts doubled thirty times": {"normalizer": {"type": "Sequence", "normalizers": [doubling] * 30}},
+    "a text repeated by its template": {
+        "post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 20_000,
+                           "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                           "special_tokens": {}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COSTLY)
+def test_a_costly_text_fails_alone_and_others_are_encoded(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding_process, "SECONDS", 2.0)
+    monkeypatch.setattr(encoding_process, "MEMORY", 256 << 20)
+    tokenizer = opened(tmp_path, described(added_tokens=[], **COSTLY[case]))
+    assert tokenizer.encodes_apart
+    if "template" not in case:
+        assert tokenizer.encode("xyz") == tokenizer.backend.encode("xyz").ids
+    for text in ("a" * 23 + "x" + "a" * 23, "a" * 60):
+        with pytest.raises(RequestFailed, match=r"could not be encoded: (it took|the tokenizers library)"):
+            tokenizer.encode(text * 40)
+    if "template" not in case:
+        assert tokenizer.encode("xyz") == tokenizer.backend.encode("xyz").ids
+
+
+@pytest.mark.anyio
+async def test_a_neighbours_stream_goes_on_while_a_text_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding_process, "SECONDS", 3.0)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder(), folder)
+    content = json.loads((folder / "tokenizer.json").read_bytes())
+    steps = [{"type": "Replace", "pattern": {"String": "\x01"}, "content": "\x01\x01"}] * 30
+    content["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    failed, before = anyio.Event(), 0
+    async with rekindle.open(folder, quiet=True, max_model_len=512) as session:
+
+        async def costly() -> None:
+            with pytest.raises(RequestFailed, match="could not be encoded"):
+                await session.generate("\x01" * 20, max_tokens=2)
+            failed.set()
+
+        async with anyio.create_task_group() as group:
+            async for _ in session.stream("Once upon a time", max_tokens=400, ignore_eos=True):
+                if not before:
+                    group.start_soon(costly)
+                if failed.is_set():
+                    break
+                before += 1
+        assert before > 1
+        assert (await session.generate("Once upon a time", max_tokens=2)).text

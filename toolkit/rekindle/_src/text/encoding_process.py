@@ -1,0 +1,145 @@
+"""Encodes texts in a process of its own, by a tokenizer whose regexes could run for hours or whose texts could grow.
+
+Nothing in a process can stop the tokenizers library; a process can be ended. It is started for the first text, keeps
+the tokenizer, and is started again after it was ended.
+
+Run as a program, this file is that process. Beside Python's own modules it imports the tokenizers library alone.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from typing import IO, Any
+
+SECONDS, CHARACTERS_PER_SECOND = 5.0, 20_000  # for a text; tokenizers in use encode fifty times as fast
+MEMORY = 2 << 30  # bytes of addresses beside what the tokenizer itself takes, where that can be limited
+TOKENS = 64, 1024  # that a text may have at most: so many for each character, and besides
+_TEXT, _ANSWER = struct.Struct("<?dQ"), struct.Struct("<?Q")
+
+
+def limit(text: str) -> float:
+    """Seconds that a text may take."""
+    return SECONDS + len(text) / CHARACTERS_PER_SECOND
+
+
+class EncodingFailed(Exception):
+    """A text could not be encoded; says why."""
+
+
+class EncodingProcess:
+    """A tokenizer behind a process. One text at a time; a thread that has another one waits."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._process: Any = None
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text. Raises `EncodingFailed` if it took too long or too much memory."""
+        seconds = limit(text)
+        with self._lock:
+            process = self._running()
+            watch = threading.Timer(seconds, process.kill)
+            watch.start()
+            try:
+                content = text.encode("utf-8", "surrogatepass")
+                process.stdin.write(_TEXT.pack(add_special_tokens, seconds, len(content)) + content)
+                process.stdin.flush()
+                fine, answer = _answer(process.stdout, text)
+            except (EOFError, OSError):
+                ran_out = not watch.is_alive()
+                self._end()
+                problem = (
+                    f"it took over {seconds:.0f} s" if ran_out else "it took too much memory, or ended its process"
+                )
+                raise EncodingFailed(problem) from None
+            except BaseException:
+                self._end()
+                raise
+            finally:
+                watch.cancel()
+        if not fine:
+            raise EncodingFailed(answer.decode(errors="replace"))
+        return memoryview(answer).cast("i").tolist()
+
+    def _running(self) -> Any:
+        if self._process is None or self._process.poll() is not None:
+            program = [sys.executable, "-c", _CODE.format(path=sys.path, file=__file__)]
+            self._process = subprocess.Popen(
+                program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            weakref.finalize(self, _ended, self._process)
+            described = self._backend.to_str().encode()
+            self._process.stdin.write(struct.pack("<Q", len(described)) + described)
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        _ended(process)
+
+
+def _answer(stream: IO[bytes], text: str) -> tuple[bool, bytes]:
+    fine, size = _ANSWER.unpack(_exactly(stream, _ANSWER.size))
+    each, besides = TOKENS
+    if size > 4 * (each * len(text) + besides):
+        raise EOFError
+    return fine, _exactly(stream, size)
+
+
+def _exactly(stream: IO[bytes], size: int) -> bytes:
+    found = stream.read(size)
+    if len(found) < size:
+        raise EOFError
+    return found
+
+
+def _ended(process: Any) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            stream.close()
+
+
+_CODE = "import sys, runpy; sys.path[:] = {path!r}; runpy.run_path({file!r}, run_name='__main__')"
+
+
+def main() -> None:
+    """Answers texts until its input ends."""
+    import tokenizers
+
+    reading, writing = sys.stdin.buffer, sys.stdout.buffer
+    backend = tokenizers.Tokenizer.from_buffer(_exactly(reading, *struct.unpack("<Q", _exactly(reading, 8))))
+    with contextlib.suppress(Exception):
+        import resource
+
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
+    while True:
+        try:
+            special, seconds, size = _TEXT.unpack(_exactly(reading, _TEXT.size))
+        except EOFError:
+            return
+        text = _exactly(reading, size).decode("utf-8", "surrogatepass")
+        if hasattr(signal, "setitimer"):  # should the process that ends this one be gone
+            signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
+        try:
+            fine, answer = True, array.array("i", backend.encode(text, add_special_tokens=special).ids).tobytes()
+        except BaseException as error:  # a panic of the library is one
+            fine, answer = False, f"the tokenizers library failed: {str(error)[:200]}".encode()
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        writing.write(_ANSWER.pack(fine, len(answer)) + answer)
+        writing.flush()
+
+
+if __name__ == "__main__":
+    main()
