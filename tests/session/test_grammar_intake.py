@@ -12,12 +12,14 @@ import pytest
 from helpers.sessions import byte_tokenizer, expected, fake_session, opened
 from rekindle import FinishReason, Session
 from rekindle._src.dispatch import guided_intake
-from rekindle._src.structured.grammar import Grammars
+from rekindle._src.structured import compilers
+from rekindle._src.structured.compilers import Compilers
 from rekindle._src.structured.guide import Reasoning
-from rekindle.errors import InvalidRequest, RekindleError, RequestAborted
+from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestAborted
 
 pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
 anyio_test = pytest.mark.anyio
+SLOW = {"type": "string", "allOf": [{"pattern": f"a{index}.*b"} for index in range(60)]}
 
 
 @pytest.fixture
@@ -29,13 +31,13 @@ def session() -> Iterator[Session]:
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every grammar takes half a second more."""
-    compile_it = Grammars.compile
+    text_of = Compilers._tried
 
-    def compile(self: Grammars, spec: Any, **options: Any) -> Any:
+    def tried(self: Compilers[Any], *arguments: Any) -> str:
         time.sleep(0.5)
-        return compile_it(self, spec, **options)
+        return text_of(self, *arguments)
 
-    monkeypatch.setattr(Grammars, "compile", compile)
+    monkeypatch.setattr(Compilers, "_tried", tried)
 
 
 @anyio_test
@@ -58,14 +60,29 @@ async def test_others_do_not_wait_while_a_grammar_compiles(session: Session, slo
 
 
 @anyio_test
-async def test_a_grammar_that_takes_too_long_is_refused(
+async def test_a_grammar_that_takes_too_long_is_refused_and_its_process_ended(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "COMPILE_SECONDS", 0.1)
+    with pytest.raises(InvalidRequest, match=r"took over 0\.1 s to compile, and was ended") as caught:
+        await session.generate("x", schema=SLOW)
+    assert caught.value.field == "schema"
+    assert (await session.generate("hello", max_tokens=3)).token_ids
+    assert (await session.generate("x", regex="[0-9]{4}")).text.isdigit()
+
+
+@anyio_test
+async def test_a_request_whose_grammar_gets_no_place_is_told_to_come_again(
     session: Session, slowly: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guided_intake, "COMPILE_SECONDS", 0.05)
-    with pytest.raises(InvalidRequest, match=r"took over 0\.05 s to compile") as caught:
-        await session.generate("x", regex="[0-9]{4}")
-    assert caught.value.field == "regex"
-    assert (await session.generate("hello", max_tokens=3)).token_ids
+    monkeypatch.setattr(guided_intake, "PATIENCE", 0.1)
+    handles = [session.submit("x", regex=f"[0-9]{{{count}}}") for count in range(1, 4)]
+    for handle in handles[:2]:
+        assert (await handle).text.isdigit()
+    with pytest.raises(Busy, match="has waited for") as caught:
+        await handles[2]
+    assert caught.value.retry_after > 0
+    assert (await session.generate("x", choice=["yes"])).text == "yes"
 
 
 @anyio_test

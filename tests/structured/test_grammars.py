@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from helpers.guides import allowed_in
 from rekindle import Sampling, tiny
 from rekindle._src.core.guides import mask_words
+from rekindle._src.structured import compile_worker
 from rekindle._src.structured import grammar as grammars_module
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.structured.guide import Guide, Reasoning
@@ -194,26 +193,9 @@ def test_equal_requests_share_a_grammar_and_the_oldest_ones_go(monkeypatch: pyte
 
 
 def test_a_grammar_whose_masks_are_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "SLOWEST_MASK", 0.0)
+    monkeypatch.setattr(compile_worker, "SLOWEST_MASK", -1.0)
     with pytest.raises(InvalidRequest, match="which all would wait for"):
         guide(Grammars(TOKENIZER, VOCAB), regex="abc")
-
-
-def test_so_many_compile_at_once_and_others_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Grammars(TOKENIZER, VOCAB)
-    goes = threading.Event()
-    monkeypatch.setattr(made, "_compile", lambda spec: goes.wait(20))
-    structures = [structure_of(Sampling(regex=text)) for text in "abc"]
-    threads = [threading.Thread(target=made.compile, args=(one.spec,)) for one in structures[:2] if one is not None]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.1)
-    assert structures[2] is not None
-    with pytest.raises(InvalidRequest, match="waited too long"):
-        made.compile(structures[2].spec, patience=0.01)
-    goes.set()
-    for thread in threads:
-        thread.join()
 
 
 def test_a_grammar_begins_behind_the_reasoning(grammars: Grammars) -> None:

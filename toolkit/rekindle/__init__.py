@@ -20,6 +20,7 @@ from rekindle._src.core.gc_pause import gc_paused
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.version import VERSION
 from rekindle.errors import (
+    Busy,
     CheckpointError,
     CompileError,
     ConfigError,
@@ -159,6 +160,7 @@ __version__ = VERSION
 __all__ = [
     "AllowedTokens",
     "Batch",
+    "Busy",
     "CacheStats",
     "CacheTree",
     "CacheView",

@@ -5,6 +5,7 @@
     ├── InvalidRequest(ValueError)         an argument of a request is wrong or unknown
     │   └── PromptTooLong                  the prompt does not fit into max_model_len
     ├── QueueFull                          the bounded intake is full and the caller chose not to wait
+    ├── Busy                               what the request needs is taken by other requests for now
     ├── RequestAborted                     the request was cancelled before it finished
     ├── RequestFailed                      the request could not be finished
     │   ├── StepFailed                     the device step that carried it raised; the cause is attached
@@ -119,6 +120,17 @@ class PromptTooLong(InvalidRequest):
 
 class QueueFull(RekindleError):
     """The bounded intake is full and the caller chose not to wait."""
+
+
+class Busy(RekindleError):
+    """What the request needs is taken by other requests; it may be sent again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        self.retry_after: float = retry_after
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.retry_after)
 
 
 class RequestAborted(RekindleError):

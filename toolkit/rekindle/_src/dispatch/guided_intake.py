@@ -1,27 +1,28 @@
-"""The grammars of requests that are taken in: compiled in worker threads, since one may take seconds."""
+"""The grammars of requests that are taken in: compiled elsewhere, since one may take seconds."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
 import anyio
-import anyio.to_thread
 
 from rekindle._src.core.guides import GuideLike
 from rekindle._src.core.records import IntArray
+from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Engine, Submission
 from rekindle._src.dispatch.structured_output import Structured
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, RequestAborted
 
 if TYPE_CHECKING:
-    from rekindle._src.structured.grammar import Grammar
+    from rekindle._src.structured.grammar import Grammar, Grammars
     from rekindle._src.structured.guide import Guide, Reasoning
     from rekindle._src.structured.spec import Spec
     from rekindle._src.structured.token_rules import TokenRules
 
-COMPILE_SECONDS = 5.0
+PATIENCE = 10.0  # seconds that a request waits for its grammar to begin to compile
+_LOOK_SECONDS = 0.25  # how often a request that waits looks whether it is wanted
 _NEAR = 8  # tokens at a prompt's end in which a template closes the reasoning that it turns off
 
 
@@ -32,19 +33,52 @@ def compiled(submission: Submission, engine: Engine) -> bool:
 
 
 async def grammar_of(submission: Submission, engine: Engine) -> Grammar | None:
-    """The compiled grammar of a submission. Raises `InvalidRequest` for one that can't be followed, or is too slow."""
+    """The compiled grammar of a submission. Raises as `compiled_grammar` does."""
     if submission.structure is None:
         return None
     spec: Spec = submission.structure.spec
     if engine.grammars is None:
         raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
-    found = engine.grammars.find(spec)
-    if found is not None:
-        return found
-    with anyio.move_on_after(COMPILE_SECONDS):
-        compile_it = functools.partial(engine.grammars.compile, spec, patience=COMPILE_SECONDS)
-        return await anyio.to_thread.run_sync(compile_it, abandon_on_cancel=True)
-    raise InvalidRequest(spec.kind, spec.text, f"took over {COMPILE_SECONDS:g} s to compile", "Use a smaller one")
+    mailbox = submission.mailbox
+    caller = submission.sampling.salt or ""
+    return await compiled_grammar(engine.grammars, spec, caller=caller, wanted=lambda: not mailbox.abandoned)
+
+
+async def compiled_grammar(
+    grammars: Grammars, spec: Spec, *, caller: str = "", wanted: Callable[[], bool] = lambda: True
+) -> Grammar:
+    """A compiled grammar, without a thread that waits for it.
+
+    Raises `InvalidRequest` for one that can't be followed, `Busy` if others take all places, and `RequestAborted` once
+    it is not `wanted` any more.
+    """
+    match = grammars.find(spec)
+    if match is not None:
+        return match
+    reply: OneShot[Grammar] = OneShot()
+
+    def over(future: Future[Grammar]) -> None:
+        error = CancelledError() if future.cancelled() else future.exception()
+        if error is None:
+            reply.put(future.result())
+        else:
+            reply.fail(error)
+
+    job = grammars.begin(spec, caller)
+    try:
+        job.future.add_done_callback(over)
+        patience = anyio.current_time() + PATIENCE
+        while True:
+            with anyio.move_on_after(_LOOK_SECONDS):
+                return await reply.get()
+            if not wanted():
+                raise RequestAborted("the request was cancelled before it was queued")
+            if not job.begun and anyio.current_time() > patience:
+                from rekindle._src.structured.grammar import too_long
+
+                raise too_long(PATIENCE)
+    finally:
+        grammars.leave(job)
 
 
 def guide_of(

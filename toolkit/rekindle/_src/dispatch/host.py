@@ -325,7 +325,8 @@ class Host:
 
     async def _end(self, engine: Engine, device: DeviceThread) -> None:
         with anyio.move_on_after(CLOSE_SECONDS):
-            for job in (engine.runner.close, engine.release):
+            grammars = None if engine.grammars is None else engine.grammars.close
+            for job in (engine.runner.close, engine.release, grammars):
                 try:
                     if job is not None:
                         await device.run(job)

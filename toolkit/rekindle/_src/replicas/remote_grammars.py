@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from rekindle._src.core.guides import Guided, Mask
-from rekindle._src.dispatch.guided_intake import COMPILE_SECONDS
-from rekindle._src.structured.grammar import Grammars
+from rekindle._src.structured.grammar import Grammar
 from rekindle._src.structured.guide import Guide, Reasoning
 from rekindle._src.structured.spec import Spec
 from rekindle.errors import InvalidRequest
@@ -33,9 +32,9 @@ class RemoteGuide:
     def copy(self) -> RemoteGuide:
         raise AssertionError("a guide was asked in a process that runs no steps")
 
-    def made(self, grammars: Grammars) -> Guide:
-        """The guide itself, where the sequence's own tokens begin. May take seconds; raises `InvalidRequest`."""
-        guide = grammars.compile(self.spec, patience=COMPILE_SECONDS).guide(self.eos_ids, self.reasoning)
+    def made(self, grammar: Grammar) -> Guide:
+        """The guide itself, where the sequence's own tokens begin. Raises `InvalidRequest`."""
+        guide = grammar.guide(self.eos_ids, self.reasoning)
         for token in self.covered:
             if guide.ended or guide.consume(token).problem:
                 kind = self.spec.kind
@@ -67,3 +66,6 @@ class RemoteGrammars:
 
     def compile(self, spec: Spec, *, patience: float | None = None) -> RemoteGrammar:
         return RemoteGrammar(spec)
+
+    def close(self) -> None:
+        """Nothing is compiled here."""

@@ -17,6 +17,7 @@ import anyio.to_thread
 from rekindle._src.core.guides import GuideLike
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import Request, TokenEvent
+from rekindle._src.dispatch.guided_intake import compiled_grammar
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.replicas.mailing import Box, failed, sendable
 from rekindle._src.replicas.pulls import Pulls
@@ -27,6 +28,7 @@ from rekindle._src.replicas.wire import Described, Mail, News
 from rekindle._src.session.session import Session
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import PageAddress
+from rekindle._src.structured.grammar import Grammar
 from rekindle._src.structured.token_rules import RestrictedGuide, rules_of
 from rekindle.errors import ConfigError, InvalidRequest, QueueFull
 
@@ -117,24 +119,29 @@ class Replica:
             else:
                 box.beginning.discard(request_id)
         box.beginning.update(sent.id for sent in requests)
-        for sent in requests:
-            try:
-                await self._run(box, sent)
-            except BaseException as error:
-                failure = own_failure(error, f"request {sent.id} could not be run by its replica")
-                mailbox = box.running.get(sent.id)
-                if mailbox is None:
-                    box.put(News(failed(sent.id, failure)))
-                else:  # it has a place
-                    mailbox.complete_all(failure)
-            finally:
-                box.beginning.discard(sent.id)
+        async with anyio.create_task_group() as group:  # none waits for the grammar of one before it
+            for sent in requests:
+                group.start_soon(self._begin, box, sent)
+
+    async def _begin(self, box: Box, sent: Sent) -> None:
+        try:
+            await self._run(box, sent)
+        except BaseException as error:
+            failure = own_failure(error, f"request {sent.id} could not be run by its replica")
+            mailbox = box.running.get(sent.id)
+            if mailbox is None:
+                box.put(News(failed(sent.id, failure)))
+            else:  # it has a place
+                mailbox.complete_all(failure)
+        finally:
+            box.beginning.discard(sent.id)
 
     async def _run(self, box: Box, sent: Sent) -> None:
         session, pages = self._session, sent.pages
         request, guide = unpacked(sent, session._engine.vocab_size)
         if guide is not None or request.sampling.restricted:
-            request = await anyio.to_thread.run_sync(_guided, session, request, guide)
+            grammar = None if guide is None else await self._grammar(box, request, guide)
+            request = await anyio.to_thread.run_sync(_guided, session, request, guide, grammar)
         if sent.id not in box.beginning:  # it was aborted meanwhile
             return
         if not session._host.limiter.try_enter(1):
@@ -169,6 +176,13 @@ class Replica:
         else:
             self._pulls.before(request, pages, relay)
 
+    async def _grammar(self, box: Box, request: Request, remote: RemoteGuide) -> Grammar:
+        grammars, spec = self._session._engine.grammars, remote.spec
+        if grammars is None:
+            raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
+        caller = request.sampling.salt or ""
+        return await compiled_grammar(grammars, spec, caller=caller, wanted=lambda: request.id in box.beginning)
+
     async def swap_weights(self, weights: str) -> None:
         """Go on with other weights; requests that run keep their tokens."""
         await self._session.swap_weights(weights)
@@ -186,14 +200,10 @@ class Replica:
             await self._opened.aclose(drain=drain)
 
 
-def _guided(session: Session, request: Request, remote: RemoteGuide | None) -> Request:
+def _guided(session: Session, request: Request, remote: RemoteGuide | None, grammar: Grammar | None) -> Request:
     """The request with its guide, behind the tokens that it has."""
-    engine, guide = session._engine, None
-    if remote is not None:
-        spec = remote.spec
-        if engine.grammars is None:
-            raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
-        guide = remote.made(engine.grammars)
+    engine = session._engine
+    guide = None if remote is None or grammar is None else remote.made(grammar)
     rules = rules_of(request.sampling, engine.tokenizer, engine.vocab_size)
     made: GuideLike | None = guide if rules is None else RestrictedGuide(rules, guide)
     if made is not None and request.resumed is not None:

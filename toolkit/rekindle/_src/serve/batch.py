@@ -27,7 +27,7 @@ from rekindle.errors import InvalidRequest
 
 URLS = {post[0].path: post for post in POSTS if post[0].path.startswith("/v1/")}
 _START = '{"id": "batch_req_'
-_FULL = 429  # the queue is full: the line is tried again once another one has ended
+_FULL = (429, 503)  # the queue is full, or compilers are busy: the line is tried again once another one has ended
 
 
 class _Task(NamedTuple):
@@ -128,7 +128,7 @@ class BatchRun:
         try:
             while True:
                 status, request_id, found = await self._call(task)
-                if status != _FULL or self._active == 0:
+                if status not in _FULL or self._active == 0:
                     break
                 await anyio.sleep(0.1)
             response = {"status_code": status, "request_id": request_id, "body": found}

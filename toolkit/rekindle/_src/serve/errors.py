@@ -8,6 +8,7 @@ from typing import Any
 
 from rekindle._src.core.structure_checks import KINDS as STRUCTURES
 from rekindle.errors import (
+    Busy,
     CheckpointError,
     InvalidRequest,
     MissingExtra,
@@ -99,6 +100,8 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
             return Refused(400, str(error), code="context_length_exceeded")
         case QueueFull():
             return Refused(429, str(error), type="rate_limit_error", code="queue_full", retry_after=1)
+        case Busy():
+            return unavailable(str(error), retry_after=error.retry_after)
         case RequestAborted():
             return Refused(499, str(error), type="aborted", code="aborted")
         case SessionClosed():

@@ -27,7 +27,7 @@ from rekindle._src.serve.bodies import (
 from rekindle._src.serve.errors import Refused, refusal, wrong
 from rekindle._src.serve.fields import Endpoint
 from rekindle._src.serve.service import Service
-from rekindle.errors import QueueFull
+from rekindle.errors import Busy, QueueFull
 
 log = logging.getLogger("rekindle.server")
 
@@ -202,7 +202,7 @@ async def refusing(exchange: Exchange, dialect: Dialect, call: Callable[[], Awai
         return 499
     except Exception as error:
         refused = refusal(error, exchange.names)
-        if refused is not error and refused.status >= 500:
+        if refused is not error and refused.status >= 500 and not isinstance(error, Busy):
             log.error("%s %s failed: %r", exchange.scope["path"], exchange.request_id, error, exc_info=error)
         if isinstance(error, QueueFull):
             refused.retry_after = exchange.service.life.retry_after

@@ -1,4 +1,4 @@
-"""Compiled grammars of one model: made in a worker thread within bounds of size and time, and kept.
+"""Compiled grammars of one model: made within bounds of size, time, memory and stack, and kept.
 
 A grammar that compiles quickly can still be slow to follow, which every request in the step would wait for. So its
 first mask is computed here, and a grammar that allows nothing, or whose mask takes too long, is refused at once.
@@ -7,31 +7,26 @@ first mask is computed here, and a grammar that allows nothing, or whose mask ta
 from __future__ import annotations
 
 import collections
+import concurrent.futures
+import dataclasses
+import hashlib
 import threading
-import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rekindle._src.core.guides import mask_words
-from rekindle._src.structured.guide import Guide, Reasoning, first_line
+from rekindle._src.structured import compile_worker
+from rekindle._src.structured.compilers import Compilers, Job, busy, first_line, refused
+from rekindle._src.structured.guide import Guide, Reasoning
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rekindle._src.structured.spec import Spec
 
-COMPILING = 2  # at once; one that is given up goes on in its thread
-KEPT = 256  # compiled grammars; the least recently used one goes first
-SLOWEST_MASK = 0.1  # seconds; 99 of 100 masks of real schemas take less than 2 ms with 152,000 tokens
-_FIXES = {
-    "schema": "Change the schema, or pass lenient=True to leave out what can't be checked",
-    "regex": "Use the syntax of Rust's regex crate: no look-around, no back-references",
-    "grammar": "Use Lark's notation with a rule `start`, or llama.cpp's with a rule `root`",
-    "choice": "Use fewer or shorter strings",
-    "json": "Report it: this grammar is built in",
-}
+KEPT = 256  # compiled grammars, and refused ones; the least recently used one goes first
 
 
 class Grammar:
@@ -52,51 +47,91 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()
-        self._compiling = threading.BoundedSemaphore(COMPILING)
+        self._lock = threading.RLock()  # a job may end in the thread that begins another one
+        self._reading = threading.Lock()  # held while the tokenizer is made, which may take a second
         self._llguidance: Any = None  # the tokenizer as llguidance knows it, made when first needed
         self._kept: collections.OrderedDict[Spec, Grammar] = collections.OrderedDict()
+        self._refused: collections.OrderedDict[bytes, tuple[str, str]] = collections.OrderedDict()
+        self._jobs: dict[Spec, Job[Grammar]] = {}
+        self._compilers = Compilers(self._compile, self._needs, self._ready)
         self.compiled: int = 0
 
     def find(self, spec: Spec) -> Grammar | None:
         """A grammar that was compiled before."""
         with self._lock:
-            found = self._kept.get(spec)
-            if found is not None:
+            match = self._kept.get(spec)
+            if match is not None:
                 self._kept.move_to_end(spec)
-            return found
+            return match
+
+    def begin(self, spec: Spec, caller: str = "") -> Job[Grammar]:
+        """Begin to compile a spec, or join others that wait for it; `leave` when its result is not waited for any more.
+
+        Its future raises `InvalidRequest` for a spec that can't be followed. Raises `Busy` if too many wait already.
+        """
+        with self._lock:
+            again = self._refused.get(_digest(spec))
+            if again is not None:
+                self._refused.move_to_end(_digest(spec))
+                raise InvalidRequest(spec.kind, spec.text, *again)
+            job = self._jobs.get(spec)
+            if job is not None and not job.future.done():
+                job.waiting += 1
+                return job
+            job = self._jobs[spec] = self._compilers.submit(spec, caller)
+        job.future.add_done_callback(lambda future: self._over(spec, future))
+        return job
+
+    def leave(self, job: Job[Grammar]) -> None:
+        """Stop waiting; a job that has not begun is dropped when nothing waits for it."""
+        with self._lock:
+            job.waiting -= 1
+            if not job.waiting and not job.begun and self._jobs.get(job.spec) is job:
+                del self._jobs[job.spec]
+                self._compilers.drop(job)
 
     def compile(self, spec: Spec, *, patience: float | None = None) -> Grammar:
-        """Compile a spec, which takes milliseconds to seconds. Raises `InvalidRequest` with llguidance's message.
+        """Compile a spec, which takes milliseconds to seconds, and block this thread until then.
 
-        Waits at most `patience` seconds for others that compile.
+        Waits at most `patience` seconds for others that compile. Raises as `begin` does.
         """
-        found = self.find(spec)
-        if found is not None:
-            return found
-        if not self._compiling.acquire(timeout=patience):
-            raise InvalidRequest(
-                spec.kind, spec.text, "waited too long for other grammars to compile", "Submit it later"
-            )
+        match = self.find(spec)
+        if match is not None:
+            return match
+        job = self.begin(spec)
         try:
-            return self._compile(spec)
+            try:
+                return job.future.result(patience)
+            except concurrent.futures.TimeoutError:
+                if job.begun or patience is None:
+                    return job.future.result()
+                raise too_long(patience) from None
         finally:
-            self._compiling.release()
+            self.leave(job)
 
-    def _compile(self, spec: Spec) -> Grammar:
+    def close(self) -> None:
+        """End the processes that compile."""
+        self._compilers.close()
+
+    def _over(self, spec: Spec, future: concurrent.futures.Future[Grammar]) -> None:
+        error = None if future.cancelled() else future.exception()
+        with self._lock:
+            if (job := self._jobs.get(spec)) is not None and job.future is future:
+                del self._jobs[spec]
+            if isinstance(error, InvalidRequest):
+                self._refused[_digest(spec)] = error.problem, error.fix
+                while len(self._refused) > KEPT:
+                    self._refused.popitem(last=False)
+
+    def _compile(self, spec: Spec, text: str) -> Grammar:
         tokenizer = self._ready(spec)
-        import llguidance
-
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+        mask = np.zeros(mask_words(self._vocab_size), np.int32)
         try:
-            text = _text(spec)
-            matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+            matcher = compile_worker.new_matcher(tokenizer, text)
+            compile_worker.first_mask(matcher.deep_copy(), mask.ctypes.data, mask.nbytes)
         except ValueError as error:
-            raise _refused(spec, str(error)) from None
-        if matcher.is_error():
-            raise _refused(spec, matcher.get_error())
+            raise refused(spec, str(error)) from None
         ends = frozenset(tokenizer.eos_tokens)
-        self._probe(spec, Guide(matcher.deep_copy(), ends, ends))
         grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings())
         with self._lock:
             self.compiled += 1
@@ -105,54 +140,35 @@ class Grammars:
                 self._kept.popitem(last=False)
         return grammar
 
-    def _probe(self, spec: Spec, guide: Guide) -> None:
-        start = time.perf_counter()
-        problem = guide.fill(np.zeros(mask_words(self._vocab_size), np.int32))
-        if problem:
-            raise _refused(spec, f"nothing fits it: {problem}")
-        if (took := time.perf_counter() - start) > SLOWEST_MASK:
-            raise _refused(
-                spec, f"finding the tokens that may begin it took {took * 1e3:.0f} ms, which all would wait for"
-            )
+    def _needs(self, spec: Spec) -> dict[str, Any]:
+        text = self._tokenizer.backend.to_str()
+        return {"tokenizer": text, "vocab_size": self._vocab_size, "ends": self._ends(spec)}
 
     def _ready(self, spec: Spec) -> Any:
-        with self._lock:
+        with self._reading:
             if self._llguidance is None:
-                import llguidance
-
-                text, eos = self._tokenizer.backend.to_str(), self._ends()
-                if not eos:
-                    raise InvalidRequest(spec.kind, spec.text, "needs a model with an end token", "Use another model")
+                text, ends = self._tokenizer.backend.to_str(), self._ends(spec)
                 try:
-                    self._llguidance = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+                    self._llguidance = compile_worker.new_tokenizer(text, self._vocab_size, ends)
                 except ValueError as error:
                     problem = f"can't be followed with this model's tokenizer: {first_line(str(error))}"
                     raise InvalidRequest(spec.kind, spec.text, problem, "Use another model") from None
             return self._llguidance
 
-    def _ends(self) -> list[int]:
+    def _ends(self, spec: Spec) -> list[int]:
         """The end tokens; of a model without any, a token that no text has, since llguidance needs one."""
         size = min(self._vocab_size, self._tokenizer.vocab_size)
-        eos = [token for token in self._tokenizer.eos_ids if 0 <= token < size]
-        return eos or [token for token in sorted(self._tokenizer.special_ids) if token < size][:1]
+        ends = [token for token in self._tokenizer.eos_ids if 0 <= token < size]
+        ends = ends or [token for token in sorted(self._tokenizer.special_ids) if token < size][:1]
+        if not ends:
+            raise InvalidRequest(spec.kind, spec.text, "needs a model with an end token", "Use another model")
+        return ends
 
 
-def _text(spec: Spec) -> str:
-    """The grammar as llguidance takes it."""
-    import llguidance
-
-    if spec.kind in ("schema", "json"):
-        # Options of llguidance inside a schema stand below these; options that a client may set are ours alone.
-        options: Any = {
-            "whitespace_flexible": spec.whitespace_flexible,
-            "lenient": spec.lenient,
-            "coerce_one_of": spec.lenient,
-        }
-        return str(llguidance.LLMatcher.grammar_from_json_schema(spec.text, overrides=options))
-    if spec.kind == "regex":
-        return str(llguidance.LLMatcher.grammar_from_regex(spec.text))
-    return str(llguidance.grammar_from("grammar" if spec.kind == "grammar" else "choice", spec.text))
+def too_long(seconds: float) -> Exception:
+    """The error of a request whose grammar has not begun to compile after so many seconds."""
+    return busy(f"this one has waited for {seconds:g} s")
 
 
-def _refused(spec: Spec, message: str) -> InvalidRequest:
-    return InvalidRequest(spec.kind, spec.text, f"can't be followed: {first_line(message)}", _FIXES[spec.kind])
+def _digest(spec: Spec) -> bytes:
+    return hashlib.sha256(repr(dataclasses.astuple(spec)).encode("utf-8", "surrogatepass")).digest()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rekindle._src.core.guides import Guided, Mask
+from rekindle._src.structured.compilers import first_line
 
 AHEAD = 16  # forced tokens that are told at most
 
@@ -105,8 +106,3 @@ class Guide:
 def _without(token: int) -> tuple[int, np.int32]:
     """Where a token's bit is: the word of a mask, and all its bits but that one."""
     return token >> 5, ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
-
-
-def first_line(message: str) -> str:
-    """What an error of llguidance says, without the state that it lists below."""
-    return message.strip().partition("\n<")[0].strip() or "it gave no reason"

@@ -1,0 +1,156 @@
+"""What turns a grammar into llguidance's form, and the program of the processes that try strangers' grammars first.
+
+llguidance recurses where a grammar nests, and an overflow of its stack ends the process that it runs in. So this file
+is run by itself, in a process that may die: it imports the standard library and llguidance alone. A message is JSON
+behind its length in four bytes; the first one says what `main` needs, each of the others is a grammar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+SLOWEST_MASK = 0.1  # seconds; 99 of 100 masks of real schemas take less than 2 ms with 152,000 tokens
+
+
+def grammar_text(kind: str, text: str, *, lenient: bool = False, whitespace_flexible: bool = False) -> str:
+    """A grammar as llguidance takes it. Raises `ValueError`."""
+    import llguidance
+
+    if kind in ("schema", "json"):
+        # Options of llguidance inside a schema stand below these; options that a client may set are ours alone.
+        options: Any = {"whitespace_flexible": whitespace_flexible, "lenient": lenient, "coerce_one_of": lenient}
+        return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options))
+    if kind == "regex":
+        return str(llguidance.LLMatcher.grammar_from_regex(text))
+    return str(llguidance.grammar_from("grammar" if kind == "grammar" else "choice", text))
+
+
+def new_tokenizer(tokenizer: str, vocab_size: int, ends: Sequence[int]) -> Any:
+    """A tokenizer for `new_matcher`. Raises `ValueError` for one that llguidance can't read."""
+    import llguidance
+
+    return llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends))
+
+
+def new_matcher(tokenizer: Any, text: str) -> Any:
+    """A compiled grammar, from its text for llguidance. Raises `ValueError`."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+def first_mask(matcher: Any, mask: Any, size: int) -> None:
+    """Write the mask of a text's first token, of `size` bytes. Raises `ValueError` if there is none, or it is slow."""
+    start = time.thread_time()
+    matcher.unsafe_compute_mask_ptr(mask, size)
+    took = time.thread_time() - start
+    if matcher.is_error():
+        raise ValueError(f"nothing fits it: {matcher.get_error()}")
+    if took > SLOWEST_MASK:
+        raise ValueError(f"finding the tokens that may begin it took {took * 1e3:.0f} ms, which all would wait for")
+
+
+def send(stream: IO[bytes], message: Any) -> None:
+    """Write a message."""
+    data = json.dumps(message).encode()
+    stream.write(struct.pack("<I", len(data)) + data)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> Any:
+    """Read a message; None at the end of the stream."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    (length,) = struct.unpack("<I", head)
+    data = stream.read(length)
+    return json.loads(data) if len(data) == length else None
+
+
+def main() -> None:
+    """Try grammars until the process that sends them is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "nice"):
+        os.nice(5)  # what serves comes first
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing else is to write there
+    first = receive(sys.stdin.buffer)
+    if first is None:
+        return
+    sys.path[:] = first["path"]
+    threading.stack_size(first["stack"])
+    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_try_all, args=(first, jobs, answers), daemon=True).start()
+    while (job := receive(sys.stdin.buffer)) is not None:
+        jobs.put(job)
+    os._exit(0)  # also amid a grammar
+
+
+def _try_all(first: Any, jobs: queue.SimpleQueue[Any], answers: IO[bytes]) -> None:
+    """Answer one grammar after the other; a thread of its own, for its stack and because the main one reads."""
+    import ctypes
+
+    _set_limit("RLIMIT_CORE", 0)
+    tokenizer = new_tokenizer(first["tokenizer"], first["vocab_size"], first["ends"])
+    size = 4 * -(-first["vocab_size"] // 32)
+    mask = ctypes.create_string_buffer(size + 4)
+    aligned = -(-ctypes.addressof(mask) // 4) * 4
+    _set_limit("RLIMIT_AS", _address_space() + first["memory"])
+    while True:
+        job = jobs.get()
+        _end_after(first["seconds"])
+        try:
+            text = grammar_text(**job)
+            matcher = new_matcher(tokenizer, text).deep_copy()
+            first_mask(matcher, aligned, size)
+            matcher.compute_ff_tokens()
+            answer = {"text": text}
+        except ValueError as error:
+            answer = {"refused": str(error)}
+        except Exception as error:
+            answer = {"refused": f"{type(error).__name__}: {error}"}
+        _end_after(0.0)
+        send(answers, answer)
+
+
+def _end_after(seconds: float) -> None:
+    """End this process when it has used so many seconds of a processor, where the system can; 0: never."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal ends a process that has no handler
+
+
+def _address_space() -> int:
+    """Bytes of address space that this process has; 0 where that is not known."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, AttributeError):
+        return 0
+
+
+def _set_limit(name: str, value: int) -> None:
+    """Set a limit of this process where the system has it; the hard one stays as it is."""
+    with contextlib.suppress(ImportError, AttributeError, OSError, ValueError):
+        import resource
+
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""Where grammars are compiled: threads of their own, and processes that try first what might end this one.
+
+A simple grammar is compiled at once, by a thread that has no others. Any other one is first tried by a process, within
+bounds of time, memory and stack, and may end it; what went well there is compiled here, on a larger stack. At most
+`COMPILING` are tried at a time, `MOST_WAITING` wait, and next comes the caller who has used the processes least.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Generic, TypeVar
+
+from rekindle._src.structured import compile_worker
+from rekindle._src.structured.bounds import check_levels, is_simple
+from rekindle._src.structured.spec import Spec
+from rekindle.errors import Busy, InvalidRequest, RequestFailed
+
+T = TypeVar("T")
+
+COMPILING = 2  # processes
+COMPILE_SECONDS = 2.0  # of a processor, after which a process is ended
+LONGEST = 60.0  # seconds for the same on a machine that is busy
+MOST_WAITING = 64
+IDLE_SECONDS = 60.0  # after which a thread ends, and its process
+MEMORY = 1 << 30
+WORKER_STACK = 16 << 20
+STACK = 32 << 20  # of the threads here: twice what a process had, so that nothing overflows that went well there
+_REMEMBERED = 1_024  # callers
+
+
+class Job(Generic[T]):
+    """A grammar that is being compiled, for one or more requests."""
+
+    def __init__(self, spec: Spec, caller: str) -> None:
+        self.spec, self.caller = spec, caller
+        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.waiting = 1  # requests
+
+    @property
+    def begun(self) -> bool:
+        return self.future.running() or self.future.done()
+
+
+class Compilers(Generic[T]):
+    """Compiles specs in threads that live while there is work."""
+
+    def __init__(
+        self,
+        compile: Callable[[Spec, str], T],
+        needs: Callable[[Spec], dict[str, Any]],
+        prepare: Callable[[Spec], object],
+    ) -> None:
+        """`compile` takes a spec and its text for llguidance; `needs` says what a process needs to try specs, and
+        `prepare` makes here what compiling needs."""
+        self._compile, self._needs, self._prepare = compile, needs, prepare
+        self._changed = threading.Condition()
+        self._simple, self._others = _Lane(1), _Lane(COMPILING)
+        self._used: dict[str, float] = {}  # seconds that each caller has used the processes, lately
+        self._closed = False
+        self._trials: set[Trial] = set()
+
+    def submit(self, spec: Spec, caller: str = "") -> Job[T]:
+        """Begin, or wait for others. Raises `Busy` if too many wait already."""
+        lane = self._simple if is_simple(spec) else self._others
+        job: Job[T] = Job(spec, caller)
+        evicted: Job[T] | None = None
+        with self._changed:
+            if len(lane.jobs) >= MOST_WAITING:
+                evicted = lane.one_too_many(caller)
+                if evicted is None:
+                    raise busy(f"{len(lane.jobs)} wait already")
+                lane.jobs.remove(evicted)
+            lane.jobs.append(job)
+            if lane.idle < len(lane.jobs) and lane.threads < lane.most and not self._closed:
+                lane.threads += 1
+                _start(lambda: self._run(lane))
+            self._changed.notify_all()
+        if evicted is not None and evicted.future.set_running_or_notify_cancel():
+            evicted.future.set_exception(busy(f"{MOST_WAITING} wait already"))
+        return job
+
+    def drop(self, job: Job[T]) -> None:
+        """Forget a job that has not begun."""
+        with self._changed:
+            for lane in (self._simple, self._others):
+                if job in lane.jobs:
+                    lane.jobs.remove(job)
+
+    def close(self) -> None:
+        """End the processes; what waits is refused."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            for trial in self._trials:
+                trial.kill()
+            left = [*self._simple.jobs, *self._others.jobs]
+            self._simple.jobs.clear()
+            self._others.jobs.clear()
+        for job in left:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(RequestFailed("the session was closed. Open another one"))
+
+    def _run(self, lane: _Lane) -> None:
+        """Take one job after the other, in a thread."""
+        own = Own()
+        if lane is self._others:
+            _yield_to_others()
+        try:
+            while (job := self._next(lane)) is not None:
+                start = time.monotonic()
+                try:
+                    text = self._text(job.spec) if lane is self._simple else self._tried(job.spec, own)
+                    job.future.set_result(self._compile(job.spec, text))
+                except BaseException as error:
+                    job.future.set_exception(error)
+                if lane is self._others:
+                    self._count(job.caller, time.monotonic() - start)
+                del job
+        finally:
+            self._end(own)
+
+    def _text(self, spec: Spec) -> str:
+        self._prepare(spec)
+        try:
+            return compile_worker.grammar_text(**_fields(spec))
+        except ValueError as error:
+            raise refused(spec, str(error)) from None
+
+    def _tried(self, spec: Spec, own: Own) -> str:
+        """A grammar's text for llguidance, once a process has compiled it."""
+        check_levels(spec)
+        if own.trial is None or own.trial.over:
+            self._end(own)
+            own.trial = Trial(self._needs(spec))
+            with self._changed:
+                self._trials.add(own.trial)
+                if self._closed:
+                    own.trial.kill()
+        self._prepare(spec)  # while the process starts
+        return own.trial.text(spec)
+
+    def _end(self, own: Own) -> None:
+        if own.trial is not None:
+            own.trial.end()
+            with self._changed:
+                self._trials.discard(own.trial)
+
+    def _next(self, lane: _Lane) -> Job[T] | None:
+        """The next job, once there is one; None if there is none for long, and the thread is to end."""
+        with self._changed:
+            lane.idle += 1
+            try:
+                until = time.monotonic() + IDLE_SECONDS
+                while not self._closed:
+                    while lane.jobs:
+                        job = min(lane.jobs, key=lambda one: self._used.get(one.caller, 0.0))
+                        lane.jobs.remove(job)
+                        if job.future.set_running_or_notify_cancel():
+                            return job
+                    if not self._changed.wait(max(0.0, until - time.monotonic())):
+                        break
+                lane.threads -= 1
+                return None
+            finally:
+                lane.idle -= 1
+
+    def _count(self, caller: str, seconds: float) -> None:
+        with self._changed:
+            for name in self._used:
+                self._used[name] *= 0.9
+            self._used[caller] = self._used.get(caller, 0.0) + seconds
+            while len(self._used) > _REMEMBERED:
+                del self._used[min(self._used, key=self._used.__getitem__)]
+
+
+class _Lane:
+    """Jobs that wait for the same threads."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.jobs: list[Any] = []
+        self.threads = self.idle = 0
+
+    def one_too_many(self, caller: str) -> Job[Any] | None:
+        """The latest job of the caller who has the most, if `caller` has fewer."""
+        counts = collections.Counter(job.caller for job in self.jobs)
+        name, count = counts.most_common(1)[0]
+        if count <= counts[caller] + 1:
+            return None
+        return next(job for job in reversed(self.jobs) if job.caller == name)
+
+
+class Own:
+    """What a thread has for itself."""
+
+    trial: Trial | None = None
+
+
+class Trial:
+    """A process that tries grammars."""
+
+    def __init__(self, needs: dict[str, Any]) -> None:
+        self.over = self._late = False
+        own = importlib.util.find_spec("llguidance")
+        found = [] if own is None or own.origin is None else [str(Path(own.origin).parent.parent)]
+        path = [*dict.fromkeys([*sys.path, *found])]
+        limits = {"seconds": COMPILE_SECONDS, "memory": MEMORY, "stack": WORKER_STACK, "path": path}
+        group: dict[str, Any] = (
+            {"creationflags": 0x200} if os.name == "nt" else {"process_group": 0}
+        )  # spares it Ctrl-C
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", compile_worker.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                **group,
+            )
+        except OSError as error:
+            raise RequestFailed(
+                f"no process could be started in which to compile the grammar: {error}. Check {sys.executable!r}, or "
+                "use a schema without patterns and allOf"
+            ) from error
+        self._first = {**needs, **limits}
+        self._sent = False
+
+    def text(self, spec: Spec) -> str:
+        """The text for llguidance of a grammar that it compiles. Raises `InvalidRequest`, or `Busy`."""
+        timer = threading.Timer(LONGEST, self._kill_late)
+        timer.daemon = True
+        timer.start()
+        answer = None
+        with contextlib.suppress(OSError, ValueError):  # the process is gone
+            if not self._sent:
+                self._sent = True
+                compile_worker.send(self._stdin, self._first)
+            compile_worker.send(self._stdin, _fields(spec))
+            answer = compile_worker.receive(self._stdout)
+        timer.cancel()
+        if answer is None:
+            raise self._death(spec, self._ended())
+        if "refused" in answer:
+            raise refused(spec, answer["refused"])
+        return str(answer["text"])
+
+    @property
+    def _stdin(self) -> IO[bytes]:
+        assert self._process.stdin is not None, "a pipe"
+        return self._process.stdin
+
+    @property
+    def _stdout(self) -> IO[bytes]:
+        assert self._process.stdout is not None, "a pipe"
+        return self._process.stdout
+
+    def kill(self) -> None:
+        """End the process, from any thread."""
+        self.over = True
+        with contextlib.suppress(OSError):
+            self._process.kill()
+
+    def end(self) -> int:
+        """Kill the process, and give back what it had here; its status."""
+        self.kill()
+        status = self._process.wait()
+        for stream in (self._stdin, self._stdout):
+            with contextlib.suppress(OSError):
+                stream.close()
+        return status
+
+    def _kill_late(self) -> None:
+        self._late = True
+        self.kill()
+
+    def _ended(self) -> int:
+        """The status of a process that closed its pipe, which it does as it ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return self.end()
+
+    def _death(self, spec: Spec, status: int) -> Exception:
+        """Why a grammar has no answer."""
+        if self._late and os.name != "nt":
+            return busy(f"this one did not get {COMPILE_SECONDS:g} s of a processor within {LONGEST:g} s")
+        if self._late or status == -getattr(signal, "SIGPROF", 0):
+            return InvalidRequest(
+                spec.kind, spec.text, f"took over {COMPILE_SECONDS:g} s to compile, and was ended", "Use a smaller one"
+            )
+        if status in (-getattr(signal, "SIGSEGV", 0), -getattr(signal, "SIGBUS", 0), 0xC00000FD):
+            return InvalidRequest(
+                spec.kind, spec.text, "nests too deeply: its compiler's stack overflowed", "Use fewer levels"
+            )
+        if status == -getattr(signal, "SIGABRT", 0):
+            return InvalidRequest(
+                spec.kind, spec.text, f"takes over {MEMORY >> 20:,} MiB to compile, and was ended", "Use a smaller one"
+            )
+        return busy(f"the process that tried this one ended with status {status}")
+
+
+def busy(why: str) -> Busy:
+    """The error of a request whose grammar could not be compiled because of other requests."""
+    return Busy(f"grammars of other requests are being compiled, and {why}. Send the request again", retry_after=5.0)
+
+
+_FIXES = {
+    "schema": "Change the schema, or pass lenient=True to leave out what can't be checked",
+    "regex": "Use the syntax of Rust's regex crate: no look-around, no back-references",
+    "grammar": "Use Lark's notation with a rule `start`, or llama.cpp's with a rule `root`",
+    "choice": "Use fewer or shorter strings",
+    "json": "Report it: this grammar is built in",
+}
+
+
+def refused(spec: Spec, message: str) -> InvalidRequest:
+    """The error of a grammar that llguidance refuses with this message."""
+    return InvalidRequest(spec.kind, spec.text, f"can't be followed: {first_line(message)}", _FIXES[spec.kind])
+
+
+def first_line(message: str) -> str:
+    """What an error of llguidance says, without the state that it lists below."""
+    return message.strip().partition("\n<")[0].strip() or "it gave no reason"
+
+
+def _fields(spec: Spec) -> dict[str, Any]:
+    return {
+        "kind": spec.kind,
+        "text": spec.text,
+        "lenient": spec.lenient,
+        "whitespace_flexible": spec.whitespace_flexible,
+    }
+
+
+_stack_size = threading.Lock()  # it is a setting of the interpreter
+
+
+def _start(run: Callable[[], object]) -> None:
+    with _stack_size:
+        before = threading.stack_size(STACK)
+        try:
+            threading.Thread(target=run, name="rekindle grammars", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+
+def _yield_to_others() -> None:
+    """Let this thread come after those that serve, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
