@@ -32,6 +32,7 @@ from rekindle._src.serve.generation import (
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
 from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.messages_in import plain_messages
+from rekindle._src.serve.pieces import Entries, text_of
 from rekindle._src.serve.sampling import rest_of_context, sampling_options
 from rekindle._src.serve.service import FINGERPRINT
 from rekindle._src.serve.structure import structure_options
@@ -65,7 +66,7 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
             await writer.stream(active, streaming)
             return
         found = await finished(exchange, active, [handle])
-        await exchange.reply(writer.whole(found))
+        await exchange.reply(await writer.whole(found))
 
 
 def asked(
@@ -151,25 +152,26 @@ class _Writer:
         self._parallel = given.get("parallel_tool_calls", True)
         self._reasons = given.get("include_reasoning", True)
 
-    def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    async def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """The answer that is not streamed."""
         (several,) = found
-        choices = []
-        for done in several:
+
+        def choice_of(done: Completion) -> dict[str, Any]:
             choice: dict[str, Any] = {
                 "index": done.index,
                 "message": self._message(done),
-                "logprobs": self._shapes.chat(done.logprobs or ()) if self._given.get("logprobs") else None,
+                "logprobs": self._shapes.chat_whole(done.logprobs or ()) if self._given.get("logprobs") else None,
                 "finish_reason": _finish(done.finish_reason, called=bool(done.tool_calls)),
                 "stop_reason": done.stop_reason,
             }
             if self._ids:
                 choice["token_ids"] = done.token_ids
-            choices.append(choice)
+            return choice
+
         answer = {
             **self._common,
-            "choices": choices,
-            "usage": usage(found, self._session),
+            "choices": Entries(several, choice_of),
+            "usage": await usage(self._exchange, found, self._session),
             "system_fingerprint": FINGERPRINT,
         }
         if "prompt_logprobs" in self._given:
@@ -203,7 +205,7 @@ class _Writer:
             parts: list[str] = []
             if delta.index not in begun:
                 content = f'"role":"assistant","content":{dumps(self._before)}'
-                extra = self._extra(delta) if not begun else ""
+                extra = await self._extra(delta) if not begun else ""
                 parts.append(chunks.chunk(_choice(delta.index, content), now, extra))
                 begun.add(delta.index)
             logprobs = self._shapes.chat(delta.logprobs) if self._given.get("logprobs") else None
@@ -227,7 +229,7 @@ class _Writer:
                 await self._exchange.emit("".join(parts).encode())
 
         found = await follow(self._exchange, active, [self._handle], write)
-        await self._exchange.emit(chunks.last(usage(found, self._session)).encode())
+        await self._exchange.emit(chunks.last(await usage(self._exchange, found, self._session)).encode())
 
     def _contents(self, delta: TextDelta) -> list[str]:
         """The members of the `delta` of each chunk that a delta becomes."""
@@ -248,11 +250,11 @@ class _Writer:
                     found.append(f'"tool_calls":{dumps([{"index": index, "function": {"arguments": text}}])}')
         return found
 
-    def _extra(self, delta: TextDelta) -> str:
+    async def _extra(self, delta: TextDelta) -> str:
         """What the first chunk has beside its choice."""
         extra = ""
         if "prompt_logprobs" in self._given:
-            extra += f',"prompt_logprobs":{dumps(self._shapes.prompt(delta.prompt_logprobs))}'
+            extra += f',"prompt_logprobs":{await text_of(self._shapes.prompt(delta.prompt_logprobs))}'
         if self._ids:
             extra += f',"prompt_token_ids":{dumps(self._handle.prompt_token_ids)}'
         return extra

@@ -23,6 +23,7 @@ from rekindle._src.serve.generation import (
 )
 from rekindle._src.serve.life import Active, estimate
 from rekindle._src.serve.logprobs import Shapes
+from rekindle._src.serve.pieces import Entries, text_of
 from rekindle._src.serve.sampling import sampling_options
 from rekindle._src.serve.service import FINGERPRINT
 from rekindle._src.serve.structure import structure_options
@@ -55,7 +56,7 @@ async def completions(exchange: Exchange, given: dict[str, Any]) -> None:
             await writer.stream(active, streaming)
             return
         found = await finished(exchange, active, active.handles)
-        await exchange.reply(writer.whole(found))
+        await exchange.reply(await writer.whole(found))
 
 
 async def _tokens(exchange: Exchange, given: Mapping[str, Any], session: SessionLike) -> Sequence[Any]:
@@ -97,28 +98,30 @@ class _Writer:
         }
         self._ids = bool(given.get("return_token_ids"))
 
-    def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    async def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        choices = []
-        for number, several in enumerate(found):
-            for done in several:
-                text = self._prompt(number) + done.text if self._echo else done.text
-                choice: dict[str, Any] = {
-                    "index": number * self._n + done.index,
-                    "text": text,
-                    "logprobs": self._logprobs(done),
-                    "finish_reason": finish_of(done.finish_reason),
-                    "stop_reason": done.stop_reason,
-                }
-                if "prompt_logprobs" in self._given:
-                    choice["prompt_logprobs"] = self._shapes.prompt(done.prompt_logprobs or ())
-                if self._ids:
-                    choice |= {"token_ids": done.token_ids, "prompt_token_ids": done.prompt_token_ids}
-                choices.append(choice)
+
+        def choice_of(numbered: tuple[int, Completion]) -> dict[str, Any]:
+            number, done = numbered
+            text = self._prompt(number) + done.text if self._echo else done.text
+            choice: dict[str, Any] = {
+                "index": number * self._n + done.index,
+                "text": text,
+                "logprobs": self._logprobs(done),
+                "finish_reason": finish_of(done.finish_reason),
+                "stop_reason": done.stop_reason,
+            }
+            if "prompt_logprobs" in self._given:
+                choice["prompt_logprobs"] = self._shapes.prompt(done.prompt_logprobs or ())
+            if self._ids:
+                choice |= {"token_ids": done.token_ids, "prompt_token_ids": done.prompt_token_ids}
+            return choice
+
+        choices = [(number, done) for number, several in enumerate(found) for done in several]
         return {
             **self._common,
-            "choices": choices,
-            "usage": usage(found, self._session),
+            "choices": Entries(choices, choice_of),
+            "usage": await usage(self._exchange, found, self._session),
             "system_fingerprint": FINGERPRINT,
         }
 
@@ -160,12 +163,13 @@ class _Writer:
                     entries = [self._handles[number].prompt_token_ids[0], *delta.prompt_logprobs, *entries]
                 shown, offsets[index] = self._shapes.completion(entries, offsets[index])
             reason = finish_of(delta.finish_reason)
+            scores_of = "null" if shown is None else await text_of(shown)
             choice = (
-                f'{{"index":{index},"text":{dumps(text)},"logprobs":{dumps(shown) if shown else "null"},'
+                f'{{"index":{index},"text":{dumps(text)},"logprobs":{scores_of},'
                 f'"finish_reason":{dumps(reason)},"stop_reason":{dumps(delta.stop_reason)}'
             )
             if fresh and scores:
-                choice += f',"prompt_logprobs":{dumps(self._shapes.prompt(delta.prompt_logprobs))}'
+                choice += f',"prompt_logprobs":{await text_of(self._shapes.prompt(delta.prompt_logprobs))}'
             if ids:
                 prompt = self._handles[number].prompt_token_ids if fresh else None
                 choice += f',"token_ids":{dumps(delta.token_ids)},"prompt_token_ids":{dumps(prompt)}'
@@ -176,4 +180,4 @@ class _Writer:
             await exchange.emit(chunks.chunk(choice + "}", now).encode())
 
         found = await follow(exchange, active, self._handles, write)
-        await exchange.emit(chunks.last(usage(found, self._session)).encode())
+        await exchange.emit(chunks.last(await usage(self._exchange, found, self._session)).encode())

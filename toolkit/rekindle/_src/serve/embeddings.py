@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import anyio.to_thread
-
-from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.exchange import Exchange
 from rekindle._src.serve.fields import Endpoint, Field, ignored, refused
 from rekindle._src.serve.generation import model_of
 from rekindle._src.serve.kinds import INT64, Choice, Flag, Text, whole
 from rekindle._src.serve.life import estimate
 from rekindle._src.serve.openai_fields import PROMPTS, REQUEST_ID
+from rekindle._src.serve.pieces import Entries
 
 _FIRST = 16  # inputs after which a large request no longer counts as waiting
 
@@ -58,15 +57,12 @@ async def embeddings(exchange: Exchange, given: dict[str, Any]) -> None:
                 tokens += call.usage.prompt_tokens
                 active.started()
 
-    def written() -> bytes:
-        data = [
-            {"object": "embedding", "index": index, "embedding": _shape(vector, given)}
-            for index, vector in enumerate(vectors)
-        ]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return dumps({"object": "list", "data": data, "model": served.name, "usage": usage}).encode()
+    def entry(numbered: tuple[int, Any]) -> dict[str, Any]:
+        return {"object": "embedding", "index": numbered[0], "embedding": _shape(numbered[1], given)}
 
-    await exchange.reply_bytes(await anyio.to_thread.run_sync(written), b"application/json")
+    data = Entries([*enumerate(vectors)], entry)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    await exchange.reply({"object": "list", "data": data, "model": served.name, "usage": usage})
 
 
 def _shape(vector: Any, given: dict[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -26,6 +25,8 @@ from rekindle._src.serve.bodies import (
 )
 from rekindle._src.serve.errors import Refused, refusal, wrong
 from rekindle._src.serve.fields import Endpoint
+from rekindle._src.serve.pieces import dumps as dumps
+from rekindle._src.serve.pieces import paced, pieces
 from rekindle._src.serve.service import Service
 from rekindle.errors import Busy, QueueFull
 
@@ -34,14 +35,7 @@ log = logging.getLogger("rekindle.server")
 T = TypeVar("T")
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` would make one each time
-
-
-def dumps(value: Any) -> str:
-    """Compact JSON."""
-    return "null" if value is None else _encode(value)
+_LARGE = 64 << 10  # characters of an answer that are sent at once
 
 
 class Dialect(Protocol):
@@ -99,8 +93,23 @@ class Exchange:
             return await anyio.to_thread.run_sync(work)
 
     async def reply(self, body: dict[str, Any], *, status: int = 200, headers: Any = ()) -> None:
-        """Answer with one JSON object."""
-        await self.reply_bytes(dumps(body).encode(), b"application/json", status=status, headers=headers)
+        """Answer with one JSON object. A large one is sent while it is written, and others are answered meanwhile."""
+        held: list[str] = []
+        size, begun = 0, False
+        async for part in paced(pieces(body)):
+            held.append(part)
+            size += len(part)
+            if size > _LARGE:
+                if not begun:
+                    begun = True
+                    await self._start(status, [(b"content-type", b"application/json"), *headers])
+                await self._send({"type": "http.response.body", "body": "".join(held).encode(), "more_body": True})
+                held, size = [], 0
+        data = "".join(held).encode()
+        if begun:
+            await self._send({"type": "http.response.body", "body": data})
+        else:
+            await self.reply_bytes(data, b"application/json", status=status, headers=headers)
 
     async def reply_bytes(self, data: bytes, kind: bytes, *, status: int = 200, headers: Any = ()) -> None:
         """Answer with `data` of the content type `kind`."""

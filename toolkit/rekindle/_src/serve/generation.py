@@ -25,6 +25,7 @@ def model_of(exchange: Exchange, given: Mapping[str, Any]) -> tuple[Served, Sess
     return served, served.open()
 
 
+_LONG_THOUGHTS = 20_000  # characters that are encoded in a thread
 MOST_CHARACTERS = 1 << 20  # that are encoded to be counted, unless the context has room for more
 
 
@@ -104,14 +105,20 @@ def _record(exchange: Exchange, found: Sequence[Sequence[Completion]], *, stream
     exchange.service.tracing.ended(exchange.scope, exchange.model, exchange.request_id, found)
 
 
-def usage(found: Sequence[Sequence[Completion]], session: SessionLike) -> dict[str, Any]:
+async def usage(exchange: Exchange, found: Sequence[Sequence[Completion]], session: SessionLike) -> dict[str, Any]:
     """OpenAI's usage object; a prompt counts once, however many choices it has."""
     prompt = sum(several[0].usage.prompt_tokens for several in found)
     made = sum(one.usage.completion_tokens for several in found for one in several)
     total = counted(prompt, made, sum(max(one.usage.cached_tokens for one in several) for several in found))
-    if any(one.reply is not None for several in found for one in several):
-        thought = sum(reasoning_tokens(one, session) for several in found for one in several)
-        total["completion_tokens_details"] = {"reasoning_tokens": thought}
+    flat = [one for several in found for one in several if one.reply is not None]
+    if flat:
+
+        def thought() -> int:
+            return sum(reasoning_tokens(one, session) for one in flat)
+
+        quick = sum(len(one.reasoning or "") for one in flat) < _LONG_THOUGHTS
+        number = thought() if quick else await exchange.run_in_turn(thought)
+        total["completion_tokens_details"] = {"reasoning_tokens": number}
     return total
 
 

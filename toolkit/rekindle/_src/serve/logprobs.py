@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rekindle._src.core.records import TokenLogprobs
+from rekindle._src.serve.pieces import Entries
 from rekindle._src.text.token_bytes import token_bytes
 
 LOWEST = -9999.0  # what stands for minus infinity, which JSON does not have
@@ -48,9 +49,16 @@ class Shapes:
     # Chat completions.
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The `logprobs` of a choice or a chunk."""
-        return {"content": [{**self._one(e.token_id, e.logprob), "top_logprobs": self._top(e)} for e in entries],
-                "refusal": None}  # fmt: skip
+        """The `logprobs` of a chunk."""
+        return {"content": [self.chat_entry(entry) for entry in entries], "refusal": None}
+
+    def chat_whole(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The `logprobs` of a choice, which are made when they are written."""
+        return {"content": Entries(entries, self.chat_entry), "refusal": None}
+
+    def chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """What is told of one token."""
+        return {**self._one(entry.token_id, entry.logprob), "top_logprobs": self._top(entry)}
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self.name(token_id), "logprob": finite(logprob), "bytes": self._names.get(token_id)[1]}
@@ -65,17 +73,19 @@ class Shapes:
 
         An entry that is an id alone is a prompt's first token, which has no probability.
         """
-        tokens, offsets, own, top = [], [], [], []
+        tokens, offsets, own = [], [], []
         for entry in entries:
             token_id = entry if isinstance(entry, int) else entry.token_id
             tokens.append(self.name(token_id))
             offsets.append(offset)
             offset += len(self._names.get(token_id)[0])
             own.append(None if isinstance(entry, int) else finite(entry.logprob))
-            top.append(None if isinstance(entry, int) else self._by_text(entry))
+        top = Entries(entries, self._by_text)
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}, offset
 
-    def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
+    def _by_text(self, entry: TokenLogprobs | int) -> dict[str, float] | None:
+        if isinstance(entry, int):
+            return None
         found: dict[str, float] = {}
         for token_id, logprob in (
             *zip(entry.top_ids, entry.top_logprobs, strict=True),
@@ -86,20 +96,20 @@ class Shapes:
 
     # vLLM's prompt_logprobs.
 
-    def prompt(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    def prompt(self, entries: Sequence[TokenLogprobs]) -> Entries:
         """One entry for each prompt token: null for the first, then logprob, rank and text by token id."""
-        found: list[dict[str, Any] | None] = [None]
-        for entry in entries:
-            ranks = {token: rank + 1 for rank, token in enumerate(entry.top_ids)}
-            pairs = dict(zip(entry.top_ids, entry.top_logprobs, strict=True)) | {entry.token_id: entry.logprob}
-            found.append(
-                {
-                    str(token): {
-                        "logprob": finite(logprob),
-                        "rank": ranks.get(token),
-                        "decoded_token": self._names.get(token)[0],
-                    }
-                    for token, logprob in pairs.items()
-                }
-            )
-        return found
+        return Entries((None, *entries), self._by_id)
+
+    def _by_id(self, entry: TokenLogprobs | None) -> dict[str, Any] | None:
+        if entry is None:
+            return None
+        ranks = {token: rank + 1 for rank, token in enumerate(entry.top_ids)}
+        pairs = dict(zip(entry.top_ids, entry.top_logprobs, strict=True)) | {entry.token_id: entry.logprob}
+        return {
+            str(token): {
+                "logprob": finite(logprob),
+                "rank": ranks.get(token),
+                "decoded_token": self._names.get(token)[0],
+            }
+            for token, logprob in pairs.items()
+        }

@@ -22,6 +22,7 @@ from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import finished, follow, model_of, reasoning_tokens, submit
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import Shapes
+from rekindle._src.serve.pieces import Entries
 from rekindle._src.serve.responses_in import choice_of, messages_of, tools_of
 from rekindle._src.serve.sampling import rest_of_context, sampling_options
 from rekindle._src.serve.structure import format_options
@@ -104,6 +105,7 @@ class _Answer:
         self._open = ""  # the kind of the last item, if more may be added to it
         self._logprobs: list[Any] = []  # of tokens since the last text
         self._out: list[str] = []
+        self._silent = False  # the answer is not streamed
         self._sequence = 0
         self._begun = False
 
@@ -124,7 +126,7 @@ class _Answer:
             "max_output_tokens": given.get("max_output_tokens"),
             "metadata": given.get("metadata") or {},
             "model": self._model,
-            "output": [] if done is None else self._items,
+            "output": [] if done is None else Entries(self._items, dict) if self._silent else self._items,
             "parallel_tool_calls": self._parallel,
             "previous_response_id": None,
             "reasoning": {"effort": (given.get("reasoning") or {}).get("effort"), "summary": None},
@@ -147,11 +149,13 @@ class _Answer:
         ]
         said = (ContentDelta(done.content),) if done.content or not calls else ()
         thought = (ReasoningDelta(done.reasoning),) if done.reasoning else ()
-        self.take(
-            TextDelta(done.id, "", logprobs=done.logprobs or (), events=(*thought, *said, *calls)),
-        )
+        self._silent = True
+        self.take(TextDelta(done.id, "", events=(*thought, *said, *calls)))
         self._close(done)
-        self._out = []
+        if self._shapes is not None and said:
+            (item,) = (one for one in self._items if one["type"] == "message")
+            scores = Entries(done.logprobs or (), self._shapes.chat_entry)
+            item["content"] = Entries([{**item["content"][0], "logprobs": scores}], dict)
 
     # As a stream.
 
@@ -247,6 +251,8 @@ class _Answer:
         self._tell(kind, content_index=0, **self._place, **data)
 
     def _tell(self, kind: str, /, **data: Any) -> None:
+        if self._silent:
+            return
         told = {"type": kind, "sequence_number": self._sequence, **data}
         self._out.append(f"event: {kind}\ndata: {dumps(told)}\n\n")
         self._sequence += 1
