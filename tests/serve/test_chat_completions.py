@@ -109,7 +109,6 @@ async def test_messages_reach_the_template_as_it_wants_them(app: Any) -> None:
         ({"messages": HELLO, "functions": [{}]}, "functions"),
         ({"messages": HELLO, "modalities": ["audio"]}, "modalities"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
-        ({"messages": HELLO, "store": True}, "store"),
         ({"messages": HELLO, "response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"messages": HELLO, "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
@@ -138,6 +137,7 @@ async def test_errors_name_the_clients_field(app: Any, body: Any, param: str) ->
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "n": None, "audio": None},
         {"frequency_penalty": 0, "top_k": -1, "functions": None, "verbosity": "low", "safety_identifier": "x"},
         {"never_heard_of": 1},
+        {"store": True, "top_logprobs": 0, "logprobs": False},
     ],
 )
 async def test_what_asks_for_nothing_changes_nothing(app: Any, harmless: Any) -> None:

@@ -10,9 +10,13 @@ from helpers.asgi import post
 from helpers.sessions import expected
 from rekindle._src.core.records import FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
+from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.kept import KeptItems
+from rekindle.serve import app as rekindle_app
 from serve.replies import completion, exchange_for, sent
 
 pytestmark = pytest.mark.anyio
+LOGPROBS = ["message.output_text.logprobs"]
 RENDERED = "<system>Be brief\n<user>Hello\n<assistant>"
 
 
@@ -23,7 +27,7 @@ def body(**more: Any) -> dict[str, Any]:
 async def test_an_answer_and_its_events(app: Any) -> None:
     text = bytes(expected(RENDERED, max_tokens=6)).decode()
     done = (await post(app, "/v1/responses", body())).json()
-    assert done["object"] == "response" and done["status"] == "incomplete" and done["store"] is False
+    assert done["object"] == "response" and done["status"] == "incomplete" and done["store"] is True
     assert done["incomplete_details"] == {"reason": "max_output_tokens"}
     (item,) = done["output"]
     assert item["type"] == "message" and item["content"][0]["text"] == text
@@ -67,16 +71,15 @@ async def test_conversations_become_messages(app: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "always"}, "truncation"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
     ],
 )
@@ -110,3 +113,110 @@ async def test_thoughts_text_and_calls_are_items_one_after_another() -> None:
     only = _Answer(exchange, {"parallel_tool_calls": False}, "m", session, None)
     only.whole(done)
     assert [item["type"] for item in only.response(done)["output"]][-2:] == ["message", "function_call"]
+
+
+async def second_turn(app: Any, item: Any, **options: Any) -> Any:
+    question = {"role": "user", "content": "And then?"}
+    return await post(app, "/v1/responses", body(input=["Hello", item, question][1:], **options))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_second_turn_names_items_of_the_first_answer(app: Any, stream: bool) -> None:
+    answer = await post(app, "/v1/responses", body(stream=stream, top_logprobs=1, include=LOGPROBS, truncation="auto"))
+    done = answer.events[-1]["response"] if stream else answer.json()
+    (item,) = done["output"]
+    assert len(item["content"][0]["logprobs"]) == 6
+    named = await second_turn(app, {"type": "item_reference", "id": item["id"]})
+    sent = await second_turn(app, {"role": "assistant", "content": item["content"][0]["text"]})
+    assert named.status == sent.status == 200
+    assert named.json()["usage"]["input_tokens"] == sent.json()["usage"]["input_tokens"]
+    assert named.json()["output"][0]["content"] == sent.json()["output"][0]["content"]
+
+
+async def test_items_are_kept_for_their_sender_alone_and_not_with_store_false(session: Any) -> None:
+    served = rekindle_app(session, api_key=["one", "two"])
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+    for store, sender, status in ((True, one, 200), (True, two, 404), (False, one, 404)):
+        done = (await post(served, "/v1/responses", body(store=store), headers=one)).json()
+        assert done["store"] is store
+        reference = {"type": "item_reference", "id": done["output"][0]["id"]}
+        answer = await post(served, "/v1/responses", body(input=[reference]), headers=sender)
+        assert answer.status == status
+        if status == 404:
+            assert answer.error["param"] == "input[0].id" and "store: false" in answer.error["message"]
+
+
+def test_kept_items_are_bounded() -> None:
+    def item(name: str, text: str) -> dict[str, Any]:
+        return {"id": name, "type": "message", "content": [{"type": "output_text", "text": text, "logprobs": [1]}]}
+
+    kept = KeptItems(most_items=3, most_characters=100)
+    for index in range(5):
+        kept.keep(b"", [item(str(index), "a")])
+    assert kept.get(b"", "4", "input[0].id")["content"] == [{"type": "output_text", "text": "a"}]
+    with pytest.raises(Refused, match="'1' is not found"):
+        kept.get(b"", "1", "input[0].id")
+    kept.keep(b"", [item("long", "a" * 98)])
+    with pytest.raises(Refused):
+        kept.get(b"", "4", "input[0].id")
+    kept.keep(b"", [item("longer", "a" * 200)])
+    assert not kept._items and kept._characters == 0
+
+
+async def test_allowed_tools_and_parameters_that_are_null(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is shown the allowed ones; `mode` is the choice among them."""
+    seen: list[Any] = []
+
+    def chat(self: Any, messages: Any, **options: Any) -> Any:
+        seen.append((options.get("tools"), options.get("tool_choice")))
+        return self.generate("x", max_tokens=1)
+
+    monkeypatch.setattr(type(app.state.rekindle.models.get(None).session), "chat", chat)
+    tools = [{"type": "function", "name": name, "parameters": None, "strict": None} for name in ("a", "b")]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "b"}]}
+    assert (await post(app, "/v1/responses", body(tools=tools, tool_choice=choice))).status == 200
+    tools = [{"type": "function", "function": {"name": name, "parameters": None}} for name in ("a", "b")]
+    inner = {"mode": "required", "tools": [{"type": "function", "function": {"name": "b"}}]}
+    request = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    choice = {"type": "allowed_tools", "allowed_tools": inner}
+    assert (await post(app, "/v1/chat/completions", {**request, "tool_choice": choice})).status == 200
+    assert seen == [([{"type": "function", "function": {"name": "b"}}], "required")] * 2
+    for wrong, param in (
+        ({**inner, "mode": "none"}, "tool_choice.allowed_tools.mode"),
+        ({**inner, "tools": [{"type": "function", "function": {"name": "c"}}]}, "tool_choice.allowed_tools.tools[0]"),
+        ({**inner, "tools": 3}, "tool_choice.allowed_tools.tools"),
+    ):
+        given = {**request, "tool_choice": {"type": "allowed_tools", "allowed_tools": wrong}}
+        refused = await post(app, "/v1/chat/completions", given)
+        assert refused.status == 400 and refused.error["param"] == param
+
+
+async def test_an_effort_that_the_template_does_not_know_changes_nothing(session: Any) -> None:
+    from rekindle._src.text.chat import ChatTemplate
+
+    session._engine = session._engine._replace(chat=ChatTemplate("{{ messages[0].content }}"))
+    served = rekindle_app(session)
+    request = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
+    plain, tried = [
+        await post(served, "/v1/chat/completions", {**request, **more}) for more in ({}, {"reasoning_effort": "high"})
+    ]
+    assert plain.status == tried.status == 200 and plain.json()["choices"] == tried.json()["choices"]
+
+
+async def test_a_prompt_that_is_too_long_is_said_in_words_that_clients_know(app: Any) -> None:
+    """LiteLLM raises its ContextWindowExceededError by them."""
+    for path, given in (("/v1/completions", {"prompt": "a" * 600}), ("/v1/responses", {"input": "a" * 600})):
+        refused = await post(app, path, given)
+        assert refused.status == 400 and refused.error["code"] == "context_length_exceeded"
+        assert "this model's maximum context length is" in refused.error["message"].lower()
+
+
+async def test_what_a_remote_tokenizer_asks_for(app: Any) -> None:
+    """The calls of lm_eval's `RemoteTokenizer`."""
+    from helpers.asgi import get
+
+    info = (await get(app, "/tokenizer_info")).json()
+    assert info["eos_token"] is None or isinstance(info["eos_token"], str)
+    assert "messages" in info["chat_template"] and info["model_max_length"] == 512
+    ids = (await post(app, "/tokenize", {"prompt": "test", "add_special_tokens": False})).json()["tokens"]
+    assert (await post(app, "/detokenize", {"tokens": ids})).json()["prompt"] == "test"

@@ -66,7 +66,7 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
-        handle = await exchange.run(lambda: asked(session.chat, messages_of(given), {**options, **template}, hint=True))
+        handle = await exchange.run(lambda: asked(session.chat, messages_of(given), {**options, **template}))
         submit(exchange, active, [handle])
         if not given.get("stream"):
             ((done,),) = await finished(exchange, active, [handle])
@@ -91,7 +91,7 @@ async def count_tokens(exchange: Exchange, given: dict[str, Any]) -> None:
     template.pop("tool_choice", None)
 
     def counted() -> int:
-        text = asked(session.render, messages_of(given), template, hint=True)
+        text = asked(session.render, messages_of(given), template)
         return len(encoded(session, text, add_special_tokens=False, param="messages"))
 
     await exchange.reply({"input_tokens": await exchange.run_in_turn(counted)})

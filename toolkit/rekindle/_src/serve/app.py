@@ -49,6 +49,7 @@ POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
 GETS: tuple[tuple[str, Handler, str], ...] = (
     ("/v1/models", info.list_models, "The models that are served"),
     ("/v1/models/{name}", info.one_model, "One model"),
+    ("/tokenizer_info", info.tokenizer_info, "Special tokens and the chat template of the first model"),
     ("/health", info.health, "200 if every model answers"),
     ("/ping", info.health, "The same as /health"),
     ("/version", info.version, "The version of rekindle"),

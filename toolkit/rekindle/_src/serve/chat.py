@@ -31,7 +31,7 @@ from rekindle._src.serve.generation import (
 )
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
 from rekindle._src.serve.logprobs import Shapes
-from rekindle._src.serve.messages_in import plain_messages
+from rekindle._src.serve.messages_in import plain_messages, tool_options
 from rekindle._src.serve.pieces import Entries, text_of
 from rekindle._src.serve.sampling import rest_of_context, sampling_options
 from rekindle._src.serve.service import FINGERPRINT
@@ -69,17 +69,12 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
         await exchange.reply(await writer.whole(found))
 
 
-def asked(
-    ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any], *, hint: bool = False
-) -> T:
-    """Call `session.chat` or `session.render`. To think not at all is what a model does that can't think.
-
-    With `hint`, any other effort is left out too where the template does not know it.
-    """
+def asked(ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> T:
+    """Call `session.chat` or `session.render`; an effort of reasoning is left out where the template knows none."""
     try:
         return ask(messages, **options)
     except InvalidRequest as error:
-        if error.field != "reasoning_effort" or not (hint or error.value == "none"):
+        if error.field != "reasoning_effort":
             raise
     return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
 
@@ -97,7 +92,7 @@ def chat_options(given: Mapping[str, Any], session: SessionLike) -> dict[str, An
     """The sampling options of a chat."""
     options = sampling_options(given, session)
     options["max_tokens"] = given.get(_limit_field(given), rest_of_context(session))
-    if given.get("top_logprobs") is not None and not given.get("logprobs"):
+    if given.get("top_logprobs") and not given.get("logprobs"):
         raise wrong("top_logprobs", given["top_logprobs"], "is given without logprobs", "Add logprobs: true")
     if given.get("logprobs"):
         options["logprobs"] = given.get("top_logprobs", 0)
@@ -113,6 +108,7 @@ def template_options(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, 
     options |= {
         name: given[name] for name in ("reasoning_effort", "documents", "tools", "tool_choice") if name in given
     }
+    options |= tool_options(options)
     if given.get("continue_final_message"):
         if given.get("add_generation_prompt"):
             fix = "Set one of the two"

@@ -92,6 +92,9 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
         case InvalidRequest():
             param = names.get(error.field, error.field)
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            # By these words of OpenAI's, clients such as LiteLLM know that another model may have room.
+            fit = f"{error.fix}. This model's maximum context length is exceeded" if code else error.fix
+            error = type(error)(error.field, error.value, error.problem, fit, error.index)
             if param == error.field and isinstance(error.field, str) and not isinstance(error.value, tuple):
                 return Refused(400, str(error), param=param, code=code)
             fix = error.fix.replace("pass lenient=True", "set strict to false")  # as clients call it

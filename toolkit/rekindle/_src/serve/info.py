@@ -132,6 +132,17 @@ async def one_model(exchange: Exchange, given: dict[str, Any]) -> None:
     await exchange.reply(exchange.service.models.get(given["name"]).described())
 
 
+async def tokenizer_info(exchange: Exchange, given: dict[str, Any]) -> None:
+    """What clients that tokenize by /tokenize and /detokenize need beside them, under transformers' names."""
+    session = exchange.service.models.get(None).open()
+    tokenizer = session.tokenizer
+    named = dict(tokenizer.special)
+    if "eos_token" not in named and tokenizer.has_text and tokenizer.eos_ids:
+        named["eos_token"] = tokenizer.token(tokenizer.eos_ids[0])
+    limit, template = session.config.max_model_len, session.chat_template
+    await exchange.reply({"eos_token": None, **named, "chat_template": template, "model_max_length": limit})
+
+
 async def version(exchange: Exchange, given: dict[str, Any]) -> None:
     await exchange.reply({"version": VERSION})
 

@@ -1,8 +1,9 @@
-"""`/v1/responses`: answer a conversation, of which nothing is kept."""
+"""`/v1/responses`: answer a conversation. Of the answer, items are kept for a while; see `kept.py`."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import finished, follow, model_of, reasoning_tokens, submit
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import Shapes
+from rekindle._src.serve.messages_in import tool_options
 from rekindle._src.serve.pieces import Entries
 from rekindle._src.serve.responses_in import choice_of, messages_of, tools_of
 from rekindle._src.serve.sampling import rest_of_context, sampling_options
@@ -53,18 +55,26 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
     if scored:
         options["logprobs"] = given.get("top_logprobs", 0)
     options |= _chat_options(given)
+    stored = given.get("store", True)
     structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
     options |= structure | streamed_calls(given)
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
+    kept = exchange.service.kept
+
+    def find(name: str, path: str) -> Mapping[str, Any]:
+        return kept.get(exchange.key, name, path)
+
     shapes = Shapes(exchange.service.token_names(served.name, session))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
-        handle = await exchange.run(lambda: asked(session.chat, messages_of(given), options))
+        handle = await exchange.run(lambda: asked(session.chat, messages_of(given, find), options))
         submit(exchange, active, [handle])
         answer = _Answer(exchange, given, served.name, session, shapes if scored else None)
         if not given.get("stream"):
             ((done,),) = await finished(exchange, active, [handle])
             answer.whole(done)
+            if stored:
+                kept.keep(exchange.key, answer.items)
             await exchange.reply(answer.response(done))
             return
 
@@ -75,6 +85,8 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
 
         ((done,),) = await follow(exchange, active, [handle], write)
         answer.end(done)
+        if stored:
+            kept.keep(exchange.key, answer.items)
         await answer.flush()
 
 
@@ -88,7 +100,7 @@ def _chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
     effort = (given.get("reasoning") or {}).get("effort")
     if effort is not None:
         options["reasoning_effort"] = effort
-    return options
+    return options | tool_options(options)
 
 
 class _Answer:
@@ -106,8 +118,14 @@ class _Answer:
         self._logprobs: list[Any] = []  # of tokens since the last text
         self._out: list[str] = []
         self._silent = False  # the answer is not streamed
+        self._scores: tuple[str, Entries] | None = None  # the item that they belong to, and log-probabilities
         self._sequence = 0
         self._begun = False
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The items so far."""
+        return self._items
 
     # The answer as a whole.
 
@@ -126,11 +144,11 @@ class _Answer:
             "max_output_tokens": given.get("max_output_tokens"),
             "metadata": given.get("metadata") or {},
             "model": self._model,
-            "output": [] if done is None else Entries(self._items, dict) if self._silent else self._items,
+            "output": [] if done is None else Entries(self._items, self._scored) if self._silent else self._items,
             "parallel_tool_calls": self._parallel,
             "previous_response_id": None,
             "reasoning": {"effort": (given.get("reasoning") or {}).get("effort"), "summary": None},
-            "store": False,
+            "store": given.get("store", True),
             "temperature": given.get("temperature"),
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": given.get("tool_choice") or "auto",
@@ -155,7 +173,13 @@ class _Answer:
         if self._shapes is not None and said:
             (item,) = (one for one in self._items if one["type"] == "message")
             scores = Entries(done.logprobs or (), self._shapes.chat_entry)
-            item["content"] = Entries([{**item["content"][0], "logprobs": scores}], dict)
+            self._scores = item["id"], scores
+
+    def _scored(self, item: dict[str, Any]) -> dict[str, Any]:
+        """An item with its log-probabilities, which are made when they are written."""
+        if self._scores is None or item["id"] != self._scores[0]:
+            return item
+        return {**item, "content": Entries([{**item["content"][0], "logprobs": self._scores[1]}], dict)}
 
     # As a stream.
 
@@ -215,7 +239,7 @@ class _Answer:
         self._close(None, broken=broken)
         self._open = kind
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        name = f"{prefix}_{self._exchange.request_id}_{len(self._items)}"
+        name = f"{prefix}_{uuid.uuid4().hex}"  # which nobody can guess: a later request may name it
         item: dict[str, Any] = {"id": name, "type": kind, "status": "in_progress", **more}
         if kind == "message":
             item |= {"role": "assistant", "content": []}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.serve.errors import missing, wrong
@@ -11,7 +11,10 @@ from rekindle._src.serve.messages_in import text_of
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-def messages_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+Find = Callable[[str, str], Mapping[str, Any]]  # an item by its id, and the path of what names it
+
+
+def messages_of(given: Mapping[str, Any], find: Find | None = None) -> list[dict[str, Any]]:
     """The conversation. Reasoning, text and calls that follow one another are one message of the assistant."""
     found: list[dict[str, Any]] = []
     if given.get("instructions"):
@@ -21,6 +24,8 @@ def messages_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [*found, {"role": "user", "content": items}]
     for index, item in enumerate(items):
         path = f"input[{index}]"
+        if item.get("type") == "item_reference" and find is not None:
+            item = find(_text(item, "id", path), f"{path}.id")
         match item.get("type", "message"):
             case "message":
                 _message(found, item, path)
@@ -99,6 +104,8 @@ def choice_of(given: Mapping[str, Any]) -> Any:
     """`tool_choice` as chat completions have it."""
     choice = given.get("tool_choice")
     if isinstance(choice, Mapping):
+        if choice.get("type") == "allowed_tools":
+            return choice
         if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
             raise wrong("tool_choice", choice, "is not a function", 'Pass {"type": "function", "name": …}')
         return {"type": "function", "function": {"name": choice["name"]}}

@@ -7,6 +7,7 @@ from rekindle._src.dispatch.turns import Turns
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.fields import UnknownFields
 from rekindle._src.serve.hosts import Hosts
+from rekindle._src.serve.kept import KeptItems
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names
@@ -38,6 +39,7 @@ class Service:
         self.metrics: Metrics = Metrics(models, life, metrics_names)
         self.heartbeat = heartbeat  # seconds of silence after which a stream gets a comment
         self.tracing: Tracing = Tracing()
+        self.kept: KeptItems = KeptItems()
         self.turns: Turns = Turns(2)  # at reading large bodies and making requests of them
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[SessionLike, TokenNames]] = {}

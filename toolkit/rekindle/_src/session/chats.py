@@ -167,6 +167,11 @@ class ChatRequests:
         self._host.check()
         return ToolLoop(ask, messages, given, max_rounds)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template; None if it brings none."""
+        return None if self._engine.chat is None else self._engine.chat.text()
+
     def render(
         self,
         messages: Messages,
