@@ -18,15 +18,15 @@ import pytest
 from rekindle_kernels import build_kernels, kernels_for
 from rekindle_kernels.native import background_build, build, library
 
-pytestmark = [
-    pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here"),
-    pytest.mark.skipif(library.find() is not None, reason="its kernels are there from the start"),
-]
+pytestmark = pytest.mark.skipif(
+    build.unavailable_reason() is not None or not build.can_compile(), reason="nothing compiles kernels here"
+)
 
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine on which nothing is compiled."""
+    """A machine on which nothing is compiled, and whose installation brought nothing."""
+    monkeypatch.setenv(library.FOLDER, str(tmp_path / "none"))
     monkeypatch.setenv("REKINDLE_BACKGROUND_BUILD", "1")
     monkeypatch.setattr(build, "cache_folder", tmp_path)
     monkeypatch.setattr(build, "_ready", set())
