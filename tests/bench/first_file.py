@@ -63,19 +63,24 @@ def once(python: str, model: str, cache: Path, seconds: float, *, installed: boo
     return found
 
 
+def by_second(found: dict[str, object]) -> list[int]:
+    """Tokens in each whole second after the first text."""
+    times: list[float] = found["times"]  # type: ignore[assignment]
+    first = times[0]
+    return [sum(first + at <= one < first + at + 1 for one in times) for at in range(max(1, int(times[-1] - first)))]
+
+
 def summary(found: dict[str, object]) -> dict[str, float]:
     times: list[float] = found["times"]  # type: ignore[assignment]
-    first, last = times[0], times[-1]
-    width = max(1, int(last - first))
-    by_second = [sum(first + at <= one < first + at + 1 for one in times) for at in range(width)]
-    final = statistics.median(by_second[-max(3, width // 3) :])
+    first, each = times[0], by_second(found)
+    final = statistics.median(each[-max(3, len(each) // 3) :])
     opened: float = found["opened"]  # type: ignore[assignment]
-    later = [count for at, count in enumerate(by_second) if first + at >= opened + 5]
+    later = [count for at, count in enumerate(each) if first + at >= opened + 5]
     return {
         "open": opened,
         "text": first,
         "tok/s": final,
-        "least": min(by_second) / final,
+        "least": min(each) / final,
         "from 5 s": min(later, default=0) / final,
         "resident": found["VmRSS"],  # type: ignore[dict-item]
         "anonymous": found["RssAnon"],  # type: ignore[dict-item]
@@ -106,7 +111,7 @@ def main() -> None:
                     rows[kind].append(summary(found))
                     texts.append(found["first"][:60])  # type: ignore[index]
                     figures = "  ".join(f"{name} {value:.2f}" for name, value in rows[kind][-1].items())
-                    print(f"  {kind:11}{figures}", flush=True)
+                    print(f"  {kind:11}{figures}  by second {by_second(found)}", flush=True)
         print(f"{Path(model).name}: {found['weights']}; the same text each time: {all(t == texts[0] for t in texts)}")
         for kind, some in rows.items():
             medians = {name: statistics.median(one[name] for one in some) for name in some[0]}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rekindle_kernels import init_pages, native, pages
-from rekindle_kernels.native import build, cpu, products, rope_kv
+from rekindle_kernels.native import build, cpu, library, products, rope_kv
 from rekindle_kernels.native.kernel_table import GEMM
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
@@ -280,7 +280,7 @@ print("numba" in sys.modules or (without_llvm and "llvmlite" in sys.modules))
 
 def in_a_process(folder: Path) -> bool:
     """Whether a process that multiplies had to import a compiler."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), library.FOLDER: str(folder / "none")}
     done = subprocess.run(
         [sys.executable, "-c", PRODUCT, str(folder)],
         env=environment,

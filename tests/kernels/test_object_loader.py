@@ -27,9 +27,9 @@ def code() -> bytes:
     """The kernel of chains, which refers to its table as well as to the C library."""
     native.ensure(CHAIN)
     stored = build._stored(CHAIN)
-    if stored is None:
-        pytest.skip("its code is in a library")
-    return stored
+    if stored is None and not build.can_compile():
+        pytest.skip("nothing compiles kernels here")
+    return stored or build._compile(CHAIN)  # where it came with the installation
 
 
 def test_the_code_is_there_with_all_addresses(code: bytes) -> None:

@@ -98,7 +98,7 @@ def address(name: str) -> int | None:
         if name in kernels:
             entry = symbol(name, cpu.level_called(level))
             if library.objects:
-                return _loaded_object(library.path, *library.objects[entry], entry)
+                return _loaded_object(library, entry)
             return ctypes.cast(getattr(_loaded(library.path), entry), ctypes.c_void_p).value
     return None
 
@@ -122,12 +122,22 @@ def _loaded(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-@cache
-def _loaded_object(path: Path, first: int, size: int, entry: str) -> int:
-    with path.open("rb") as file:
+_objects: dict[tuple[str, str], int] = {}  # addresses of what is loaded, by library and symbol
+
+
+def _loaded_object(library: Library, entry: str) -> int:
+    key = library.digest, entry
+    if key not in _objects:
+        found = object_loader.load(object_file(library, entry), entry, {ENTRIES: ctypes.addressof(_own_entries())})
+        if found is None:
+            raise OSError(f"{library.path} is damaged: install rekindle again")
+        _objects[key] = found
+    return _objects[key]
+
+
+def object_file(library: Library, entry: str) -> bytes:
+    """The object file in a library with this symbol."""
+    first, size = library.objects[entry]
+    with library.path.open("rb") as file:
         file.seek(first)
-        code = file.read(size)
-    found = object_loader.load(code, entry, {ENTRIES: ctypes.addressof(_own_entries())})
-    if found is None:
-        raise OSError(f"{path} is damaged: install rekindle again")
-    return found
+        return file.read(size)
