@@ -107,7 +107,8 @@ def test_a_workload_has_rows_for_what_is_guessed() -> None:
 
 
 def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--workloads", "W1,W9"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--workloads", "W1,W9"])
     assert "W9" in capsys.readouterr().err
     assert parser().parse_args(["bench"]).growth is False
 

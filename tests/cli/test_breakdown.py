@@ -127,6 +127,8 @@ def test_the_report_keeps_it_and_prints_a_column_per_workload(
 
 
 def test_what_has_no_breakdown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--workloads", "W4", "--breakdown"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--workloads", "W4", "--breakdown"])
     assert "W1, W2, W3" in capsys.readouterr().err
-    assert main(["bench", "--growth", "--breakdown"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--growth", "--breakdown"])

@@ -57,7 +57,8 @@ def test_sizes(text: str, size: int) -> None:
 def test_a_wrong_size_says_how_to_write_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="512MiB"):
         parse_size("lots")
-    assert main(["cache", "prune", "--to", "lots", "--cache-dir", str(folder)]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["cache", "prune", "--to", "lots", "--cache-dir", str(folder)])
     assert "--to" in capsys.readouterr().err
 
 

@@ -113,5 +113,5 @@ def test_yes_and_no_are_no_words() -> None:
 
 
 def test_who_is_out_of_bounds_learns_the_default() -> None:
-    with pytest.raises(InvalidRequest, match=r"max_tokens=-1: must be at least 0\. Leave it out for 256"):
+    with pytest.raises(InvalidRequest, match=r"max_tokens=-1: must be at least 0\. Use a number such as 256"):
         Sampling.of(None, {"max_tokens": -1})

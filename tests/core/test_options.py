@@ -10,6 +10,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from rekindle._src.core import foreign_names
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.options import OpenOptions, Quantize, SamplingOptions
+from rekindle._src.core.options import DTypeLike, KVDTypeLike, OpenOptions, Quantize, SamplingOptions
 from rekindle._src.core.sampling import Sampling
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -32,6 +33,8 @@ WIDER = {
     "cache_dir": str | os.PathLike[str] | None,
     "shared_cache": str | os.PathLike[str] | None,
     "quantize": Quantize | None,
+    "dtype": DTypeLike | None,
+    "kv_dtype": KVDTypeLike | None,
 }
 
 
@@ -179,6 +182,40 @@ def test_an_option_at_the_wrong_door_is_sent_to_the_right_one() -> None:
         EngineConfig.of({"temperature": 0.5})
     with pytest.raises(InvalidRequest, match=r"open\(…, max_requests=…\)"):
         Sampling.of(None, {"max_requests": 4})
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("fp16", "float16"), ("FP16", "float16"), ("half", "float16"), ("f16", "float16"), (np.float16, "float16"),
+        ("bf16", "bfloat16"), ("BF16", "bfloat16"), ("torch.bfloat16", "bfloat16"), (jnp.bfloat16, "bfloat16"),
+        (jnp.dtype("bfloat16"), "bfloat16"), ("f32", "float32"), ("fp32", "float32"), (np.float32, "float32"),
+        (np.dtype("float32"), "float32"), (jnp.float32, "float32"), (np.dtype("<f4"), "float32"), ("auto", "auto"),
+    ],
+)  # fmt: skip
+def test_the_usual_names_of_a_dtype_are_the_same_thing(value: Any, name: str) -> None:
+    assert EngineConfig(dtype=value).dtype == EngineConfig(kv_dtype=value).kv_dtype == name
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [("fp8", "float8_e4m3fn"), (jnp.float8_e4m3fn, "float8_e4m3fn"), (np.int8, "int8"), ("i8", "int8")],
+)
+def test_the_names_of_a_cache_dtype(value: Any, name: str) -> None:
+    assert EngineConfig(kv_dtype=value).kv_dtype == name
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("int8", "quantize='int8'"), (np.int8, "quantize='int8'"), ("int4", "quantize='int4'"),
+        ("bflaot16", "Did you mean 'bfloat16'"), ("float64", "Use one of"), (float, "'float32'"),
+        (np.zeros(2), "'float32'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_dtype_of_weights_gets_a_fix(value: Any, fix: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(fix)):
+        EngineConfig(dtype=value)
 
 
 def test_a_path_is_a_cache_folder(tmp_path: os.PathLike[str]) -> None:

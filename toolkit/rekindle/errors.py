@@ -14,6 +14,7 @@
     │   └── ReplicaLost                    the replicas of a fleet that it ran on died, one after another
     │       └── RequestQuarantined         because of it, as far as can be told: it is sent to no other one
     ├── SessionClosed                      the session was closed, or crashed; the cause is attached
+    ├── NotPicklable(TypeError)            a session or what belongs to it was pickled or copied
     ├── SessionForked                      used or opened in a forked child of a process with a session
     ├── ProcessLost                        a process that shares the model is gone, or does not answer
     ├── ProcessRefused                     a process may not join: another secret, version, model or option
@@ -78,7 +79,7 @@ def _where(trace: types.TracebackType | None, shell: object) -> list[str]:
     cell = naming(file) if naming is not None else None
     where = " ".join(cell) if cell else f"File {file}"
     source = linecache.getline(file, line).strip()
-    return [f"\x1b[32m{where}\x1b[0m, line {line}", *([f"----> {line} {source}"] if source else []), ""]
+    return [f"\x1b[32m{where}\x1b[0m, line {line}", *([f"----> {line} {source}"] if source else [])]
 
 
 class _FieldError(RekindleError, ValueError):
@@ -170,6 +171,20 @@ class SessionForked(RekindleError):
 
     Start processes anew instead, such as by `multiprocessing.get_context("spawn")`.
     """
+
+
+class NotPicklable(RekindleError, TypeError):
+    """A session, or an object that lives in one, was pickled or copied; other processes open sessions of their own."""
+
+    def __init__(self, what: str) -> None:
+        self.what: str = what
+        super().__init__(
+            f"{what} can't be pickled or copied: it lives in this process, with programs, pages and threads. Open "
+            "a session in each process, and send prompts and texts between them"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.what,)
 
 
 class ProcessLost(RekindleError):

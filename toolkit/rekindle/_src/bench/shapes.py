@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.base import LoadedModel, random_model
-from rekindle._src.models.registry import config_from_hf
 from rekindle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rekindle._src.models.base import LoadedModel
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 1e5}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -49,8 +50,16 @@ def hf_config(shape: str) -> dict[str, Any]:
     return {"torch_dtype": "bfloat16", "hidden_act": "silu", **SHAPES[shape]}
 
 
+def is_shape(model: str) -> bool:
+    """True if `model` names a shape, and no folder."""
+    return model.lower() in SHAPES and not Path(model).exists()
+
+
 def random_shape(shape: str, *, dtype: str = "bfloat16", quantize: str | None = None, seed: int = 0) -> LoadedModel:
     """A model of that shape with random weights, made in memory."""
+    from rekindle._src.models.base import random_model  # names of shapes are checked before JAX is imported
+    from rekindle._src.models.registry import config_from_hf
+
     config = config_from_hf(hf_config(shape))
     return random_model(config, seed=seed, dtype=dtype, quantize=quantize)
 

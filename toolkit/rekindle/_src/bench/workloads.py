@@ -187,6 +187,8 @@ WORKLOADS: dict[str, Workload] = {
     "W6": long_context,
     "W7": arrivals,
 }
+FRESH = ("W5", "W8")  # workloads that run in processes of their own
+BROKEN_DOWN = ("W1", "W2", "W3")  # workloads that have a breakdown
 LENGTHS = {"W4": 2 * SHARED, "W6": 8192}  # the max_model_len a workload needs beyond MODEL_LEN
 MODEL_LEN = 2048
 REQUESTS = {"W3": 32, "W4": 16, "W7": 16}  # that run at once

@@ -16,30 +16,19 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rekindle._src.bench import workloads
-from rekindle._src.bench.shapes import SHAPES, hf_config, random_shape
-from rekindle._src.cli.main import engine_options
+from rekindle._src.bench.shapes import hf_config, is_shape, random_shape
+from rekindle._src.cli.usage import engine_options, workload_names
 from rekindle._src.core.config import cache_folder
 from rekindle._src.session import opening
-from rekindle.errors import ConfigError, RekindleError
+from rekindle.errors import RekindleError
 
 if TYPE_CHECKING:
     from rekindle._src.bench.limits import MachineLimits, Work
     from rekindle._src.models.base import LoadedModel
 
-FRESH = ("W5", "W8")  # workloads that run in processes of their own
-BROKEN_DOWN = ("W1", "W2", "W3")  # workloads that have a breakdown
-
 
 def run(arguments: argparse.Namespace) -> int:
-    names = [name.strip().upper() for name in arguments.workloads.split(",") if name.strip()]
-    for name in names:
-        if name not in (*workloads.WORKLOADS, *FRESH):
-            known = ", ".join(sorted((*workloads.WORKLOADS, *FRESH)))
-            raise ConfigError("--workloads", name, "is not known", f"Use some of {known}")
-    if arguments.breakdown and (arguments.growth or not set(names) & set(BROKEN_DOWN)):
-        raise ConfigError(
-            "--breakdown", True, f"needs one of {', '.join(BROKEN_DOWN)}, without --growth", "Name one in --workloads"
-        )
+    names = workload_names(arguments)
     if arguments.growth:
         report = grow(arguments.model, engine_options(arguments), arguments.scale, arguments.plots)
         print(json.dumps(report, indent=1)) if arguments.json else show_growth(report)
@@ -55,7 +44,7 @@ def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) 
     """Medians of `repeat` runs of each workload, in a warm session, or for W5 and W8 in new processes."""
     from rekindle._src.bench import limits
 
-    options = {"dtype": "bfloat16", **options} if _is_shape(model) else options
+    options = {"dtype": "bfloat16", **options} if is_shape(model) else options
     _say("limits …")
     found = limits.measure()
     report: dict[str, Any] = {"model": model, **options, "limits": dataclasses.asdict(found)}
@@ -63,7 +52,7 @@ def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) 
     work = _work(model, options)
     for name in names:
         _say(f"{name} …")
-        if name in FRESH:
+        if name in workloads.FRESH:
             report[name] = _fresh(model, name, repeat, options)
         else:
             report[name] = anyio.run(_workload, loaded, name, repeat, options)
@@ -110,7 +99,7 @@ def _fresh(model: str, name: str, repeat: int, options: dict[str, Any]) -> dict[
     from rekindle._src.bench.folder import write_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
-        source = str(write_checkpoint(model.lower(), Path(folder) / "model")) if _is_shape(model) else model
+        source = str(write_checkpoint(model.lower(), Path(folder) / "model")) if is_shape(model) else model
         if name == "W5":
             one: Callable[..., dict[str, float]] = fresh.first_token
         else:
@@ -141,7 +130,7 @@ def break_down(model: str, names: list[str], options: dict[str, Any]) -> dict[st
     from rekindle._src.bench import breakdown
 
     loaded, found = _loaded(model, options), {}
-    for name in (name for name in names if name in BROKEN_DOWN):
+    for name in (name for name in names if name in workloads.BROKEN_DOWN):
         _say(f"breakdown of {name} …")
         sizes = {**needed(loaded, name, options), **options}
         one = anyio.run(breakdown.measure, loaded, name, vocab_size(loaded), sizes)
@@ -150,7 +139,7 @@ def break_down(model: str, names: list[str], options: dict[str, Any]) -> dict[st
 
 
 def _loaded(model: str, options: dict[str, Any]) -> LoadedModel | str:
-    if not _is_shape(model):
+    if not is_shape(model):
         return model
     dtype = options.get("dtype", "auto")
     dtype = "bfloat16" if dtype == "auto" else dtype
@@ -165,17 +154,13 @@ def _work(model: str, options: dict[str, Any]) -> Work:
     from rekindle._src.models.loading.checkpoint import inspect, resolve_dtype
     from rekindle._src.models.registry import config_from_hf
 
-    if _is_shape(model):
+    if is_shape(model):
         config = config_from_hf(hf_config(model.lower()))
     else:
         config = inspect(tiny.folder() if model == "tiny" else model).config
     dtype = resolve_dtype(options.get("dtype", "auto"), config)
     graph, leaves = abstract_model(config, dtype, options.get("quantize"))
     return Work.of(graph.paths, leaves)
-
-
-def _is_shape(model: str) -> bool:
-    return model.lower() in SHAPES and not Path(model).exists()
 
 
 def vocab_size(model: LoadedModel | str) -> int:

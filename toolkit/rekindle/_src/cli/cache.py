@@ -10,19 +10,17 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rekindle._src.cli.usage import parse_size
 from rekindle._src.core.atomic_checkpoint import PARTIAL, is_stale, remove
 from rekindle._src.core.config import cache_folder
-from rekindle.errors import ConfigError, StoreError
+from rekindle.errors import StoreError
 from rekindle_kernels.private_files import KINDS, TAG, TAG_TEXT
-
-UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class CacheItem(NamedTuple):
@@ -135,14 +133,6 @@ def _ask(question: str) -> bool:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:
         return False
-
-
-def parse_size(text: str) -> int:
-    """Bytes from "512MiB", "2GB" or a plain number."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in UNITS:
-        raise ConfigError("--to", text, "is not a size", "Write 512MiB, 2GB or a number of bytes")
-    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def _print(folder: Path, found: Sequence[CacheItem], what: str = "") -> None:

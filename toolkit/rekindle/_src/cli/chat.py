@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rekindle._src.cli.main import engine_options, sampling_options
+from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core.records import FinishReason
 from rekindle._src.session.conversation import Conversation
 from rekindle._src.session.opening import open_sync

@@ -8,26 +8,14 @@ import signal
 import sys
 import threading
 
-from rekindle._src.core.process_options import MAX_PROCESSES, address
 from rekindle._src.processes.greeting import Place
 from rekindle._src.session.following import follow
-from rekindle.errors import ConfigError
 
 LAST_SECONDS = 2.0  # for the call in the making, once the leader is gone
 
 
 def run(arguments: argparse.Namespace) -> int:
     place = Place(arguments.process, arguments.processes)
-    address(arguments.coordinator)
-    if not 2 <= place.processes <= MAX_PROCESSES:
-        raise ConfigError("--processes", place.processes, "can't share a model", f"Use from 2 to {MAX_PROCESSES:,}")
-    if not 0 < place.process < place.processes:
-        raise ConfigError(
-            "--process",
-            place.process,
-            "is not the number of a follower",
-            f"Use from 1 to {place.processes - 1}; 0 is the leader",
-        )
     follow(
         arguments.coordinator,
         place,

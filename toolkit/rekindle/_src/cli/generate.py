@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from rekindle._src.cli.main import engine_options, sampling_options
+from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core.records import Completion
 from rekindle._src.session.opening import open_sync
 

@@ -8,18 +8,23 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TypeVar, get_args
 
+from rekindle._src.cli import usage
+from rekindle._src.cli.usage import Parser
 from rekindle._src.core import gc_pause
 from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.config import DTYPES, POLICIES, PRECOMPILE
+from rekindle._src.core.config import POLICIES, PRECOMPILE
+from rekindle._src.core.dtypes import DTYPES, KV_DTYPES, checked_dtype
 from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
-from rekindle._src.core.options import GenerationConfig, KVDType
+from rekindle._src.core.options import GenerationConfig
 from rekindle._src.core.quantize_plan import KINDS, checked_quantize
 from rekindle._src.core.version import VERSION
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.routing import RouterName
 from rekindle.errors import ConfigError, RekindleError
+
+T = TypeVar("T")
 
 
 def program() -> int:
@@ -35,7 +40,10 @@ def program() -> int:
 
 
 def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = lambda: None) -> int:
-    """Run one subcommand and return the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
+    """Run one subcommand and return the exit status: 0 success, 1 failure, 130 interrupted; wrong usage exits with 2.
+
+    What can be wrong with the options is checked before the subcommand and JAX are imported.
+    """
     arguments = parser().parse_args(argv)
     try:
         with Activity(lambda: State("importing JAX")):
@@ -53,16 +61,17 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
         return 1
 
 
-def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="rekindle", description="LLM inference for JAX, made for notebooks.")
+def parser() -> Parser:
+    root = Parser(prog="rekindle", description="LLM inference for JAX, made for notebooks.")
     root.add_argument("--version", action="version", version=f"rekindle {VERSION}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="command")
+    commands = root.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
 
     generate = commands.add_parser("generate", help="continue a prompt, token by token")
     generate.add_argument("prompt", nargs="?", help="the prompt; read from standard input if it is absent or '-'")
     _model_options(generate)
     _sampling_options(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    generate.checks.append(usage.check_prompt)
 
     chat = commands.add_parser("chat", help="chat with a model; the conversation stays cached")
     _model_options(chat)
@@ -82,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--quantize", type=_quantize, metavar="KIND", help="with --plan")
     doctor.add_argument("--context", type=int, default=8192, help="with --plan: tokens of a request (default 8192)")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+    doctor.checks.append(usage.check_models)
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
     warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny'")
@@ -91,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     )
     warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
     warm.add_argument("--json", action="store_true", help="print the programs as JSON")
+    warm.checks.append(usage.check_models)
 
     export = commands.add_parser("export", help="write a checkpoint as a GGUF file or as a folder of safetensors")
     export.add_argument("model", help="a local folder, a GGUF file, a hub id, or 'tiny'")
@@ -102,6 +113,8 @@ def parser() -> argparse.ArgumentParser:
         help="of matrices; q8_0 and q4_0 for GGUF only (default auto: as they are)",
     )
 
+    export.checks += usage.check_out, usage.check_models
+
     cache = commands.add_parser(
         "cache", help="list, prune or clear what is kept on disk: programs, pages, snapshots, weights"
     )
@@ -111,10 +124,12 @@ def parser() -> argparse.ArgumentParser:
     cache.add_argument("--yes", action="store_true", help="prune, clear: remove without asking")
     cache.add_argument("--json", action="store_true", help="ls: print the entries as JSON")
 
+    cache.checks.append(usage.check_size)
+
     bench = commands.add_parser(
         "bench", help="measure this machine: single stream, prefill, batch, shared prefix, start"
     )
-    _model_options(bench)
+    _model_options(bench, checked=usage.check_bench)
     bench.add_argument("--workloads", default="W1,W2,W3,W4", help="comma-separated names (default W1,W2,W3,W4)")
     bench.add_argument("--repeat", type=int, default=3, help="runs of each workload; the median is shown")
     bench.add_argument("--breakdown", action="store_true", help="also break the steps of W1, W2 and W3 down into parts")
@@ -131,6 +146,7 @@ def parser() -> argparse.ArgumentParser:
     batch.add_argument("output", type=Path, help="gets a line for each; called again after a kill, it goes on")
     batch.add_argument("--name", help="what the model is called in the requests; by default as --model")
     batch.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
+    batch.checks.append(usage.check_files)
     _model_options(batch)
     follow = commands.add_parser("follow", help="give this machine's devices to a session of several processes")
     follow.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="where the leader opens the session")
@@ -141,12 +157,13 @@ def parser() -> argparse.ArgumentParser:
     follow.add_argument("--model", help="where this machine has the model, if not where the leader has it")
     follow.add_argument("--cache-dir", help="where programs persist")
     follow.add_argument("--wait", type=float, default=300.0, help="seconds in which the leader may come (default 300)")
+    follow.checks.append(usage.check_follow)
     _simulate(commands.add_parser("simulate", help="compare routers and numbers of replicas in simulated time"))
     _serve(commands.add_parser("serve", help="answer requests over HTTP, as OpenAI's API"))
     return root
 
 
-def _serve(serve: argparse.ArgumentParser) -> None:
+def _serve(serve: Parser) -> None:
     serve.add_argument("model", nargs="*", default=["tiny"], help="local folders, hub ids, or 'tiny' (the default)")
     serve.add_argument("--name", action="append", default=[], help="what a model is called; in the models' order")
     serve.add_argument("--host", default="127.0.0.1", help="the address to listen at (default 127.0.0.1)")
@@ -208,7 +225,10 @@ def _serve(serve: argparse.ArgumentParser) -> None:
         default="background",
         help="when programs compile (default background: requests are served meanwhile)",
     )
-    serve.add_argument("--kv-dtype", choices=get_args(KVDType), help="of cached keys and values")
+    serve.add_argument(
+        "--kv-dtype", type=_kv_dtype, metavar="DTYPE", help=f"of cached keys and values: {', '.join(KV_DTYPES)}"
+    )
+    serve.checks += usage.check_serve, usage.check_models
     serve.add_argument("--max-tokens-per-step", type=int)
     serve.add_argument("--device-pages", type=int, help="KV pages on the device")
     serve.add_argument("--host-memory", type=int, metavar="BYTES", help="for pages that left the device")
@@ -220,7 +240,7 @@ def _serve(serve: argparse.ArgumentParser) -> None:
     )
 
 
-def _simulate(simulate: argparse.ArgumentParser) -> None:
+def _simulate(simulate: Parser) -> None:
     simulate.add_argument("--replicas", type=_counts, default=[1, 2, 4], help="such as 1,2,4 (the default)")
     simulate.add_argument(
         "--roles",
@@ -259,6 +279,7 @@ def _simulate(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--device-tokens", type=int, default=200_000, help="that the cache holds (default 200000)")
     simulate.add_argument("--policy", choices=POLICIES, default="fcfs")
     simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
+    simulate.checks.append(usage.check_files)
 
 
 def _counts(text: str) -> list[int]:
@@ -291,28 +312,39 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def _mesh(text: str) -> MeshShape:
-    try:
-        return parsed_mesh(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return _checked(lambda: parsed_mesh(text))
 
 
 def _quantize(text: str) -> str | None:
+    return _checked(lambda: checked_quantize(text))
+
+
+def _dtype(text: str) -> str:
+    return _checked(lambda: checked_dtype("dtype", text))
+
+
+def _kv_dtype(text: str) -> str:
+    return _checked(lambda: checked_dtype("kv_dtype", text, KV_DTYPES))
+
+
+def _checked(check: Callable[[], T]) -> T:
     try:
-        return checked_quantize(text)
+        return check()
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{error.value!r}: {error.problem}. {error.fix}") from None
 
 
-def _model_options(command: argparse.ArgumentParser) -> None:
+def _model_options(command: Parser, *, checked: usage.Check = usage.check_models) -> None:
     command.add_argument(
         "--model", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny' (the default)"
     )
     _engine_options(command)
+    command.checks.append(checked)
 
 
-def _engine_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--dtype", choices=DTYPES, default="auto")
+def _engine_options(command: Parser) -> None:
+    command.checks.append(usage.check_engine)
+    command.add_argument("--dtype", type=_dtype, default="auto", help=f"of the weights: {', '.join(DTYPES)}")
     command.add_argument(
         "--quantize", type=_quantize, metavar="KIND", help=f"{', '.join(KINDS)}, or by part: mlp=int4,attention=int8"
     )
@@ -332,7 +364,8 @@ def _engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--shared-cache", metavar="URL", help="a folder or URL behind that one, which machines share")
 
 
-def _sampling_options(command: argparse.ArgumentParser) -> None:
+def _sampling_options(command: Parser) -> None:
+    command.checks.append(usage.check_sampling)
     command.add_argument("--max-tokens", type=int, default=256)
     command.add_argument("--temperature", type=float, help="0 is greedy; left out, the checkpoint's own or 0")
     command.add_argument("--top-k", type=int)
@@ -341,38 +374,3 @@ def _sampling_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--repetition-penalty", type=float)
     command.add_argument("--seed", type=int)
     command.add_argument("--stop", action="append", default=[], help="stop at this text; may be given several times")
-
-
-def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of `open()` that were given on the command line."""
-    names = (
-        "dtype",
-        "quantize",
-        "max_model_len",
-        "max_requests",
-        "policy",
-        "prompt_lookup",
-        "mesh",
-        "processes",
-        "coordinator",
-        "cache_dir",
-        "shared_cache",
-        "max_queue",
-        "restore",
-        "precompile",
-        "kv_dtype",
-        "max_tokens_per_step",
-        "device_pages",
-        "host_memory",
-        "disk_memory",
-        "deterministic",
-        "generation_config",
-        "structured",
-    )
-    return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
-
-
-def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options that were given on the command line."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
-    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}

@@ -7,7 +7,7 @@ import sys
 
 import anyio
 
-from rekindle._src.cli.main import engine_options
+from rekindle._src.cli.usage import engine_options
 from rekindle._src.serve.batch import BatchRun
 from rekindle._src.session.opening import open
 

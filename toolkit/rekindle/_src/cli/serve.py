@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
-from rekindle._src.cli.main import engine_options
+from rekindle._src.cli.usage import api_keys, engine_options, named
 from rekindle._src.replicas.opening_fleet import fleet
 from rekindle._src.serve.app import app
 from rekindle._src.serve.grafana import dashboard
 from rekindle._src.serve.server import address, check_connections, warn_if_open
 from rekindle._src.session.opening import open
-from rekindle.errors import ConfigError, MissingExtra, RekindleError
+from rekindle.errors import MissingExtra, RekindleError
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -87,35 +85,3 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"rekindle: {first if isinstance(first, RekindleError) else repr(first)}", file=sys.stderr)
         return 1
     return 0
-
-
-def named(models: list[str], names: list[str]) -> dict[str, str]:
-    """The models by the names under which they are served."""
-    if len(names) > len(models):
-        raise ConfigError("--name", names, f"gives more names than the {len(models)} models", "Give one for each")
-    found: dict[str, str] = {}
-    for index, model in enumerate(models):
-        name = names[index] if index < len(names) else Path(model).name if Path(model).exists() else model
-        if name in found:
-            raise ConfigError("--name", name, "is the name of two models", "Give each a name of its own")
-        found[name] = model
-    return found
-
-
-def api_keys(arguments: argparse.Namespace) -> list[str]:
-    """The keys of the command line, of --api-key-file and of $REKINDLE_API_KEY."""
-    keys: list[Any] = [*arguments.api_key]
-    if arguments.api_key_file is not None:
-        try:
-            lines = arguments.api_key_file.read_text().splitlines()
-        except OSError as error:
-            raise ConfigError(
-                "--api-key-file", str(arguments.api_key_file), f"can't be read: {error}", "Check the path"
-            ) from None
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
-            raise ConfigError("--api-key-file", str(arguments.api_key_file), "has no key", "Write one on each line")
-        keys += found
-    if os.environ.get("REKINDLE_API_KEY"):
-        keys.append(os.environ["REKINDLE_API_KEY"])
-    return keys

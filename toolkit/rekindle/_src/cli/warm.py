@@ -14,7 +14,7 @@ import time
 import jax
 
 from rekindle import tiny
-from rekindle._src.cli.main import engine_options
+from rekindle._src.cli.usage import engine_options
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.loading.checkpoint import describe

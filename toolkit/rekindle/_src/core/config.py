@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from rekindle._src.core import foreign_names, html
+from rekindle._src.core.dtypes import DTYPES, KV_DTYPES, checked_dtype
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.option_checks import advice, defaults_of
 from rekindle._src.core.options import (
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from rekindle._src.core.options import OpenOptions
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-DTYPES: tuple[DType, ...] = get_args(DType)
 PRECOMPILE: tuple[Precompile, ...] = get_args(Precompile)
 
 
@@ -42,7 +43,8 @@ class EngineConfig(html.Record):
     What is "auto" or None here is resolved once, when the session opens; `session.config` has the result.
 
     Options:
-        dtype ("auto"): of the weights; "auto" is the checkpoint's on GPU and TPU, bfloat16 on CPU.
+        dtype ("auto"): of the weights, as text or as numpy's or JAX's dtype; "auto" is the checkpoint's on GPU and TPU,
+            bfloat16 on CPU.
         kv_dtype ("auto"): of cached keys and values; "auto" follows dtype. "int8" and "float8_e4m3fn" take about half
             of 16 bits, with a scale for each token and head.
         quantize (None): "int8" for weights and activations, "int8-weight" for weights alone, "int4" for four bits with
@@ -130,15 +132,21 @@ class EngineConfig(html.Record):
             except Exception:
                 raise ConfigError(name, value, "must be a whole number", "Pass an int") from None
             if whole < low:
-                raise ConfigError(name, value, f"must be at least {low}", "Raise it")
+                raise ConfigError(name, value, f"must be at least {low}", f"Use {low} or more, or leave it out")
             put(self, name, whole)
+        put(self, "dtype", checked_dtype("dtype", self.dtype, DTYPES))
+        put(self, "kv_dtype", checked_dtype("kv_dtype", self.kv_dtype, KV_DTYPES))
         for name, known in _CHOICES:
             value = getattr(self, name)
-            if not (value is None or isinstance(value, str)) or value not in known:
-                raise ConfigError(name, value, "is not known", f"Use one of {', '.join(map(repr, known))}")
+            if not isinstance(value, str) or value not in known:
+                meant = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
+                close = f"Did you mean {meant[0]!r}? " if meant else ""
+                raise ConfigError(name, value, "is not known", f"{close}Use one of {', '.join(map(repr, known))}")
         for name in ("prefix_cache", "deterministic", "quiet", "structured"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), "is neither True nor False", "Pass one of them")
+                raise ConfigError(
+                    name, getattr(self, name), "must be True or False", f"Pass {name}=True, or leave it out"
+                )
         for name in ("cache_dir", "shared_cache", "restore", "kernels"):
             value, path = getattr(self, name), name in ("cache_dir", "shared_cache")
             if path and isinstance(value, os.PathLike):
@@ -149,7 +157,9 @@ class EngineConfig(html.Record):
         if isinstance(self.step_timeout, bool) or not isinstance(self.step_timeout, (int, float)):
             raise ConfigError("step_timeout", self.step_timeout, "is not a number of seconds", "Pass a float")
         if not self.step_timeout >= 0:
-            raise ConfigError("step_timeout", self.step_timeout, "must be at least 0", "Leave it out for 60.0")
+            raise ConfigError(
+                "step_timeout", self.step_timeout, "must be at least 0", "Use a number of seconds, such as 60"
+            )
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError("page_size", self.page_size, "is not a power of two", "Use 16, 32, 64 or 128")
         put(self, "mesh", checked_mesh(self.mesh))
@@ -171,9 +181,7 @@ class EngineConfig(html.Record):
 
 
 _ENGINE_DEFAULTS = defaults_of(EngineConfig)
-_CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    ("dtype", DTYPES),
-    ("kv_dtype", get_args(KVDType)),
+_CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("policy", POLICIES),
     ("precompile", PRECOMPILE),
     ("generation_config", get_args(GenerationConfig)),

@@ -71,7 +71,7 @@ SAMPLING: dict[str, Hint] = {
     "guided_decoding_backend": Hint("", "Leave it out: llguidance is the only one"),
 }  # fmt: skip
 
-_DTYPE = Hint("dtype", "Use dtype with its name as text, such as dtype='bfloat16'")
+_DTYPE = Hint("dtype", "Use dtype with the same value, such as dtype='bfloat16'")
 _DEVICE = Hint("", "Leave it out: JAX's default device is used; JAX_PLATFORMS or jax.default_device changes it")
 _LENGTH = Hint("max_model_len", "Use max_model_len with the same value: prompt and completion together, in tokens")
 _ROWS = Hint("max_requests", "Use max_requests with the same value: how many sequences run at once")
@@ -86,7 +86,7 @@ _MODEL = Hint("", "Pass the folder, the hub id or 'tiny' as the first argument")
 OPEN: dict[str, Hint] = {
     "torch_dtype": _DTYPE,
     "param_dtype": _DTYPE,
-    "kv_cache_dtype": Hint("kv_dtype", "Use kv_dtype with its name as text, such as kv_dtype='int8'"),
+    "kv_cache_dtype": Hint("kv_dtype", "Use kv_dtype with the same value, such as kv_dtype='int8'"),
     "device": _DEVICE,
     "device_map": _DEVICE,
     "platform": _DEVICE,

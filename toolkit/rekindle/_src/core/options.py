@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 from rekindle._src.core.mesh_shape import DeviceMesh
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
+ShortDType = Literal["bf16", "f16", "fp16", "half", "f32", "fp32"]
+
+
+class NamedDType(Protocol):
+    """A dtype of numpy's, such as `np.dtype("float32")`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def itemsize(self) -> int: ...
+
+
+DTypeLike = DType | ShortDType | type[Any] | NamedDType  # types are those of numpy and JAX, such as jnp.bfloat16
+KVDTypeLike = KVDType | ShortDType | Literal["fp8", "f8", "i8"] | type[Any] | NamedDType
 QuantizeKind = Literal["int8", "int8-weight", "int4", "int4-32", "int4-64", "int4-128"]
 QuantizePart = Literal["attention", "mlp", "experts", "embedding", "head"]
 Quantize = QuantizeKind | Mapping[QuantizePart, QuantizeKind | None]
@@ -60,8 +74,8 @@ class SamplingOptions(TypedDict, total=False):
 class OpenOptions(TypedDict, total=False):
     """Keyword options of `open()` and `open_sync()`; see `EngineConfig`."""
 
-    dtype: DType | None
-    kv_dtype: KVDType | None
+    dtype: DTypeLike | None
+    kv_dtype: KVDTypeLike | None
     quantize: Quantize | None
     max_requests: int | None
     max_tokens_per_step: int | None

@@ -128,28 +128,35 @@ class Sampling(html.Record):
                 self._whole(name)
         for name in ("include_stop", "ignore_eos", "json", "lenient", "whitespace_flexible"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(name, getattr(self, name), "is neither True nor False", "Pass one of them")
+                raise InvalidRequest(
+                    name, getattr(self, name), "must be True or False", f"Pass {name}=True, or leave it out"
+                )
         for name in _FLOATS:
             self._number(name)
-        self._within("max_tokens", 0, None)
-        self._within("min_tokens", 0, self.max_tokens)
-        self._within("temperature", 0.0, None)
-        self._within("top_k", 0, None)
+        self._within("max_tokens", 0, None, "Use a number such as 256; 0 only scores the prompt")
+        self._within("min_tokens", 0, None, "Use a number such as 16; 0 is off")
+        if self.min_tokens > self.max_tokens:
+            problem = f"is above max_tokens, which is {self.max_tokens}"
+            raise InvalidRequest("min_tokens", self.min_tokens, problem, "Raise max_tokens, or lower min_tokens")
+        self._within("temperature", 0.0, None, "Use 0 for greedy text, or a value such as 0.7 to sample")
+        self._within("top_k", 0, None, "Use a number such as 50; 0 is off")
         if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequest("top_p", self.top_p, "must be above 0 and at most 1", "Use 1.0 to turn it off")
-        self._within("min_p", 0.0, 1.0)
+            raise InvalidRequest(
+                "top_p", self.top_p, "must be above 0 and at most 1", "Use a share such as 0.95; 1 is off"
+            )
+        self._within("min_p", 0.0, 1.0, "Use a share such as 0.05; 0 is off")
         if not self.repetition_penalty > 0.0:
             raise InvalidRequest(
-                "repetition_penalty", self.repetition_penalty, "must be above 0", "Use 1.0 to turn it off"
+                "repetition_penalty", self.repetition_penalty, "must be above 0", "Use a value such as 1.1; 1 is off"
             )
-        self._within("presence_penalty", -2.0, 2.0)
-        self._within("frequency_penalty", -2.0, 2.0)
-        self._within("n", 1, None)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._within(name, -2.0, 2.0, "Use a value such as 0.5; 0 is off")
+        self._within("n", 1, None, "Use the number of completions that you want")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                self._within(name, 0, MAX_LOGPROBS)
+                self._within(name, 0, MAX_LOGPROBS, "Use the number of alternatives to see, such as 5")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise InvalidRequest("seed", self.seed, "must be at least 0 and below 2**63", "Use a smaller seed")
+            raise InvalidRequest("seed", self.seed, "must be at least 0 and below 2**63", "Use a number such as 1")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest("stop", self.stop, "holds something other than non-empty strings", "Remove it")
@@ -237,12 +244,11 @@ class Sampling(html.Record):
             raise InvalidRequest(name, value, "must be a finite number", "Pass a float")
         object.__setattr__(self, name, number)
 
-    def _within(self, name: str, low: float, high: float | None) -> None:
+    def _within(self, name: str, low: float, high: float | None, fix: str) -> None:
         value = getattr(self, name)
         if value < low or (high is not None and value > high):
-            bound = f"must be at least {low}" if high is None else f"must be between {low} and {high}"
-            default = type(self).__dataclass_fields__[name].default
-            raise InvalidRequest(name, value, bound, f"Leave it out for {default}")
+            bound = f"must be at least {low:g}" if high is None else f"must be from {low:g} to {high:g}"
+            raise InvalidRequest(name, value, bound, fix)
 
     @classmethod
     def of(cls, base: Sampling | None, options: Mapping[str, Any]) -> Sampling:

@@ -214,7 +214,7 @@ def check_characters(text: str, engine: Engine) -> None:
         raise PromptTooLong(
             "prompt",
             text[:80],
-            f"has {len(text):,} characters, and {limit:,} tokens (max_model_len) stand for at most {most:,}",
+            f"has at least {-(-len(text) // engine.characters_per_token()):,} tokens, and max_model_len is {limit:,}",
             how_to_fit(limit, engine.longest),
         )
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from rekindle._src.core import html
+from rekindle._src.core.dtypes import dtype_name
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.nn.packing import is_packed, matrix_shape
@@ -197,7 +198,7 @@ def random_name(config: ModelConfig, seed: int, dtype: DTypeLike, quantize: obje
     """The fingerprint of random weights."""
     platform = current_platform()
     drawn_by = "" if platform == "cpu" else f"{platform}-"
-    return f"random-{drawn_by}{seed}-{config.digest()}-{jnp.dtype(dtype).name}-{quantize}"
+    return f"random-{drawn_by}{seed}-{config.digest()}-{dtype_name(dtype)}-{quantize}"
 
 
 def drawn(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:

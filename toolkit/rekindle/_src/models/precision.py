@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from rekindle._src.core.dtypes import dtype_name
 from rekindle._src.core.quantize_plan import checked_quantize, kinds_of
 from rekindle._src.models.nn.shards import Shards
 from rekindle_kernels import current_platform
@@ -38,7 +39,7 @@ class Precision:
         platform: str | None = None,
     ) -> Precision:
         """The precision for a platform: on CPU activations are float32, elsewhere they have the weights' dtype."""
-        name = jnp.dtype(dtype).name
+        name = jnp.dtype(dtype_name(dtype)).name
         on_cpu = (platform or current_platform()) == "cpu"
         return cls(
             name,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from rekindle._src.core.dtypes import checked_dtype
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.options import Mesh
 from rekindle._src.models.base import LoadedModel, abstract_model, drawn, random_name
@@ -31,6 +32,7 @@ def random_model(
     one, so that the model may be larger than one of them. Sessions over it use that mesh, and give the tokens of the
     same model on one device.
     """
+    dtype = checked_dtype("dtype", dtype)
     graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
     placement, leaves = placed(checked_mesh(mesh), graph), drawn(graph, shapes, seed)
     name = random_name(config, seed, dtype, quantize)

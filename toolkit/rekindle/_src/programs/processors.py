@@ -9,9 +9,11 @@ of the key of stored programs.
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -71,14 +73,42 @@ def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProce
     return tuple(processors)
 
 
+def check_results(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
+    """Raise ConfigError for a processor that fails for logits of this vocabulary, or changes their shape."""
+    rows = 2
+    each, table = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, vocab_size), jnp.int32)
+    logits = jax.ShapeDtypeStruct(table.shape, jnp.float32)
+    context = LogitsContext(each, each, each, jax.ShapeDtypeStruct(table.shape, jnp.bool_), table)
+    for processor in processors:
+        fix = "Use jax.numpy, and return logits of the shape that it was given"
+        try:
+            changed = jax.eval_shape(processor.function, logits, context)
+        except Exception as error:  # code of the user's
+            cause = (str(error).strip() or "without a message").split("\n")[0]
+            problem = f"raised {type(error).__name__}{_line_of(processor, error)} for logits {logits.shape}: {cause}"
+            raise ConfigError("processors", processor.name, problem, fix) from None  # the chain is JAX's
+        _check_shape(processor, getattr(changed, "shape", None), logits.shape)
+
+
+def _check_shape(processor: LogitsProcessor, shape: tuple[int, ...] | None, wanted: tuple[int, ...]) -> None:
+    if shape != wanted:
+        returned = "no array" if shape is None else f"shape {shape}"
+        problem = f"returned {returned} for logits of shape {wanted}"
+        raise ConfigError("processors", processor.name, problem, "Return one number for each token: the same shape")
+
+
+def _line_of(processor: LogitsProcessor, error: Exception) -> str:
+    """Where in the file of the processor's function an error was raised, as far as that is known."""
+    code = getattr(processor.function, "__code__", None)
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if code is frame.f_code]
+    return f" in its line {lines[-1] - code.co_firstlineno + 1}" if code is not None and lines else ""
+
+
 def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, context: LogitsContext) -> Array:
     """Apply to each row of the logits [N, V] the processors that its flags name."""
     for index, processor in enumerate(processors):
         changed = processor.function(logits, context)
-        if changed.shape != logits.shape:
-            raise ConfigError(
-                "processors", processor.name, f"gave {changed.shape} for logits {logits.shape}", "Keep the shape"
-            )
+        _check_shape(processor, changed.shape, logits.shape)
         wanted = (flags >> (FIRST_PROCESSOR + index)) & 1 == 1
         logits = jnp.where(wanted[:, None], changed.astype(jnp.float32), logits)
     return logits

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rekindle import tiny
 from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.options import DTypeLike
 from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.calibration import layers
@@ -24,7 +25,7 @@ def calibrate(
     texts: Sequence[str] | Sequence[Sequence[int]],
     *,
     quantize: str | Mapping[str, str | None] = "int4",
-    dtype: str = "auto",
+    dtype: DTypeLike = "auto",
     max_tokens: int = 8192,
     quiet: bool = False,
     progress: Report | None = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from rekindle._src.core import html
 from rekindle._src.dispatch.wakeups import run_sync
+from rekindle.errors import NotPicklable
 
 T = TypeVar("T")
 _PROTOCOL = frozenset({"send", "throw", "close"})  # what event loops call
@@ -58,6 +59,9 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in _PROTOCOL]
+
+    def __reduce__(self) -> NoReturn:
+        raise NotPicklable(f"a {type(self).__name__}")
 
     if not TYPE_CHECKING:  # for a type checker these don't exist, so that it marks their use
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rekindle import tiny
+from rekindle._src.core.dtypes import dtype_name
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.gguf.export import export as gguf_tensors
 from rekindle._src.models.loading.gguf.files import is_gguf
@@ -23,6 +24,8 @@ from rekindle._src.text.gguf.writing import sampling_metadata, template_metadata
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import CheckpointError, ConfigError
 
+_GGUF_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
 
 def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: Report | None = None) -> Path:
     """Write a checkpoint as `out`: a GGUF file if its name ends in .gguf, otherwise a folder of safetensors.
@@ -34,6 +37,7 @@ def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: 
     out = Path(out).expanduser()
     if out.exists():
         raise ConfigError("out", str(out), "exists already", "Remove it, or pass another name")
+    type = _GGUF_NAMES.get(dtype_name(type), type)
     stored = look(tiny.folder() if model == "tiny" else model)
     config = config_from_hf(stored.raw)
     meter = Meter(sum(entry.nbytes for header in stored.headers for entry in header.entries), progress)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
@@ -37,7 +37,7 @@ from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import told
 from rekindle._src.text.tokenizer import Tokenizer
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, NotPicklable
 
 if TYPE_CHECKING:
     from rekindle._src.scheduling.explain import Explanation
@@ -305,6 +305,9 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
     def sampling(self) -> Sampling:
         """The options of a request that brings none: what generation_config.json asks for, or greedy."""
         return self._engine.sampling or Sampling()
+
+    def __reduce__(self) -> NoReturn:
+        raise NotPicklable("a session")
 
     def __repr__(self) -> str:
         sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rekindle._src.core import freed_memory
+from rekindle._src.core.dtypes import checked_dtype
+from rekindle._src.core.options import DTypeLike
 from rekindle._src.core.quantize_plan import checked_quantize
 from rekindle._src.models.base import Graph, LoadedModel, abstract_model
 from rekindle._src.models.config import ModelConfig
@@ -89,7 +90,7 @@ class Described(NamedTuple):
 def describe(
     model: str | Path,
     *,
-    dtype: str = "auto",
+    dtype: DTypeLike = "auto",
     quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
     cache_dir: str | Path | None = None,
@@ -103,7 +104,7 @@ def describe(
     `divided` over devices can be divided after every group. `seen` is what `look` has found there, if it was asked
     before.
     """
-    quantize = checked_quantize(quantize)
+    dtype, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
     seen = look(model) if seen is None else seen
     keeps_in_groups = kept_place.keeps_groups(seen, dtype, quantize)
     kept = known = reads = described = None
@@ -174,7 +175,7 @@ def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None =
     Without a config the result can be "auto" again.
     """
     if dtype != "auto":
-        return jnp.dtype(dtype).name
+        return dtype
     if (platform or jax.default_backend()) == "cpu":
         return "bfloat16"
     if config is None:
@@ -185,7 +186,7 @@ def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None =
 def load(
     model: str | Path,
     *,
-    dtype: str = "auto",
+    dtype: DTypeLike = "auto",
     quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
     progress: Report | None = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import re
 from pathlib import Path
@@ -15,7 +17,7 @@ _WANTED = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*"]
 _UNWANTED = ["consolidated*", "original/*", "adapter*", "onnx/*", "*training_args*"]
 
 
-class _HubId(NamedTuple):
+class HubId(NamedTuple):
     """What a hub id asks for."""
 
     name: str  # owner/name
@@ -28,33 +30,52 @@ def locate(model: str | Path) -> Path:
 
     Hub ids are `owner/name` and `owner/name/file.gguf`, each with `@revision` behind it or without.
     """
-    folder = Path(model).expanduser()
-    if folder.exists():
-        return folder
-    asked = None if isinstance(model, Path) else _HUB_ID.fullmatch(model)
-    if asked is None or asked[1].lower().endswith(gguf_files.SUFFIX):  # a repository is not called so, a file is
-        raise CheckpointError(
-            f"{folder} does not exist. Pass a checkpoint's folder or GGUF file, a hub id such as 'owner/name', or "
-            "'tiny' for the embedded model."
-        )
-    name, file, revision = asked.groups()
+    asked = hub_id(model)
+    if asked is None:
+        return Path(model).expanduser()
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise MissingExtra("huggingface_hub", "hub") from error
     try:
-        return _download(hub, _HubId(name, file and file[1:], revision))
+        return _download(hub, asked)
     except CheckpointError:
         raise
     except Exception as error:  # network, authentication, unknown repository: all of them end here
         raise CheckpointError(
-            f"There is no folder {folder}, and the hub's {model!r} could not be downloaded "
+            f"There is no folder {Path(model).expanduser()}, and the hub's {model!r} could not be downloaded "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}). "
             "Check the name, the network and your access."
         ) from None  # what was wrong is in the message; the chain is some 300 lines of HTTP
 
 
-def _download(hub: Any, asked: _HubId) -> Path:
+def hub_id(model: str | Path) -> HubId | None:
+    """What a hub id asks for, None for a path that exists. Raises `CheckpointError` for what is neither."""
+    folder = Path(model).expanduser()
+    if folder.exists():
+        return None
+    asked = None if isinstance(model, Path) else _HUB_ID.fullmatch(model)
+    if asked is None or asked[1].lower().endswith(gguf_files.SUFFIX):  # a repository is not called so, a file is
+        raise CheckpointError(
+            f"{folder} does not exist. {_nearest(folder)}Pass a checkpoint's folder or GGUF file, a hub id such as "
+            "'owner/name', or 'tiny' for the embedded model."
+        )
+    name, file, revision = asked.groups()
+    return HubId(name, file and file[1:], revision)
+
+
+def _nearest(folder: Path) -> str:
+    """A question whether a neighbour whose name is nearly the same was meant; "" if there is none."""
+    with contextlib.suppress(OSError):
+        beside = [path.name for path in folder.parent.iterdir() if path.is_dir() or gguf_files.is_gguf(path)]
+        alone = folder.parent == Path()
+        close = difflib.get_close_matches(folder.name, [*(["tiny"] if alone else []), *beside], n=1, cutoff=0.75)
+        if close:
+            return f"Did you mean {str(folder.parent / close[0])!r}? "
+    return ""
+
+
+def _download(hub: Any, asked: HubId) -> Path:
     if asked.file is not None:
         return _download_gguf(hub, asked, asked.file)
     options = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
@@ -67,7 +88,7 @@ def _download(hub: Any, asked: _HubId) -> Path:
     return folder if file is None else _download_gguf(hub, asked, file)
 
 
-def _download_gguf(hub: Any, asked: _HubId, file: str) -> Path:
+def _download_gguf(hub: Any, asked: HubId, file: str) -> Path:
     """Downloads all parts of a GGUF file; returns the path of the first."""
     head, slash, tail = file.rpartition("/")
     names = [head + slash + name for name in gguf_files.siblings(tail)]

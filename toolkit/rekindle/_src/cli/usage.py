@@ -1,0 +1,249 @@
+"""How a command line is read: errors in two lines that name the nearest option, and checks before JAX is imported."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.process_options import MAX_PROCESSES, address
+from rekindle._src.core.sampling import Sampling
+from rekindle.errors import ConfigError, InvalidRequest, MissingExtra, RekindleError
+
+Check = Callable[[argparse.Namespace], object]
+WRONG_USAGE: Final = 2
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser with `checks`, which raise a RekindleError for values that it can't judge one by one."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.checks: list[Check] = []
+        self.set_defaults(parser=self)  # that of the subcommand in the end
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Read a command line and check it; leaves the process with status 2 where it is wrong."""
+        arguments, unknown = self.parse_known_args(args, namespace)
+        parser: Parser = arguments.parser
+        if unknown:
+            parser.error(parser._unexpected(unknown))
+        try:
+            for check in parser.checks:
+                check(arguments)
+        except RekindleError as error:
+            parser.error(parser._described(error))
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with a line that says what is wrong, and one that says where to look."""
+        self.exit(WRONG_USAGE, f"{self.prog}: {message}\n(`{self.prog} --help` lists what there is)\n")
+
+    def _unexpected(self, unknown: Sequence[str]) -> str:
+        option = next((text.partition("=")[0] for text in unknown if text.startswith("--")), None)
+        if option is None:
+            return f"unexpected {' '.join(unknown)!r}. Put text with spaces in quotes"
+        return f"there is no option {option}{_nearest(option, self._option_string_actions)}"
+
+    def _described(self, error: RekindleError) -> str:
+        """An error as a line of text, with an option's name as it is written on the command line."""
+        if not isinstance(error, ConfigError | InvalidRequest):
+            return str(error)
+        flag = f"--{error.field.replace('_', '-')}"
+        name = flag if flag in self._option_string_actions else error.field
+        return f"{name} {error.value}: {error.problem}. {error.fix}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            fix = _nearest(str(value), known) or f". Use one of {', '.join(known)}"
+            raise argparse.ArgumentError(action, f"{value!r} is not known{fix}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f". Did you mean {close[0]}?" if close else ""
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `open()` that were given on the command line."""
+    names = (
+        "dtype",
+        "quantize",
+        "max_model_len",
+        "max_requests",
+        "policy",
+        "prompt_lookup",
+        "mesh",
+        "processes",
+        "coordinator",
+        "cache_dir",
+        "shared_cache",
+        "max_queue",
+        "restore",
+        "precompile",
+        "kv_dtype",
+        "max_tokens_per_step",
+        "device_pages",
+        "host_memory",
+        "disk_memory",
+        "deterministic",
+        "generation_config",
+        "structured",
+    )
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
+
+
+def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that were given on the command line."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+
+
+# Checks: each raises a RekindleError.
+
+
+def check_engine(arguments: argparse.Namespace) -> None:
+    EngineConfig.of(engine_options(arguments))
+
+
+def check_sampling(arguments: argparse.Namespace) -> None:
+    Sampling.of(None, sampling_options(arguments))
+
+
+def check_model(model: str | Path) -> None:
+    """A folder, a file or a hub id that can be looked for; the hub is not asked."""
+    from rekindle._src.models.loading.hub import hub_id
+
+    if model != "tiny" and hub_id(model) is not None and importlib.util.find_spec("huggingface_hub") is None:
+        raise MissingExtra("huggingface_hub", "hub")
+
+
+def check_models(arguments: argparse.Namespace) -> None:
+    models = arguments.model if isinstance(arguments.model, list) else [arguments.model]
+    for model in models:
+        if model is not None:
+            check_model(model)
+
+
+def check_prompt(arguments: argparse.Namespace) -> None:
+    if arguments.prompt is None and sys.stdin.isatty():
+        raise InvalidRequest("prompt", "(none)", "is missing", 'Write rekindle generate "Once upon a time"')
+    if arguments.prompt == "":
+        raise InvalidRequest("prompt", '""', "has no tokens", "Write at least one character")
+
+
+def check_bench(arguments: argparse.Namespace) -> None:
+    from rekindle._src.bench.shapes import is_shape
+    from rekindle._src.bench.workloads import BROKEN_DOWN, FRESH, WORKLOADS
+
+    names, known = workload_names(arguments), sorted((*WORKLOADS, *FRESH))
+    for name in names:
+        if name not in known:
+            raise ConfigError("--workloads", name, "is not known", f"Use some of {', '.join(known)}")
+    if not names and not arguments.growth:
+        raise ConfigError("--workloads", arguments.workloads, "names none", f"Use some of {', '.join(known)}")
+    if arguments.breakdown and (arguments.growth or not set(names) & set(BROKEN_DOWN)):
+        raise ConfigError(
+            "--breakdown", True, f"needs one of {', '.join(BROKEN_DOWN)}, without --growth", "Name one in --workloads"
+        )
+    if arguments.repeat < 1:
+        raise ConfigError("--repeat", arguments.repeat, "must be at least 1", "Use 3 for a median")
+    if arguments.scale <= 0:
+        raise ConfigError("--scale", arguments.scale, "must be above 0", "Use a share such as 0.5")
+    if not is_shape(arguments.model):
+        check_model(arguments.model)
+
+
+def workload_names(arguments: argparse.Namespace) -> list[str]:
+    """The workloads that `rekindle bench` is to run."""
+    return [name.strip().upper() for name in arguments.workloads.split(",") if name.strip()]
+
+
+def check_files(arguments: argparse.Namespace) -> None:
+    """Files to read have to be there, and what is written anew may not."""
+    for name in ("input", "trace"):
+        path = getattr(arguments, name, None)
+        if path is not None and not path.is_file():
+            raise ConfigError(name if name == "input" else f"--{name}", str(path), "is no file", "Check the path")
+
+
+def check_out(arguments: argparse.Namespace) -> None:
+    if arguments.out.exists():
+        raise ConfigError("out", str(arguments.out), "exists already", "Remove it, or pass another name")
+
+
+def check_follow(arguments: argparse.Namespace) -> None:
+    address(arguments.coordinator, "--coordinator")
+    process, processes = arguments.process, arguments.processes
+    if not 2 <= processes <= MAX_PROCESSES:
+        raise ConfigError("--processes", processes, "can't share a model", f"Use from 2 to {MAX_PROCESSES:,}")
+    if not 0 < process < processes:
+        problem, fix = "is not the number of a follower", f"Use from 1 to {processes - 1}; 0 is the leader"
+        raise ConfigError("--process", process, problem, fix)
+
+
+def check_size(arguments: argparse.Namespace) -> None:
+    parse_size(arguments.to)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "512MiB", "2GB" or a plain number."""
+    number = text.strip().rstrip("BbGgIiKkMm").strip()
+    unit = text.strip()[len(number) :].strip().upper()
+    try:
+        return int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError("--to", text, "is not a size", "Write 512MiB, 2GB or a number of bytes") from None
+
+
+def check_serve(arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.port < 1 << 16:
+        raise ConfigError("--port", arguments.port, "is no port", "Use one from 1024 to 65535, or 0 for a free one")
+    if (arguments.prefill is None) != (arguments.decode is None):
+        alone = "--prefill" if arguments.decode is None else "--decode"
+        other = "--decode" if arguments.decode is None else "--prefill"
+        raise ConfigError(alone, arguments.prefill or arguments.decode, f"needs {other}", f"Pass {other} 1, too")
+    if not arguments.grafana and importlib.util.find_spec("uvicorn") is None:
+        raise MissingExtra("uvicorn", "serve")
+    named(arguments.model, arguments.name)
+    api_keys(arguments)
+
+
+def named(models: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """The models by the names under which they are served."""
+    if len(names) > len(models):
+        raise ConfigError("--name", names, f"gives more names than the {len(models)} models", "Give one for each")
+    found: dict[str, str] = {}
+    for index, model in enumerate(models):
+        name = names[index] if index < len(names) else Path(model).name if Path(model).exists() else model
+        if name in found:
+            raise ConfigError("--name", name, "is the name of two models", "Give each a name of its own")
+        found[name] = model
+    return found
+
+
+def api_keys(arguments: argparse.Namespace) -> list[str]:
+    """The keys of the command line, of --api-key-file and of $REKINDLE_API_KEY."""
+    keys: list[Any] = [*arguments.api_key]
+    if arguments.api_key_file is not None:
+        try:
+            lines = arguments.api_key_file.read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(
+                "--api-key-file", str(arguments.api_key_file), f"can't be read: {error}", "Check the path"
+            ) from None
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise ConfigError("--api-key-file", str(arguments.api_key_file), "has no key", "Write one on each line")
+        keys += found
+    if os.environ.get("REKINDLE_API_KEY"):
+        keys.append(os.environ["REKINDLE_API_KEY"])
+    return keys
