@@ -14,7 +14,8 @@ from rekindle._src.bench import fresh, growth, limits, workloads
 from rekindle._src.bench.folder import write_checkpoint
 from rekindle._src.bench.shapes import SHAPES, hf_config
 from rekindle._src.cli import bench
-from rekindle._src.cli.main import engine_options, main, parser
+from rekindle._src.cli.main import main, parser
+from rekindle._src.cli.usage import engine_options
 from rekindle._src.models import abstract_model, config_from_hf
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.text import Tokenizer

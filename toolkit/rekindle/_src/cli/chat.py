@@ -3,85 +3,201 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+from rekindle._src.cli.terminal import Lines, Writer, lines
 from rekindle._src.cli.usage import engine_options, sampling_options
-from rekindle._src.core.records import FinishReason
-from rekindle._src.session.conversation import Conversation
+from rekindle._src.core.config import cache_folder
+from rekindle._src.core.records import Completion, FinishReason
+from rekindle._src.session.conversation import Conversation, Turn
 from rekindle._src.session.opening import open_sync
+from rekindle._src.session.session import Session
 from rekindle.errors import PromptTooLong
 
-HELP = "/reset starts over · /undo drops the last turn · /stats shows the session · /quit or Ctrl-D leaves"
+COMMAND = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is none
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = sampling_options(arguments)
+    options = {"max_tokens": arguments.max_tokens, **sampling_options(arguments)}
     with open_sync(arguments.model, **engine_options(arguments)) as session:
-        chat = session.conversation(system=arguments.system, **options)
-        print(HELP, file=sys.stderr)
-        while (line := _read("> ")) is not None:
-            match line.strip():
-                case "":
-                    continue
-                case "/quit":
-                    break
-                case "/reset":
-                    chat = session.conversation(system=arguments.system, **options)
-                case "/undo":
-                    if _turns(chat):
-                        chat.undo()
-                case "/stats":
-                    print(session.stats(), file=sys.stderr)
-                case text if text.startswith("/"):
-                    print(HELP, file=sys.stderr)
-                case text:
-                    _answer(chat, text)
+        session.render(
+            [{"role": "user", "content": "Hello"}]
+        )  # a model that can't chat is refused before a word is typed
+        names = [f"/{name}" for name in COMMANDS]
+        reader = lines(cache_folder(arguments.cache_dir), names)
+        Chat(session, reader, Writer(), arguments.system, options).run()
     return 0
 
 
-def _read(prompt: str) -> str | None:
-    try:
-        return input(prompt)
-    except (EOFError, KeyboardInterrupt):
-        print()
-        return None
+class Chat:
+    """A conversation at a terminal, or with the lines of a pipe."""
 
+    def __init__(
+        self, session: Session, reader: Lines, writer: Writer, system: str | None, options: dict[str, Any]
+    ) -> None:
+        self.session, self.reader, self.writer = session, reader, writer
+        self._system, self._options = system, options
+        self.conversation: Conversation = self._new()
+        self.last: Completion | None = None  # of the last answer that came to its end
 
-def _turns(chat: Conversation) -> int:
-    return sum(message["role"] == "user" for message in chat.messages)
+    def _new(self) -> Conversation:
+        return self.session.conversation(system=self._system, **self._options)
 
-
-def _answer(chat: Conversation, text: str) -> None:
-    """Stream one answer; Ctrl-C ends it and keeps the text so far."""
-    while True:
-        turn = chat.stream(text)
-        try:
-            for delta in turn.stream_sync():
-                print(delta.text, end="", flush=True)
-        except KeyboardInterrupt:
-            turn.cancel()
-            print(" [interrupted]")
-            return
-        except PromptTooLong as error:
-            if not _make_room(chat, f"{error.value} {error.problem}"):
+    def run(self) -> None:
+        """Read and answer until the user leaves."""
+        config = self.session.config
+        weights = config.quantize or config.dtype
+        self.note(f"{self.session.model} · {weights} · {config.max_model_len:,} tokens of context")
+        self.note("/help lists commands · Ctrl-D leaves" + self.reader.hint)
+        for text in self._messages():
+            command = COMMAND.fullmatch(text)
+            if command is None:
+                self.answer(lambda text=text: self.conversation.stream(text))
+            elif (name := command[1].lower()) in ("quit", "exit"):
                 return
-            continue
-        print()
-        if turn.result_sync().finish_reason is FinishReason.CONTEXT:
-            _make_room(chat, "the context is full, so the answer ends here")
-        return
+            elif name in COMMANDS:
+                COMMANDS[name].run(self, (command[2] or "").strip())
+            else:
+                close = difflib.get_close_matches(name, COMMANDS, n=1)
+                meant = f"Did you mean /{close[0]}?" if close else "/help lists those that there are"
+                self.note(f"there is no command /{name}. {meant}")
+
+    def _messages(self) -> Iterator[str]:
+        while (line := self.reader.read("> ")) is not None:
+            if text := line.strip():
+                yield text
+
+    def note(self, text: str) -> None:
+        """Say something that is not the model's."""
+        self.writer.note(text)
+
+    def answer(self, turn_of: Callable[[], Turn]) -> None:
+        """Stream one answer; Ctrl-C ends it and keeps the text so far."""
+        while True:
+            turn = turn_of()
+            try:
+                for delta in turn.stream_sync():
+                    self.writer.write(delta.text)
+            except KeyboardInterrupt:
+                turn.cancel()
+                self.writer.end()
+                self.note("stopped")
+                return
+            except PromptTooLong as error:
+                self.writer.end(empty=True)
+                if not self._make_room(f"{error.value} {error.problem}"):
+                    return
+                continue
+            self.writer.end()
+            self.last = done = turn.result_sync()
+            if done.finish_reason is FinishReason.LENGTH:
+                self.note(f"cut at {done.usage.completion_tokens:,} tokens; --max-tokens allows more")
+            elif done.finish_reason is FinishReason.CONTEXT:
+                self._make_room("the context is full, so the answer ends here")
+            return
+
+    def _make_room(self, problem: str) -> bool:
+        """Say that the conversation is too long, and offer to drop its oldest turn; whether that was done."""
+        turns = self.turns
+        self.note(problem)
+        if not turns:
+            self.note("there is no older turn to drop: say it in fewer words, or use --max-model-len")
+            return False
+        answer = self.reader.ask(f"Drop the oldest of {turns} turns? [Y/n] ")
+        if answer is None or answer.strip().lower() not in ("", "y", "yes"):
+            self.note("nothing was dropped; /undo takes the last turn back, /reset starts over")
+            return False
+        self.conversation.forget()
+        return True
+
+    @property
+    def turns(self) -> int:
+        return sum(message["role"] == "user" for message in self.conversation.messages)
+
+    # Commands.
+
+    def help(self, argument: str) -> None:
+        for name, command in COMMANDS.items():
+            self.note(f"  {f'/{name} {command.argument}':15}{command.meaning}")
+        for line in self.reader.help:
+            self.note(f"  {line}")
+
+    def undo(self, argument: str) -> None:
+        if not self.turns:
+            self.note("there is no turn to take back")
+            return
+        said = next(m["content"] for m in reversed(self.conversation.messages) if m["role"] == "user")
+        self.conversation.undo()
+        self.note(f"took back {said if len(said) <= 60 else said[:59] + '…'!r}; {self.turns} turns are left")
+
+    def reset(self, argument: str) -> None:
+        self.conversation, self.last = self._new(), None
+        self.note("a new conversation")
+
+    def save(self, argument: str) -> None:
+        if not argument:
+            self.note("Name a file: /save chat.json")
+            return
+        try:
+            self.conversation.save(argument)
+        except OSError as error:
+            self.note(f"{argument} can't be written: {error.strerror}")
+        else:
+            self.note(f"saved; session.conversation(restore={argument!r}) takes it up in Python")
+
+    def stats(self, argument: str) -> None:
+        if argument == "all":
+            for line in str(self.session.stats()).splitlines():
+                self.note(f"  {line}")
+            return
+        for name, text in self._figures():
+            self.note(f"  {name:14}{text}")
+        self.note("  (/stats all shows every figure)")
+
+    def _figures(self) -> Iterator[tuple[str, str]]:
+        figures = self.session.stats().as_dict()
+        yield "model", f"{self.session.model}, {self.session.config.dtype}"
+        most = self.session.config.max_model_len
+        if self.last is None:
+            yield "conversation", f"{_count(self.turns, 'turn')}, room for {most:,} tokens"
+        else:
+            used, times = self.last.usage, self.last.timings
+            held, made = used.prompt_tokens + used.completion_tokens, used.completion_tokens
+            speed = f"first after {times.first_token * 1e3:,.0f} ms, then {times.decode_rate(made):,.0f} tokens/s"
+            yield "conversation", f"{_count(self.turns, 'turn')}, {held:,} of {most:,} tokens of context"
+            before = f"{used.prompt_tokens:,} before it, {used.cached_tokens:,} of them cached"
+            yield "last answer", f"{_count(made, 'token')}, {before}; {speed}"
+        asked, known = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
+        share = f" ({known / asked:.0%})" if asked else ""
+        yield (
+            "all answers",
+            f"{_count(figures.get('generated_tokens', 0), 'token')} in {_count(figures.get('finished', 0), 'answer')}",
+        )
+        yield "prefix cache", f"{known:,} of {asked:,} prompt tokens were not computed again{share}"
+        pages = [f"{figures.get(f'pages_{name}', 0):,} {name}" for name in ("held", "cached", "free")]
+        yield "pages", f"{', '.join(pages)}, of {figures.get('pages_total', 0):,}"
 
 
-def _make_room(chat: Conversation, problem: str) -> bool:
-    """Say that the conversation is too long, and offer to drop its oldest turn; whether that was done."""
-    turns = _turns(chat)
-    print(f"[{problem}]", file=sys.stderr)
-    if not turns:
-        print("[there is no older turn to drop: say it in fewer words, or use --max-model-len]", file=sys.stderr)
-        return False
-    answer = _read(f"Drop the oldest of {turns} turns? [Y/n] ")
-    if answer is None or answer.strip().lower() not in ("", "y", "yes"):
-        print("[nothing was dropped; /undo takes the last turn back, /reset starts over]", file=sys.stderr)
-        return False
-    chat.forget()
-    return True
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+class Command(NamedTuple):
+    """What a /command does."""
+
+    meaning: str
+    run: Callable[[Chat, str], None]
+    argument: str = ""
+
+
+COMMANDS = {
+    "help": Command("shows this list", Chat.help),
+    "undo": Command("takes the last turn back", Chat.undo),
+    "reset": Command("starts a new conversation", Chat.reset),
+    "save": Command("writes the conversation to a file", Chat.save, "FILE"),
+    "stats": Command("shows tokens, speed and cache", Chat.stats),
+    "quit": Command("leaves, as Ctrl-D does", lambda chat, argument: None),
+}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +76,12 @@ def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProce
 def check_results(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
     """Raise ConfigError for a processor that fails for logits of this vocabulary, or changes their shape."""
     rows = 2
+    each: Any
+    table: Any
     each, table = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, vocab_size), jnp.int32)
     logits = jax.ShapeDtypeStruct(table.shape, jnp.float32)
-    context = LogitsContext(each, each, each, jax.ShapeDtypeStruct(table.shape, jnp.bool_), table)
+    seen: Any = jax.ShapeDtypeStruct(table.shape, jnp.bool_)
+    context = LogitsContext(each, each, each, seen, table)
     for processor in processors:
         fix = "Use jax.numpy, and return logits of the shape that it was given"
         try:

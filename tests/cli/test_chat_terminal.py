@@ -1,0 +1,169 @@
+"""`rekindle chat` in a real terminal: editing, pasting, history, Ctrl-C, and words that stay whole at the margin."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle._src.cli import terminal
+
+pexpect = pytest.importorskip("pexpect")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pexpect needs a pseudo-terminal")
+ROOT = Path(__file__).parents[2]
+READY = "\x1b[?2004h"  # the terminal is asked to mark what is pasted: a prompt waits for input
+COLUMNS = 48
+
+
+class Screen:
+    """What a terminal of some width shows: text, line ends, cursor left, and erasing to the end of a line."""
+
+    def __init__(self, columns: int) -> None:
+        self.lines, self.column, self.columns = [""], 0, columns
+
+    def feed(self, text: str) -> list[str]:
+        for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]", text):
+            if piece == "\n":
+                self.lines.append("")
+                self.column = 0
+            elif piece == "\r":
+                self.column = 0
+            elif piece.startswith("\x1b["):
+                if piece[-1] == "D":
+                    self.column -= int(piece[2:-1])
+                elif piece[-1] == "K":
+                    self.lines[-1] = self.lines[-1][: self.column]
+            else:
+                line = self.lines[-1]
+                self.lines[-1] = line[: self.column].ljust(self.column) + piece + line[self.column + 1 :]
+                self.column += 1
+                assert self.column < self.columns, "the terminal would have broken a word itself"
+        return self.lines
+
+
+class Chat:
+    """A running `rekindle chat`."""
+
+    def __init__(self, cache: Path) -> None:
+        paths = os.pathsep.join(str(ROOT / name) for name in ("toolkit", "kernels"))
+        environment = {
+            **os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "REKINDLE_CACHE": str(cache),
+            "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
+        }  # fmt: skip
+        command = ["-m", "rekindle", "chat", "--max-tokens", "40", "--temperature", "0"]
+        self.process = pexpect.spawn(
+            sys.executable, command, env=environment, dimensions=(40, COLUMNS), encoding="utf-8", timeout=120
+        )
+        self.start = self.shown_until(READY)
+
+    def shown_until(self, text: str) -> str:
+        self.process.expect_exact(text)
+        return str(self.process.before)
+
+    def send(self, keys: str) -> None:
+        self.process.send(keys)
+
+    def say(self, keys: str) -> str:
+        """Type this and press Enter; what is shown until the next prompt."""
+        self.process.send(keys)
+        time.sleep(0.2)  # an Enter that comes at once is not told apart from Alt-Enter
+        self.process.send("\r")
+        return self.shown_until(READY)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
+    running = Chat(tmp_path_factory.mktemp("cache"))
+    yield running
+    running.process.close(force=True)
+
+
+def saved(chat: Chat, path: Path) -> list[dict[str, Any]]:
+    chat.say(f"/save {path}")
+    messages: list[dict[str, Any]] = json.loads(path.read_text())["messages"]
+    return messages
+
+
+def test_lines_are_edited_and_pasted_text_is_one_message(chat: Chat, tmp_path: Path) -> None:
+    assert "tiny" in chat.start and "1,024 tokens" in chat.start, "the model is named"
+    shown = chat.say("Who are yu?\x1b[D\x1b[Do")
+    messages = saved(chat, tmp_path / "chat.json")
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert messages[0]["content"] == "Who are you?"
+    answer = shown[shown.rindex("\x1b[?2004l") :].removeprefix("\x1b[?2004l")
+    assert " ".join(Screen(COLUMNS).feed(answer)).split()[: len(messages[1]["content"].split())] == (
+        messages[1]["content"].split()
+    ), "words are whole"
+    chat.say("\x1b[200~one\ntwo\nthree\x1b[201~")
+    assert saved(chat, tmp_path / "pasted.json")[2]["content"] == "one\ntwo\nthree"
+
+
+def test_ctrl_r_finds_an_earlier_message_and_history_lasts(chat: Chat, tmp_path: Path) -> None:
+    chat.send("\x12Who ar")
+    time.sleep(0.5)
+    chat.send("\r")
+    chat.say("")
+    assert saved(chat, tmp_path / "again.json")[-2]["content"] == "Who are you?"
+
+
+def test_commands(chat: Chat) -> None:
+    assert "Did you mean /stats?" in chat.say("/stast")
+    figures = chat.say("/stats")
+    assert "turn" in figures and "of 1,024 tokens of context" in figures and "step_sizes" not in figures
+    assert "takes the last turn back" in chat.say("/help")
+    before = len(re.findall(r"turn", chat.say("/undo")))
+    assert before
+
+
+def test_an_answer_that_was_cut_says_so(chat: Chat) -> None:
+    assert "cut at 40 tokens" in chat.say("Tell me a long story about a red ball and a dog.")
+
+
+def test_ctrl_c_keeps_the_conversation_and_twice_leaves(chat: Chat, tmp_path: Path) -> None:
+    before = saved(chat, tmp_path / "before.json")
+    chat.send("half a message\x03")
+    chat.shown_until("Ctrl-C again leaves")
+    chat.shown_until(READY)
+    assert saved(chat, tmp_path / "after.json") == before
+    time.sleep(terminal.AGAIN)
+    chat.send("\x03")
+    chat.shown_until("Ctrl-C again leaves")
+    chat.shown_until(READY)
+    chat.send("\x03")
+    chat.process.expect(pexpect.EOF)
+    chat.process.close()
+    assert chat.process.exitstatus == 0
+
+
+def wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], list[str]]:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: os.terminal_size((20, 10)))
+    capsys.readouterr()
+
+    def lines(text: str) -> list[str]:
+        writer = terminal.Writer()
+        for piece in re.findall(".{1,3}", text, re.DOTALL):
+            writer.write(piece)
+        return Screen(20).feed(capsys.readouterr().out)
+
+    return lines
+
+
+def test_words_move_to_the_next_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = wrapped(monkeypatch, capsys)
+    assert lines("The quick brown fox jumps over it") == ["The quick brown fox", "jumps over it"]
+    assert lines("exactly nineteen ch hi\nx") == ["exactly nineteen ch", "hi", "x"]
+    assert lines("a" * 30 + " b") == ["a" * 19, "a" * 11 + " b"]
+    assert lines("so " + "a" * 30) == ["so", "a" * 19, "a" * 11] or lines("so " + "a" * 30)[0] == "so "
+
+
+def test_a_text_can_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = wrapped(monkeypatch, capsys)
+    assert lines("a\x1b[2Jb\x9bc\x07") == ["a␛[2Jb\N{REPLACEMENT CHARACTER}c␇"]
