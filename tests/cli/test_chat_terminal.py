@@ -55,11 +55,11 @@ class Chat:
         paths = os.pathsep.join(str(ROOT / name) for name in ("toolkit", "kernels"))
         environment = {
             **os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "REKINDLE_CACHE": str(cache),
-            "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
+            "REKINDLE_NATIVE": "0", "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
         }  # fmt: skip
-        command = ["-m", "rekindle", "chat", "--max-tokens", "40", "--temperature", "0"]
+        command = ["-m", "rekindle", "chat", "--max-tokens", "24", "--temperature", "0"]
         self.process = pexpect.spawn(
-            sys.executable, command, env=environment, dimensions=(40, COLUMNS), encoding="utf-8", timeout=120
+            sys.executable, command, env=environment, dimensions=(40, COLUMNS), encoding="utf-8", timeout=300
         )
         self.start = self.shown_until(READY)
 
@@ -97,10 +97,9 @@ def test_lines_are_edited_and_pasted_text_is_one_message(chat: Chat, tmp_path: P
     messages = saved(chat, tmp_path / "chat.json")
     assert [message["role"] for message in messages] == ["user", "assistant"]
     assert messages[0]["content"] == "Who are you?"
-    answer = shown[shown.rindex("\x1b[?2004l") :].removeprefix("\x1b[?2004l")
-    assert " ".join(Screen(COLUMNS).feed(answer)).split()[: len(messages[1]["content"].split())] == (
-        messages[1]["content"].split()
-    ), "words are whole"
+    answer = Screen(COLUMNS).feed(shown[shown.rindex("\x1b[?2004l") :])
+    words = messages[1]["content"].split()
+    assert " ".join(answer).split()[: len(words)] == words, "a word is broken at the margin"
     chat.say("\x1b[200~one\ntwo\nthree\x1b[201~")
     assert saved(chat, tmp_path / "pasted.json")[2]["content"] == "one\ntwo\nthree"
 
@@ -123,7 +122,7 @@ def test_commands(chat: Chat) -> None:
 
 
 def test_an_answer_that_was_cut_says_so(chat: Chat) -> None:
-    assert "cut at 40 tokens" in chat.say("Tell me a long story about a red ball and a dog.")
+    assert "cut at 24 tokens" in chat.say("Tell me a story about a dog.")
 
 
 def test_ctrl_c_keeps_the_conversation_and_twice_leaves(chat: Chat, tmp_path: Path) -> None:
@@ -161,7 +160,6 @@ def test_words_move_to_the_next_line(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert lines("The quick brown fox jumps over it") == ["The quick brown fox", "jumps over it"]
     assert lines("exactly nineteen ch hi\nx") == ["exactly nineteen ch", "hi", "x"]
     assert lines("a" * 30 + " b") == ["a" * 19, "a" * 11 + " b"]
-    assert lines("so " + "a" * 30) == ["so", "a" * 19, "a" * 11] or lines("so " + "a" * 30)[0] == "so "
 
 
 def test_a_text_can_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ def test_a_long_value_is_cut() -> None:
 
 def test_yes_and_no_are_no_words() -> None:
     for name in ("prefix_cache", "quiet"):
-        with pytest.raises(ConfigError, match="neither True nor False"):
+        with pytest.raises(ConfigError, match="must be True or False"):
             EngineConfig.of({name: "no"})
     with pytest.raises(InvalidRequest, match="ignore_eos='no'"):
         Sampling.of(None, {"ignore_eos": "no"})

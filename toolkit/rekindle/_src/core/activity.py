@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from rekindle._src.core.progress import LOG_INTERVAL, PATIENCE, Backend, in_mari
 
 INTERVAL = 0.2  # seconds between two pictures
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-WIDTH = 100  # columns of a terminal line, so that it is replaced and never wrapped
+WIDTH = 100  # most columns of a terminal line, which is replaced and never wrapped
 
 
 class State(NamedTuple):
@@ -153,7 +154,8 @@ class _Terminal(Screen):
         else:
             filled = round(20 * state.fraction)
             head = f"[{'█' * filled}{'·' * (20 - filled)}]"
-        self._out.write(f"\r\x1b[K{f'{head} {_line(state, seconds)}'[:WIDTH]}")
+        columns = min(WIDTH, shutil.get_terminal_size().columns - 1)
+        self._out.write(f"\r\x1b[K{f'{head} {_line(state, seconds)}'[:columns]}")
         self._out.flush()
 
     def clear(self) -> None:

@@ -34,7 +34,7 @@ from rekindle._src.programs.late_store import NOT_STORED, LateStore, Store
 from rekindle._src.programs.layered import Layered
 from rekindle._src.programs.layered_step import LayeredProgram
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.processors import LogitsProcessor, check_processors, check_results
+from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.program_record import ProgramRecord
 from rekindle._src.programs.recipes import Recipes
 from rekindle.errors import CompileError, StoreError
@@ -69,7 +69,6 @@ class Programs:
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
-        check_results(self.processors, model.vocab_size)
         single = traits(graph.precision.implementation).single_rows
         self._lattice = buckets.lattice(config, processed=bool(self.processors), single=single)
         # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.

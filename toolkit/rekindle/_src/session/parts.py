@@ -27,7 +27,7 @@ from rekindle._src.models.placement import Placement, placed
 from rekindle._src.programs import program_key
 from rekindle._src.programs.determinism import deterministic
 from rekindle._src.programs.late_store import LateStore
-from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.processors import LogitsProcessor, check_results
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
 from rekindle._src.programs.warming import Warming
@@ -80,6 +80,7 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
         config = _agreed(config, described, agree)
     if config.deterministic:
         graph = deterministic(graph, config)
+    check_results(request.processors, model.vocab_size)
     programs = stored_programs(model, graph, shapes, config, request.processors, placement=placement, late=True)
     precompile = precompiles(config.precompile)
     request.shown.compiling = programs.describe_compiling
