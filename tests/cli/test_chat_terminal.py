@@ -55,7 +55,8 @@ class Chat:
         paths = os.pathsep.join(str(ROOT / name) for name in ("toolkit", "kernels"))
         environment = {
             **os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "REKINDLE_CACHE": str(cache),
-            "REKINDLE_NATIVE": "0", "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
+            "REKINDLE_NATIVE": "0", "TERM": "xterm-256color",
+            "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
         }  # fmt: skip
         command = ["-m", "rekindle", "chat", "--max-tokens", "24", "--temperature", "0"]
         self.process = pexpect.spawn(

@@ -14,13 +14,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rekindle._src.cli.usage import parse_size
-from rekindle._src.core.atomic_checkpoint import PARTIAL, is_stale, remove
+from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, is_stale, remove
 from rekindle._src.core.config import cache_folder
+from rekindle._src.kvcache.persist.segment import Segment
+from rekindle._src.models.loading.hub import readable_name
 from rekindle.errors import StoreError
 from rekindle_kernels.private_files import KINDS, TAG, TAG_TEXT
+
+SHARED = "(shared by models)"
 
 
 class CacheItem(NamedTuple):
@@ -30,6 +34,7 @@ class CacheItem(NamedTuple):
     kind: str  # the folder it is in: chats, programs, pages, snapshots, tokenizers, weights
     size: int
     used: float  # seconds since the epoch
+    model: str = ""  # whose it is; "" for what several models share, and where it can't be told
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         case "ls" if arguments.json:
             print(json.dumps([{**entry._asdict(), "path": str(entry.path)} for entry in found], indent=1))
         case "ls":
-            _print(folder, found)
+            _print(folder, found) if arguments.all else _print_models(folder, found)
         case "prune":
             return _remove(folder, beyond(found, parse_size(arguments.to)), arguments.yes)
         case "clear":
@@ -60,9 +65,39 @@ def entries(folder: Path) -> list[CacheItem]:
                 stats = [os.lstat(file) for file in files or [path]]
                 used = max(max(stat.st_atime, stat.st_mtime) for stat in stats)
                 found.append(
-                    CacheItem(path, kind, sum(stat.st_size for stat in stats if files or path.is_file()), used)
+                    CacheItem(
+                        path,
+                        kind,
+                        sum(stat.st_size for stat in stats if files or path.is_file()),
+                        used,
+                        owner(path, kind),
+                    )
                 )
     return sorted(found, key=lambda entry: -entry.used)
+
+
+def owner(path: Path, kind: str) -> str:
+    """The name of the model that an entry belongs to, as the entry itself says; "" if it says none."""
+    with contextlib.suppress(Exception):  # whatever is wrong with it: it is listed without a name
+        match kind:
+            case "programs":
+                return str(json.loads((path / ITEM / "meta.json").read_text())["model"])
+            case "weights":
+                return str(_described(path / ITEM / "model.json")["name"])
+            case "models":
+                return str(_described(path)["name"])
+            case "chats":
+                return readable_name(json.loads(path.read_text())["model"])
+            case "pages" | "snapshots":
+                return readable_name(Segment.open(path).header["identity"]["model"])
+    return ""
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """What describes a model, without the checksum before it."""
+    content = path.read_bytes()
+    found: dict[str, Any] = json.loads(content[content.index(b"{") :])
+    return found
 
 
 def beyond(found: Sequence[CacheItem], keep: int) -> list[CacheItem]:
@@ -133,6 +168,37 @@ def _ask(question: str) -> bool:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:
         return False
+
+
+def _print_models(folder: Path, found: Sequence[CacheItem]) -> None:
+    """A line for each model, those used last first: its size, its age, and what there is of it."""
+    size = sum(entry.size for entry in found)
+    print(f"{folder}: {_size(size)}, {len(found)} entries")
+    groups: dict[str, list[CacheItem]] = {}
+    for entry in found:
+        groups.setdefault(entry.model or SHARED, []).append(entry)
+    width = max(map(len, groups), default=0)
+    for name, entries in sorted(groups.items(), key=lambda group: group[0] == SHARED):
+        kinds = sorted({entry.kind for entry in entries})
+        parts = [f"{kind} {_size(sum(entry.size for entry in entries if entry.kind == kind))}" for kind in kinds]
+        age = _age(time.time() - max(entry.used for entry in entries))
+        print(f"  {name:{width}}  {_size(sum(entry.size for entry in entries)):>9}  {age:>10}  {', '.join(parts)}")
+    if found:
+        print("(--all lists every entry; `rekindle cache prune --to 1GiB` removes what was used longest ago)")
+
+
+def _size(size: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{-(-size // 2**10)} KiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return "just now"
 
 
 def _print(folder: Path, found: Sequence[CacheItem], what: str = "") -> None:

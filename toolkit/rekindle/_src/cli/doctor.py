@@ -190,6 +190,9 @@ def _cache(folder: Path) -> Iterator[Check]:
     usage = {entry.name: _size(entry) for entry in sorted(folder.iterdir())}
     contents = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in usage.items()) or "empty"
     yield Check("pass", "cache directory", f"{folder}: {contents}")
+    if folder != cache_folder():
+        shared = f"{cache_folder()}, which only $REKINDLE_CACHE moves"
+        yield Check("pass", "shared by sessions", f"kernels, tokenizers of GGUF files and fingerprints lie in {shared}")
     status = os.statvfs(folder) if hasattr(os, "statvfs") else None
     if status and status.f_bavail * status.f_frsize < LOW_DISK:
         free = status.f_bavail * status.f_frsize

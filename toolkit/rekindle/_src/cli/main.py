@@ -122,6 +122,7 @@ def parser() -> Parser:
     cache.add_argument("--cache-dir", help="the cache directory")
     cache.add_argument("--to", default="4GiB", help="prune: keep at most this much, newest first (default 4GiB)")
     cache.add_argument("--yes", action="store_true", help="prune, clear: remove without asking")
+    cache.add_argument("--all", action="store_true", help="ls: a line for every entry instead of one for each model")
     cache.add_argument("--json", action="store_true", help="ls: print the entries as JSON")
 
     cache.checks.append(usage.check_size)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -63,15 +64,19 @@ class EditedLines:
     def __init__(self, folder: Path, commands: Sequence[str]) -> None:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.enums import DEFAULT_BUFFER
+        from prompt_toolkit.filters import has_focus
         from prompt_toolkit.key_binding import KeyBindings
 
         keys = KeyBindings()
 
-        @keys.add("enter")
+        typing = has_focus(DEFAULT_BUFFER)  # and not searching
+
+        @keys.add("enter", filter=typing)
         def _(event: Any) -> None:
             event.current_buffer.validate_and_handle()
 
-        @keys.add("escape", "enter")
+        @keys.add("escape", "enter", filter=typing)
         def _(event: Any) -> None:
             event.current_buffer.newline(copy_margin=False)
 
@@ -139,8 +144,11 @@ class Writer:
 
     def note(self, text: str) -> None:
         """Write a line that is not part of the text."""
-        dim = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-        print(f"{dim[0]}{text}{dim[1]}", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            columns = max(20, shutil.get_terminal_size().columns - 1)
+            margin = "    " if text.startswith(" ") else ""
+            text = f"\x1b[2m{textwrap.fill(text, columns, subsequent_indent=margin)}\x1b[0m"
+        print(text, file=sys.stderr, flush=True)
 
     def _placed(self, character: str) -> str:
         """A character, with what moves its word to the next line if it does not fit on this one."""

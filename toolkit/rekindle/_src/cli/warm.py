@@ -18,6 +18,7 @@ from rekindle._src.cli.usage import engine_options
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.loading.checkpoint import describe
+from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.placement import placed
 from rekindle._src.programs.warming import Warmed, warm
 from rekindle._src.session.parts import stored_programs
@@ -43,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     shapes = model.shapes if placement is None else placement.shapes(model.shapes)
     weight_bytes = model.nbytes if placement is None else placement.bytes_per_device(model.shapes)
     config = resolve(options, model.found.config, weight_bytes=weight_bytes, placement=placement)
-    programs = stored_programs(model.found.config, model.graph, shapes, config, placement=placement)
+    programs = stored_programs(
+        model.found.config, model.graph, shapes, config, placement=placement, name=readable_name(model.found.folder)
+    )
     start = time.perf_counter()
     kernels = build_kernels(programs.kernels())
     if kernels is not None:

@@ -22,6 +22,7 @@ from rekindle._src.dispatch.device import Contexts
 from rekindle._src.models.base import Graph, LoadedModel
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import Described, describe, read
+from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.load_progress import LoadProgress, Report
 from rekindle._src.models.placement import Placement, placed
 from rekindle._src.programs import program_key
@@ -81,7 +82,9 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     if config.deterministic:
         graph = deterministic(graph, config)
     check_results(request.processors, model.vocab_size)
-    programs = stored_programs(model, graph, shapes, config, request.processors, placement=placement, late=True)
+    programs = stored_programs(
+        model, graph, shapes, config, request.processors, placement=placement, late=True, name=_name_of(described)
+    )
     precompile = precompiles(config.precompile)
     request.shown.compiling = programs.describe_compiling
     # Programs need shapes alone, so they are loaded or compiled while the weights are read.
@@ -175,6 +178,11 @@ def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequenc
     return model.found.config, model.graph, model.shapes, model.nbytes
 
 
+def _name_of(described: LoadedModel | Described) -> str:
+    folder = described.folder if isinstance(described, LoadedModel) else described.found.folder
+    return "" if folder is None else readable_name(folder)
+
+
 def stored_programs(
     model: ModelConfig,
     graph: Graph,
@@ -184,10 +192,12 @@ def stored_programs(
     *,
     placement: Placement | None = None,
     late: bool = False,
+    name: str = "",
 ) -> Programs:
     """The programs of a resolved config, including those of earlier sessions. Only the shapes of leaves are read.
 
-    With `late`, those that are compiled for a first text are stored when it is there, and `flush` waits for that.
+    `name` is what `rekindle cache ls` calls the model. With `late`, those that are compiled for a first text are stored
+    when it is there, and `flush` waits for that.
     """
     config = of_one_shard(config, 1 if placement is None else placement.data)
     fields = {
@@ -201,7 +211,7 @@ def stored_programs(
         fields["mesh"] = placement.key()
     folder = cache_folder(config.cache_dir) / "programs"
     devices = None if placement is None else tuple(placement.devices)
-    kept = ProgramStore(ExecutableStore(folder), model.model_type, program_key.digest(fields), devices)
+    kept = ProgramStore(ExecutableStore(folder), name or model.model_type, program_key.digest(fields), devices)
     store = LateStore(kept) if late else kept
     return Programs(model, graph, leaves, config, processors=processors, store=store, placement=placement)
 

@@ -22,6 +22,7 @@ from rekindle._src.models.loading import descriptions, kept_place, prepared, rea
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading.descriptions import Reads
 from rekindle._src.models.loading.differences import listed
+from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.kept_file import Brought
 from rekindle._src.models.loading.known_models import Known
 from rekindle._src.models.loading.load_progress import Meter, Report
@@ -244,7 +245,7 @@ def read(
     alone = placement is None or placement.processes == 1  # else other processes have other parts
     if kept is not None and alone and _worth_keeping(leaves, entries, maps=placement is None and prepared.maps(place)):
         whole = arrays if placement is None else placement.held(arrays, shapes)
-        prepared.save(kept, graph, dtype, whole)
+        prepared.save(kept, graph, dtype, whole, name=readable_name(found.folder))
     freed_memory.give_back()
     return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)
 

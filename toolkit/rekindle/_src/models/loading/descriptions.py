@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from rekindle._src.models.loading import graph_json, known_models, prepared
+from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.known_models import Known
 from rekindle._src.models.loading.leaf_arrays import LeafPlan
 from rekindle._src.models.loading.manifest import Source
@@ -70,6 +71,7 @@ def keep(kept: Path, seen: Stored, known: Known, reads: Reads) -> None:
         "graph": graph_json.encode(known.graph),
         "shapes": [(leaf.shape, leaf.dtype.name) for leaf in known.shapes],
         "dtype": known.dtype,
+        "name": readable_name(seen.path),
         "leaves": [
             {
                 "path": leaf.path,

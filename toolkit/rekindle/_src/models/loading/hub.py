@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rekindle import tiny
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle.errors import CheckpointError, MissingExtra
 
@@ -23,6 +24,17 @@ class HubId(NamedTuple):
     name: str  # owner/name
     file: str | None  # a GGUF file of it
     revision: str | None
+
+
+def readable_name(model: str | Path) -> str:
+    """What people call a model: "tiny", the hub id of a download, or the name of its folder or file."""
+    path = Path(model).expanduser()
+    for part in path.parts:
+        if part.startswith("models--"):  # in the hub's cache
+            return part.removeprefix("models--").replace("--", "/")
+    if str(model) == "tiny" or path == tiny.folder():
+        return "tiny"
+    return path.resolve().name if path.exists() else str(model)
 
 
 def locate(model: str | Path) -> Path:

@@ -36,9 +36,9 @@ class Known(NamedTuple):
     dtype: str
 
 
-def encode(graph: Graph, leaves: Sequence[tuple[tuple[int, ...], str]], dtype: str) -> bytes:
-    """A description, with its checksum; `leaves` are shapes and dtypes."""
-    return with_sum({"graph": graph_json.encode(graph), "leaves": leaves, "dtype": dtype})
+def encode(graph: Graph, leaves: Sequence[tuple[tuple[int, ...], str]], dtype: str, name: str) -> bytes:
+    """A description, with its checksum; `leaves` are shapes and dtypes, and `name` is for people to read."""
+    return with_sum({"graph": graph_json.encode(graph), "leaves": leaves, "dtype": dtype, "name": name})
 
 
 def decode(content: bytes) -> Known:

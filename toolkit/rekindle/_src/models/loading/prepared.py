@@ -159,7 +159,7 @@ def load(
     return leaves
 
 
-def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Sequence[Held]) -> None:
+def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Sequence[Held], *, name: str = "") -> None:
     """Keep the model. A thread writes it after a while, so that the model can be used at once; `wait` waits for that.
 
     Failing to keep it costs the next start some time and nothing else, so it is only logged.
@@ -176,7 +176,7 @@ def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Seq
     # On CPU a view holds the memory: the session may delete its leaves while they are being written, or before.
     on_host = all(_on_host(leaf) for leaf in leaves)
     held = [np.asarray(leaf) if on_host and isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-    arguments = kept, graph, dtype, held, DELAY if on_host else 0.0
+    arguments = kept, graph, dtype, held, name, DELAY if on_host else 0.0
     thread = threading.Thread(target=_save, args=arguments, name="rekindle-keep", daemon=True)
     _saving.add(thread)
     thread.start()
@@ -204,18 +204,18 @@ def _finish() -> None:
         abandon()
 
 
-def _save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], delay: float) -> None:
+def _save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str, delay: float) -> None:
     _hurry.wait(delay)
     try:
         with _one_at_a_time:
-            _write_once(kept, graph, dtype, leaves)
+            _write_once(kept, graph, dtype, leaves, name)
     except Exception as error:
         _log.warning("laid-out weights not kept in %s: %s", kept, error)
     finally:
         _saving.discard(threading.current_thread())
 
 
-def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf]) -> None:
+def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str) -> None:
     if kept.is_dir():  # another session was faster
         return
     size = sum(leaf.nbytes for leaf in leaves)
@@ -226,7 +226,7 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf]) ->
         _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
         return
     described = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
-    model = known_models.encode(graph, described, dtype)
+    model = known_models.encode(graph, described, dtype, name)
     try:
         write_checkpoint(kept, functools.partial(_write, model, dict(zip(graph.paths, leaves, strict=True))))
     except Exception:
