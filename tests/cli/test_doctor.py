@@ -43,7 +43,9 @@ def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     failed = [check for check in checks if check["status"] == "fail"]
     assert not failed, failed
     assert status == 0
-    assert {"jax", "devices", "compile", "generate", "cache directory", "shared by sessions"} <= {check["title"] for check in checks}
+    assert {"jax", "devices", "compile", "generate", "cache directory", "shared by sessions"} <= {
+        check["title"] for check in checks
+    }
 
 
 def test_the_whole_report_with_a_broken_cache_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ class Lines(Protocol):
     """Where messages come from. Both methods return None at the end of the input, and where the user leaves."""
 
     hint: str  # to show at the start, if anything is special here
-    help: Sequence[str]
+    help: tuple[str, ...]
 
     def read(self, prompt: str) -> str | None: ...
     def ask(self, question: str) -> str | None: ...
@@ -39,7 +39,7 @@ class PlainLines:
     """Lines as they come: of a pipe, a file, or a terminal that can do nothing else."""
 
     hint = ""
-    help = ()
+    help: tuple[str, ...] = ()
 
     def read(self, prompt: str) -> str | None:
         try:
@@ -55,7 +55,7 @@ class EditedLines:
     """Lines with arrows, a history that lasts, Ctrl-R, and pasted text in one piece. Ctrl-C twice leaves."""
 
     hint = " · Alt-Enter makes a new line"
-    help = (
+    help: tuple[str, ...] = (
         "Enter sends, Alt-Enter makes a new line; pasted text is one message",
         "Up and Down step through earlier messages, Ctrl-R searches them; Tab completes a command",
         "Ctrl-C stops an answer, or clears the line; twice, or Ctrl-D, leaves",
