@@ -58,8 +58,8 @@ class EngineConfig(html.Record):
         device_memory (None): bytes for KV pages; None is a tenth of RAM on CPU, what is free on GPU and TPU.
         host_memory (1 GiB): bytes of host memory for pages that left the device; 0 turns the tier off.
         disk_memory (4 GiB): bytes of disk for pages and snapshots; 0 turns the tier off.
-        cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache. What
-            all sessions share, such as compiled kernels, always lies in that one.
+        cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache,
+            where compiled kernels, which all sessions share, always are.
         shared_cache (None): a folder or URL (s3://…, gs://…) behind cache_dir that machines share; None is
             $REKINDLE_SHARED_CACHE, if it is set.
         restore (None): name of a snapshot to restore, or "auto" for what the last session left.
