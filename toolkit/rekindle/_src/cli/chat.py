@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ class Chat:
         for text in self._messages():
             command = COMMAND.fullmatch(text)
             if command is None:
-                self.answer(lambda text=text: self.conversation.stream(text))
+                self.answer(functools.partial(self.conversation.stream, text))
             elif (name := command[1].lower()) in ("quit", "exit"):
                 return
             elif name in COMMANDS:

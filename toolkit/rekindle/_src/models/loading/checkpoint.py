@@ -105,23 +105,23 @@ def describe(
     `divided` over devices can be divided after every group. `seen` is what `look` has found there, if it was asked
     before.
     """
-    dtype, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
+    weights, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
     seen = look(model) if seen is None else seen
-    keeps_in_groups = kept_place.keeps_groups(seen, dtype, quantize)
+    keeps_in_groups = kept_place.keeps_groups(seen, weights, quantize)
     kept = known = reads = described = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
-        resolved = resolve_dtype(dtype, None)
-        asked = kept_place.options(seen, dtype, quantize, quantize_embeddings, divided, resolved=resolved)
+        resolved = resolve_dtype(weights, None)
+        asked = kept_place.options(seen, weights, quantize, quantize_embeddings, divided, resolved=resolved)
         kept = prepared.slot(cache_dir, seen.fingerprint, *asked)
         with _damage_warns():
             known = prepared.known(kept)
     elif cache_dir is not None and quantize is None and not seen.may_be_quantized and not divided:
-        described = descriptions.place(cache_dir, seen, dtype)
+        described = descriptions.place(cache_dir, seen, weights)
         known, reads = descriptions.find(described, seen) or (None, None)
     if known is None:
         config = config_from_hf(seen.raw)
         _check_counts(seen, config)
-        name = resolve_dtype(dtype, config)
+        name = resolve_dtype(weights, config)
         kinds: tuple[tuple[str, str], ...] = ()
         if keeps_in_groups and _keeps_groups_here():
             from rekindle._src.models.loading.four_bits import stored_kinds
