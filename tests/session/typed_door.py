@@ -41,6 +41,12 @@ def meshes(mesh: jax.sharding.Mesh) -> None:
     rekindle.open("tiny", mesh="4")  # pyright: ignore[reportArgumentType]
 
 
+def dtypes() -> None:
+    rekindle.open("tiny", dtype="bf16", kv_dtype="int8")
+    rekindle.open("tiny", dtype=np.float32, kv_dtype=np.dtype("float32"))
+    rekindle.open("tiny", dtype=jax.numpy.bfloat16)
+
+
 async def door(k: int) -> None:
     session = await rekindle.open("tiny", max_requests=4, dtype="bfloat16", seed=None)
     assert_type(session, Session)
