@@ -125,8 +125,13 @@ def test_commands(chat: Chat) -> None:
     assert "took back" in chat.told("/undo")
 
 
-def test_an_answer_that_was_cut_says_so(chat: Chat) -> None:
-    assert "cut at 24 tokens" in chat.told("Tell me a story about a dog.")
+def test_an_answer_that_was_cut_goes_on(chat: Chat, tmp_path: Path) -> None:
+    assert "cut at 24 tokens; /continue goes on" in chat.told("Tell me a story about a dog.")
+    cut = saved(chat, tmp_path / "cut.json")[-1]["content"]
+    chat.say("/continue")
+    whole = saved(chat, tmp_path / "whole.json")[-1]["content"]
+    assert whole.startswith(cut) and len(whole) > len(cut)
+    assert "has no answer that could go on" in chat.told("/reset") + chat.told("/continue")
 
 
 def test_ctrl_c_keeps_the_conversation_and_twice_leaves(chat: Chat, tmp_path: Path) -> None:

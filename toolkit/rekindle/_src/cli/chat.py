@@ -16,13 +16,13 @@ from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.session.conversation import Conversation, Turn
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
-from rekindle.errors import PromptTooLong
+from rekindle.errors import InvalidRequest, PromptTooLong, RequestFailed
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is none
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = {"max_tokens": arguments.max_tokens, **sampling_options(arguments)}
+    options = sampling_options(arguments)
     with open_sync(arguments.model, **engine_options(arguments)) as session:
         session.render(
             [{"role": "user", "content": "Hello"}]
@@ -85,17 +85,24 @@ class Chat:
             except KeyboardInterrupt:
                 turn.cancel()
                 self.writer.end()
-                self.note("stopped")
+                self.note("stopped; /continue goes on")
                 return
             except PromptTooLong as error:
                 self.writer.end(empty=True)
-                if not self._make_room(f"{error.value} {error.problem}"):
+                if not self._make_room(f"the conversation with this message {error.problem}"):
                     return
                 continue
+            except InvalidRequest as error:  # such as no answer to continue
+                self.note(f"the conversation {error.problem}. {error.fix}")
+                return
+            except RequestFailed as error:  # the conversation is as it was before
+                self.writer.end(empty=True)
+                self.note(f"the answer failed: {error}")
+                return
             self.writer.end()
             self.last = done = turn.result_sync()
             if done.finish_reason is FinishReason.LENGTH:
-                self.note(f"cut at {done.usage.completion_tokens:,} tokens; --max-tokens allows more")
+                self.note(f"cut at {done.usage.completion_tokens:,} tokens; /continue goes on")
             elif done.finish_reason is FinishReason.CONTEXT:
                 self._make_room("the context is full, so the answer ends here")
             return
@@ -125,6 +132,9 @@ class Chat:
             self.note(f"  {f'/{name} {command.argument}':15}{command.meaning}")
         for line in self.reader.help:
             self.note(f"  {line}")
+
+    def go_on(self, argument: str) -> None:
+        self.answer(self.conversation.continue_answer)
 
     def undo(self, argument: str) -> None:
         if not self.turns:
@@ -196,6 +206,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "help": Command("shows this list", Chat.help),
+    "continue": Command("goes on with an answer that was cut or stopped", Chat.go_on),
     "undo": Command("takes the last turn back", Chat.undo),
     "reset": Command("starts a new conversation", Chat.reset),
     "save": Command("writes the conversation to a file", Chat.save, "FILE"),

@@ -19,6 +19,7 @@ from rekindle._src.core.dtypes import DTYPES, KV_DTYPES, checked_dtype
 from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
 from rekindle._src.core.options import GenerationConfig
 from rekindle._src.core.quantize_plan import KINDS, checked_quantize
+from rekindle._src.core.sampling import ANSWER_TOKENS
 from rekindle._src.core.version import VERSION
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.routing import RouterName
@@ -75,7 +76,7 @@ def parser() -> Parser:
 
     chat = commands.add_parser("chat", help="chat with a model; the conversation stays cached")
     _model_options(chat)
-    _sampling_options(chat)
+    _sampling_options(chat, max_tokens=ANSWER_TOKENS)
     chat.add_argument("--system", help="a system message that opens the conversation")
 
     doctor = commands.add_parser("doctor", help="check this installation, and show a fix for each problem")
@@ -365,9 +366,9 @@ def _engine_options(command: Parser) -> None:
     command.add_argument("--shared-cache", metavar="URL", help="a folder or URL behind that one, which machines share")
 
 
-def _sampling_options(command: Parser) -> None:
+def _sampling_options(command: Parser, *, max_tokens: int = 256) -> None:
     command.checks.append(usage.check_sampling)
-    command.add_argument("--max-tokens", type=int, default=256)
+    command.add_argument("--max-tokens", type=int, default=max_tokens, help=f"of new text (default {max_tokens})")
     command.add_argument("--temperature", type=float, help="0 is greedy; left out, the checkpoint's own or 0")
     command.add_argument("--top-k", type=int)
     command.add_argument("--top-p", type=float)
