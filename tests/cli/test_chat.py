@@ -11,7 +11,9 @@ from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
 from rekindle._src.cli import chat
 from rekindle._src.cli.main import main
+from rekindle._src.session.conversation import Turn
 from rekindle._src.text.chat import ChatTemplate
+from rekindle.errors import StepFailed
 
 
 @pytest.fixture
@@ -73,6 +75,33 @@ def test_the_conversation_is_kept_when_nothing_may_be_dropped(
     assert main(["chat", "--max-tokens", "4"]) == 0
     assert users(made[0]) == ["a" * 200, "c"]
     assert "nothing was dropped" in capsys.readouterr().err
+
+
+def test_a_model_that_can_not_chat_says_so_before_a_word_is_typed(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session._engine = session._engine._replace(chat=None)
+    prompts = said(monkeypatch, "hello")
+    assert main(["chat"]) == 1
+    assert "template" in capsys.readouterr().err
+    assert prompts == []
+
+
+def test_a_failed_answer_leaves_the_conversation(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, stream, failing = conversations(monkeypatch), Turn.stream_sync, ["no"]
+
+    def fail_once(turn: Turn) -> Any:
+        if failing:
+            raise StepFailed(failing.pop())
+        return stream(turn)
+
+    monkeypatch.setattr(Turn, "stream_sync", fail_once)
+    said(monkeypatch, "first", "second")
+    assert main(["chat", "--max-tokens", "4"]) == 0
+    assert "the answer failed: no" in capsys.readouterr().err
+    assert users(made[0]) == ["second"]
 
 
 def test_one_message_alone_is_too_long(

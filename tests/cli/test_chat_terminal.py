@@ -78,7 +78,7 @@ class Chat:
         self.process.send("\r")
         return self.shown_until(READY)
 
-    def told(self, command: str) -> str:
+    def reply_to(self, command: str) -> str:
         """The words that a command answers with."""
         return " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.say(command)).split())
 
@@ -118,20 +118,20 @@ def test_ctrl_r_finds_an_earlier_message_and_history_lasts(chat: Chat, tmp_path:
 
 
 def test_commands(chat: Chat) -> None:
-    assert "Did you mean /stats?" in chat.told("/stast")
-    figures = chat.told("/stats")
+    assert "Did you mean /stats?" in chat.reply_to("/stast")
+    figures = chat.reply_to("/stats")
     assert "of 1,024 tokens of context" in figures and "tokens/s" in figures and "step_sizes" not in figures
-    assert "takes the last turn back" in chat.told("/help")
-    assert "took back" in chat.told("/undo")
+    assert "takes the last turn back" in chat.reply_to("/help")
+    assert "took back" in chat.reply_to("/undo")
 
 
 def test_an_answer_that_was_cut_goes_on(chat: Chat, tmp_path: Path) -> None:
-    assert "cut at 24 tokens; /continue goes on" in chat.told("Tell me a story about a dog.")
+    assert "cut at 24 tokens; /continue goes on" in chat.reply_to("Tell me a story about a dog.")
     cut = saved(chat, tmp_path / "cut.json")[-1]["content"]
     chat.say("/continue")
     whole = saved(chat, tmp_path / "whole.json")[-1]["content"]
     assert whole.startswith(cut) and len(whole) > len(cut)
-    assert "has no answer that could go on" in chat.told("/reset") + chat.told("/continue")
+    assert "has no answer that could go on" in chat.reply_to("/reset") + chat.reply_to("/continue")
 
 
 def test_ctrl_c_keeps_the_conversation_and_twice_leaves(chat: Chat, tmp_path: Path) -> None:

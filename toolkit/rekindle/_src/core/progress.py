@@ -6,6 +6,7 @@ session = await rekindle.open(folder, progress=Progress("loading"))
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -81,7 +82,8 @@ class _Terminal:
 
     def __call__(self, line: str, fraction: float, ended: bool) -> None:
         filled = round(20 * fraction)
-        self._out.write(f"\r[{'█' * filled}{'·' * (20 - filled)}] {line:<70}" + ("\n" if ended else ""))
+        columns = shutil.get_terminal_size().columns - 1  # a line that is wrapped could not be written over
+        self._out.write(f"\r[{'█' * filled}{'·' * (20 - filled)}] {line:<70}"[: columns + 1] + ("\n" if ended else ""))
         self._out.flush()
 
 
