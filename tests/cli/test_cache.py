@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
 
-import rekindle
 from rekindle._src.cli.cache import entries, parse_size, prune
 from rekindle._src.cli.main import main
 from rekindle._src.core.atomic_checkpoint import PARTIAL
+from rekindle._src.kvcache.persist import snapshot
+from rekindle._src.kvcache.persist.identity import Identity
 from rekindle.errors import ConfigError
 from rekindle_kernels.private_files import TAG, TAG_TEXT
 
@@ -70,20 +70,17 @@ def lines(path: Path) -> str:
 
 def test_entries_are_listed_by_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each model with its sum and its age, however many entries there are; what they share comes last."""
-    with rekindle.open_sync(
-        "tiny", cache_dir=tmp_path, quiet=True, max_model_len=64, max_requests=1, device_pages=8, page_size=16
-    ) as session:
-        session.generate_sync("Once upon a time there was a red ball in the park", max_tokens=2)
-        session.save("evening").result_sync()
-    (tmp_path / "native").mkdir(exist_ok=True)
+    for model in ("owner/name", "tiny"):
+        identity = Identity(model, "float32", 16, model=model)
+        for number in range(20):
+            snapshot.save(tmp_path, f"{model.replace('/', '-')}-{number}", identity, [])
+    (tmp_path / "native").mkdir(mode=0o700)
     (tmp_path / "native" / "gemm-0123456789abcdef.o").write_bytes(b"x" * 4096)
-    assert {entry.model for entry in entries(tmp_path) if entry.kind in ("programs", "snapshots")} == {"tiny"}
     assert main(["cache", "ls", "--cache-dir", str(tmp_path)]) == 0
     head, *lines, hint = capsys.readouterr().out.splitlines()
-    assert f"{len(entries(tmp_path))} entries" in head and "--all" in hint
-    assert [line.split()[0] for line in lines] == ["tiny", "(shared"]
-    assert "just now" in lines[0] and "programs" in lines[0] and "snapshots" in lines[0]
-    assert not any(re.search("[0-9a-f]{16}", line) for line in lines)
+    assert "41 entries" in head and "--all" in hint
+    assert [line.split()[0] for line in lines] == ["tiny", "owner/name", "(shared"], "used last first"
+    assert "just now" in lines[0] and "snapshots" in lines[0] and "4 KiB" in lines[2]
     assert main(["cache", "ls", "--all", "--cache-dir", str(tmp_path)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(entries(tmp_path))
 

@@ -22,6 +22,9 @@ def test_what_it_has_compiled_is_loaded_the_second_time(tmp_path: Path, capsys: 
         programs = json.loads(capsys.readouterr().out)
         assert {program["origin"] for program in programs} == {origin}
         assert {"memory", "admit", "gather", "scatter"} < {program["name"] for program in programs}
+    assert main(["cache", "ls", "--cache-dir", str(tmp_path / "cache")]) == 0
+    _, of_the_model, *_ = capsys.readouterr().out.splitlines()
+    assert of_the_model.split()[0] == "micro" and "programs" in of_the_model
 
 
 @pytest.mark.slow

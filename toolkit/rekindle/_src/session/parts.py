@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.progress import in_notebook
 from rekindle._src.core.shared_cache import shared_cache
 from rekindle._src.dispatch.device import Contexts
+from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.models.base import Graph, LoadedModel
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import Described, describe, read
@@ -70,6 +72,7 @@ class Parts(NamedTuple):
 def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     """Load or compile programs, and load the weights meanwhile."""
     shared_cache.attach(request.config.shared_cache, (cache_folder(), cache_folder(request.config.cache_dir)))
+    _check_snapshot(request.config)
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
     model, graph, shapes, weight_bytes = _shapes(described)
     asked, placement = _placement(request.config, described, graph)
@@ -102,6 +105,14 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
         warming.stop()
         raise
     return Parts(config, loaded, programs, warming, prefer_ready=precompile == "background")
+
+
+def _check_snapshot(config: EngineConfig) -> None:
+    """Raise StoreError for a snapshot that is not there, before anything is loaded; a shared cache is asked later."""
+    shared = config.shared_cache or os.environ.get(shared_cache.VARIABLE)
+    name = None if config.restore == "auto" or shared else config.restore
+    if name is not None and config.prefix_cache and config.disk_memory:
+        snapshot.find(cache_folder(config.cache_dir), name)
 
 
 def _is_placed(described: LoadedModel | Described) -> bool:
