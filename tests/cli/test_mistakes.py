@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # What is written, and words that the answer has to hold.
 MISTAKES = {
     "no command": ([], "command"),
-    "a command with a slip": (["genrate", "x"], "Did you mean generate?"),
+    "a command with a slip": (["generates", "x"], "Did you mean generate?"),
     "an option with a slip": (["generate", "x", "--temprature", "1"], "Did you mean --temperature?"),
     "a model with a slip": (["generate", "x", "--model", "tinny"], "Did you mean 'tiny'?"),
     "a folder that is not there": (["chat", "--model", "./no/such"], "no/such does not exist"),

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle import tiny
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle.errors import CheckpointError, MissingExtra
 
@@ -32,7 +31,7 @@ def readable_name(model: str | Path) -> str:
     for part in path.parts:
         if part.startswith("models--"):  # in the hub's cache
             return part.removeprefix("models--").replace("--", "/")
-    if str(model) == "tiny" or path == tiny.folder():
+    if str(model) == "tiny" or path.parts[-3:] == ("rekindle", "tiny", "model"):  # where the package has it
         return "tiny"
     return path.resolve().name if path.exists() else str(model)
 
