@@ -25,7 +25,7 @@ _registered = False
 # Seconds after the programs of a first text, before whole ones are compiled in place of parts: it may be all that is
 # asked, and then neither this process nor the next one compiles more than it used. With "lazy" that is likelier, and
 # those of a model that is not DEEP compile within two seconds; either way they are there by the tenth.
-PEACE, LONGER_PEACE, DEEP = 2.0, 6.0, 12
+PEACE, LONGER_PEACE, DEEP = 0.7, 6.0, 12
 SETTLING = 0.5  # seconds from the opening of a session that restores, in which others are not loaded beside its request
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from rekindle._src.core import freed_memory
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.mesh_report import MeshReport
 from rekindle._src.core.sampling import Sampling
@@ -117,6 +118,7 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
             _expect(runner, cache, tiers, warming.restorable())
         request.shown.stage = "vocabulary"
         tokenizer = _tokenizer(loaded)
+        freed_memory.give_back()  # what a large vocabulary was read with
         request.shown.stage = "programs"
         warming.opened()
     except BaseException:
