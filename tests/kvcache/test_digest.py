@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle._src.kvcache.digest import page_digest, page_keys, root_digest
+from rekindle._src.kvcache.digest import LOOKUP_SECRET, page_digest, page_keys, root_digest
 
 TOKENS = np.arange(1000, 1016, dtype=np.int32)
 
@@ -22,22 +22,29 @@ def test_digests_are_the_same_in_every_process() -> None:
     assert page_digest(root, TOKENS).hex() == "9e925093506a7fd5ce4a08b678257203"
 
 
-def test_digests_and_keys_agree_between_processes() -> None:
+def test_digests_agree_between_processes_and_keys_do_not() -> None:
+    """Who knows another process's keys could keep a prefix out of its cache, by a page with the same key."""
     code = (
         "import numpy as np; from rekindle._src.kvcache.digest import *; t = np.arange(64, dtype=np.int32);"
         "print(page_digest(root_digest('a'), t).hex(), page_keys(t, 16))"
     )
-    seen = {
+    seen = [
         subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
             check=True,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(seen) == 1
+            env={"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)},
+        ).stdout.split(maxsplit=1)
+        for _ in range(2)
+    ]
+    assert seen[0][0] == seen[1][0] and seen[0][1] != seen[1][1]
+
+
+def test_keys_of_another_process_need_its_secret() -> None:
+    tokens = np.arange(64, dtype=np.int32)
+    own = page_keys(tokens, 16)
+    assert own == page_keys(tokens, 16, secret=LOOKUP_SECRET) != page_keys(tokens, 16, secret=b"x" * 16)
 
 
 def test_parts_of_a_root_do_not_run_together() -> None:

@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.host import Host
-from rekindle._src.kvcache.digest import is_salted, page_digest, page_keys, root_lookup_key, salt_key
+from rekindle._src.kvcache.digest import (
+    LOOKUP_SECRET,
+    is_salted,
+    page_digest,
+    page_keys,
+    root_lookup_key,
+    salt_key,
+)
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page
@@ -39,7 +46,6 @@ class _Missing(NamedTuple):
     root_key: bytes  # of the tree that was asked
     have: int  # leading pages that are here
     digests: list[bytes]
-    keys: list[int]
 
 
 class Puller:
@@ -74,7 +80,9 @@ class Puller:
         try:
             if missing.digests:
                 with Source(address, identity) as source:
-                    for index, payload in source.fetch(missing.digests, missing.keys, host.memory):
+                    keys = page_keys(tokens, self._cache.page_size, previous=salt_key(salt), secret=source.lookup)
+                    theirs = keys[missing.have : missing.have + len(missing.digests)]
+                    for index, payload in source.fetch(missing.digests, theirs, host.memory):
                         host.put(missing.digests[index], payload, own=True)
                         arrived.add(index)
         except ProcessLost:
@@ -101,12 +109,12 @@ class Puller:
         if count > 0:
             with Source(address, identity) as source:
                 listed = source.listed(count)
-                keys = _keys(listed, identity)
+                keys, theirs = _keys(listed, identity), _keys(listed, identity, source.lookup)
                 listed = [page for page in listed if page.digest in keys]
                 here = self._here([(keys[page.digest], page.digest) for page in listed])
                 known = {page.digest: page for page in listed}
                 wanted = [digest for digest in likeliest(listed) if digest not in here]
-                for index, payload in source.fetch(wanted, [keys[digest] for digest in wanted], host.memory):
+                for index, payload in source.fetch(wanted, [theirs[digest] for digest in wanted], host.memory):
                     host.put(wanted[index], payload, own=True, cold=True)
                     arrived.append(known[wanted[index]])
                 there = here | {page.digest for page in arrived}
@@ -138,8 +146,7 @@ class Puller:
         for at in range(have, min(len(tokens) // size, most)):
             parent = page_digest(parent, tokens[at * size : (at + 1) * size])
             digests.append(parent)
-        keys = page_keys(tokens, size, previous=salt_key(salt))[have : have + len(digests)]
-        return _Missing(root_key, have, digests, keys)
+        return _Missing(root_key, have, digests)
 
     def _graft(self, tokens: IntArray, salt: str | None, missing: _Missing, leading: int) -> int:
         """On the session's loop: make the pages known; how many."""
@@ -168,8 +175,8 @@ class Puller:
         return found
 
 
-def _keys(pages: Sequence[Page], identity: Identity) -> dict[bytes, int]:
-    """Lookup keys by digest, of pages whose parents come before them."""
+def _keys(pages: Sequence[Page], identity: Identity, secret: bytes = LOOKUP_SECRET) -> dict[bytes, int]:
+    """Lookup keys by digest, of pages whose parents come before them, in the process with this `secret`."""
     found: dict[bytes, tuple[int, int]] = {identity.root: (0, 0)}
     for page in pages:
         if page.parent not in found and is_salted(page.parent, identity.root):
@@ -177,5 +184,6 @@ def _keys(pages: Sequence[Page], identity: Identity) -> dict[bytes, int]:
         before = found.get(page.parent)
         if before is not None:
             key, depth = before
-            found[page.digest] = page_keys(page.tokens, identity.page_size, first=depth, previous=key)[0], depth + 1
+            own = page_keys(page.tokens, identity.page_size, first=depth, previous=key, secret=secret)
+            found[page.digest] = own[0], depth + 1
     return {page.digest: found[page.digest][0] for page in pages if page.digest in found}

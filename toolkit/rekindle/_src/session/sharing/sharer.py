@@ -16,6 +16,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.dispatch.host import Host
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
+from rekindle._src.kvcache.digest import LOOKUP_SECRET
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page, Payload, encode, records_of
 from rekindle._src.kvcache.persist.snapshot import connected
@@ -146,7 +147,7 @@ class SharedPages:
             channel.send(Kind.FAILED, other.refused.encode())
             return
         memory = channel.offer_memory()
-        channel.send(Kind.IDENTITY, introduction(identity, sealed=channel.sealed, memory=memory))
+        channel.send(Kind.IDENTITY, introduction(identity, sealed=channel.sealed, memory=memory, lookup=LOOKUP_SECRET))
         while True:
             kind, content = channel.receive()
             if self._tiers.identity != identity:

@@ -42,11 +42,14 @@ class Introduced(NamedTuple):
     refused: str | None  # why its pages don't fit
     sealed: bool  # whether it wants seals
     memory: Any  # that it offers to share
+    lookup: bytes  # what makes its pages' lookup keys
 
 
-def introduction(identity: Identity, *, sealed: bool, memory: Any = None) -> bytes:
+def introduction(identity: Identity, *, sealed: bool, memory: Any = None, lookup: bytes = b"") -> bytes:
     """What both sides say first: what their pages belong to, and whether what follows messages has to be sealed."""
-    said = {**identity.fields(), "leaves": identity.leaves, "sealed": sealed, "memory": memory}
+    said = {
+        **identity.fields(), "leaves": identity.leaves, "sealed": sealed, "memory": memory, "lookup": lookup.hex(),
+    }  # fmt: skip
     return json.dumps(said).encode()
 
 
@@ -61,7 +64,11 @@ def introduced(identity: Identity, content: bytes) -> Introduced:
     leaves, reason = leaves_in(header), identity.refuses(Identity.stored_in(header))
     if reason is None and leaves != identity.leaves:
         reason = f"its pages are laid out as {shown(leaves)}, this session's as {shown(identity.leaves)}"
-    return Introduced(reason, bool(header.get("sealed", True)), header.get("memory"))
+    try:
+        lookup = bytes.fromhex(header.get("lookup", ""))
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"what came is no introduction: {error}") from error
+    return Introduced(reason, bool(header.get("sealed", True)), header.get("memory"), lookup)
 
 
 class Source:
@@ -82,6 +89,7 @@ class Source:
             other = introduced(identity, self._next(Kind.IDENTITY))
             if other.refused is not None:
                 raise SnapshotRefused(f"pages of {address!r} can't be used: {other.refused}. Open both sessions alike")
+            self.lookup: bytes = other.lookup  # for `page_keys`: by these the other session finds its pages
             self._channel.sealed = self._channel.sealed or other.sealed
             if self._channel.take_memory(other.memory):
                 self._channel.send(Kind.MAPPED)
@@ -102,7 +110,8 @@ class Source:
     def fetch(self, digests: Sequence[bytes], keys: Sequence[int], memory: Memory) -> Iterator[tuple[int, Payload]]:
         """The payloads of those pages that the other session has, each with its index among `digests`.
 
-        `keys` are the pages' lookup keys. `memory` is asked for so many bytes, which a payload is received into.
+        `keys` are the pages' lookup keys in the other session. `memory` is asked for so many bytes, which a payload is
+        received into.
         """
         for at in range(0, len(digests), MOST_WANTED):
             part = slice(at, at + MOST_WANTED)
