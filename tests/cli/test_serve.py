@@ -134,7 +134,7 @@ def test_a_second_signal_cuts(capsys: pytest.CaptureFixture[str], monkeypatch: p
         os.kill(os.getpid(), signal.SIGTERM)
         reader.join(3)
         assert not reader.is_alive()
-        assert client.text.endswith("data: [DONE]\n\n") and '"aborted"' in client.text
+        assert client.text.endswith("data: [DONE]\n\n") and '"unavailable"' in client.text
 
     assert run(opening, act, capsys, monkeypatch, "--drain", "60") == 0
 
@@ -144,6 +144,26 @@ def test_a_model_that_can_not_be_opened_ends_it(
 ) -> None:
     opening = Opening(CheckpointError("the folder is empty. Download it again"))
     assert run(opening, lambda client: opening.ready.set(), capsys, monkeypatch) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--drain=inf",
+        "--drain=nan",
+        "--drain=-1",
+        "--drain=1e9",
+        "--cors-origin=foo",
+        "--cors-origin=https://a.example/",
+    ],
+)
+def test_what_could_not_work_is_refused_before_a_model_is_loaded(
+    given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "open", lambda model, **options: Opening())
+    assert main(["serve", "--port", "0", given]) != 0
+    said = capsys.readouterr().err
+    assert "is not an origin" in said or "is not a number of seconds" in said
 
 
 def test_names_of_models(tmp_path: Path) -> None:

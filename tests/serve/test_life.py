@@ -73,6 +73,27 @@ async def test_abort_by_id_ends_exactly_that_request_of_the_same_sender(slow: Se
     assert answers["a"].status == 499 and answers["a"].error["code"] == "aborted"
 
 
+async def test_requests_that_a_proxy_traces_by_one_header_all_run(slow: Session) -> None:
+    served = app(slow)
+    answers: list[Answer] = []
+
+    async def ask() -> None:
+        body = {**LONG, "max_tokens": 20}
+        answers.append(await post(served, "/v1/completions", body, headers={"x-request-id": "trace-1"}))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(ask)
+    assert [answer.status for answer in answers] == [200] * 3
+    assert {answer.headers["x-request-id"] for answer in answers} == {"trace-1"}
+    async with anyio.create_task_group() as group:
+        for _ in range(2):
+            group.start_soon(ask)
+        await until(lambda: slow.stats().running == 2)
+        assert (await post(served, "/abort", {"request_id": "trace-1"})).json() == {"aborted": ["trace-1"]}
+    assert [answer.status for answer in answers[3:]] == [499, 499]
+
+
 @pytest.fixture
 def crowded() -> Iterator[Session]:
     """Two places, both for requests that run."""

@@ -103,7 +103,20 @@ async def test_closing_at_once_ends_streams_with_an_error_and_done(stream: Any) 
     server, response = stream
     await server.aclose()
     text = response.read().decode()
-    assert text.endswith("data: [DONE]\n\n") and '"error"' in text and text.count("data: ") < 60
+    assert text.endswith("data: [DONE]\n\n") and '"unavailable"' in text and text.count("data: ") < 60
+
+
+async def test_an_answer_that_is_cut_by_the_end_is_503_which_clients_retry(slow: Session) -> None:
+    server = await slow.serve()
+    with sent(server, max_tokens=400) as connection:
+        eventually(lambda: slow.stats().running > 0)
+        with pytest.raises(ConfigError, match="seconds"):
+            await server.aclose(drain=float("inf"))
+        await server.aclose()
+        with connection.getresponse() as response:
+            error = json.load(response)["error"]
+            assert (response.status, error["code"]) == (503, "unavailable")
+            assert int(response.headers["retry-after"]) >= 1
 
 
 async def test_openais_own_client(session: Session) -> None:

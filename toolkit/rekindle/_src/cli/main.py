@@ -186,7 +186,9 @@ def _serve(serve: Parser) -> None:
         metavar="N",
         help="prompt tokens that may wait before requests get 429 (default 1048576)",
     )
-    serve.add_argument("--drain", type=float, default=30.0, help="seconds that answers may go on after SIGTERM")
+    serve.add_argument(
+        "--drain", type=float, default=30.0, help="seconds that answers may go on after SIGTERM, up to a day"
+    )
     serve.add_argument("--cors-origin", action="append", default=[], help="an origin whose pages may use the server")
     serve.add_argument(
         "--allowed-host", action="append", default=[], metavar="NAME", help="a name that requests may be sent to"

@@ -65,7 +65,7 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     template = template_options(given)
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
-    with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
+    with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: asked(session.chat, messages_of(given), {**options, **template}))
         submit(exchange, active, [handle])
         if not given.get("stream"):

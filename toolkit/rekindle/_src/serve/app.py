@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 log = logging.getLogger("rekindle.server")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (CHAT, chat, OpenAI()),
@@ -100,6 +102,7 @@ def app(
     for option, value in (("body_limit", body_limit), ("max_queued_tokens", max_queued_tokens)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(option, value, "is not a whole number above 0", "Leave it out for the default")
+    check_origins(cors_origins)
     if metrics_names not in get_args(Names):
         raise ConfigError("metrics_names", metrics_names, "is not known", "Use 'rekindle', 'vllm' or 'both'")
     service = Service(
@@ -178,3 +181,11 @@ def app(
     )
     made.state.rekindle = service
     return made
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raises `ConfigError` for what no browser sends as its page's origin."""
+    for origin in origins:
+        if not isinstance(origin, str) or not (origin == "*" or _ORIGIN.fullmatch(origin)):
+            fix = "Use what browsers send, such as https://example.com or http://localhost:3000, or * for all"
+            raise ConfigError("cors_origins", origin, "is not an origin", fix)

@@ -58,7 +58,7 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     streaming = stream_options(given)
     options |= streamed_calls(given)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
-    with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
+    with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: asked(session.chat, plain_messages(given["messages"]), options))
         submit(exchange, active, [handle])
         writer = _Writer(exchange, given, served.name, session, handle)

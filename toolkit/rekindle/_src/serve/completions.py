@@ -48,7 +48,7 @@ async def completions(exchange: Exchange, given: dict[str, Any]) -> None:
     prompts = await _tokens(exchange, given, session)
     _fits(len(prompts) * n, session)
     streaming = stream_options(given)
-    with exchange.service.life.request(exchange.request_id, exchange.key, estimate(prompts)) as active:
+    with exchange.takes_on(estimate(prompts)) as active:
         handles = await exchange.run(lambda: [session.generate(prompt, **options) for prompt in prompts])
         submit(exchange, active, handles)  # one that finds no place refuses all of them
         writer = _Writer(exchange, given, served.name, session, active.handles)

@@ -48,7 +48,7 @@ async def embeddings(exchange: Exchange, given: dict[str, Any]) -> None:
     inputs = given["input"]
     vectors: list[Any] = []
     tokens = 0
-    with exchange.service.life.request(exchange.request_id, exchange.key, estimate(inputs)) as active:
+    with exchange.takes_on(estimate(inputs)) as active:
         for part in (inputs[:_FIRST], inputs[_FIRST:]):
             if part:
                 call = session.embed(part, **options)

@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -23,12 +24,13 @@ from rekindle._src.serve.bodies import (
     parse,
     read_body,
 )
-from rekindle._src.serve.errors import Refused, refusal, wrong
+from rekindle._src.serve.errors import Refused, refusal, unavailable, wrong
 from rekindle._src.serve.fields import Endpoint
+from rekindle._src.serve.life import Active
 from rekindle._src.serve.pieces import dumps as dumps
 from rekindle._src.serve.pieces import paced, pieces
 from rekindle._src.serve.service import Service
-from rekindle.errors import Busy, QueueFull
+from rekindle.errors import Busy, QueueFull, RequestAborted
 
 log = logging.getLogger("rekindle.server")
 
@@ -71,6 +73,7 @@ class Exchange:
         self.sent_at = time.monotonic()  # when something was last sent
         self.model = ""  # the name of the one that it asks
         self.names: dict[str, str] = {}  # our options by the client's fields
+        self._named = False  # by its sender, in the body
         given = header(scope, b"x-request-id")
         self.request_id: str = given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
         self.key: bytes = scope.get("rekindle.key", b"")
@@ -81,7 +84,11 @@ class Exchange:
         """Take the id that the request brings in its body."""
         if _ID.fullmatch(request_id) is None:
             raise wrong("request_id", request_id, "has characters other than printable ASCII", "Use others")
-        self.request_id = request_id
+        self.request_id, self._named = request_id, True
+
+    def takes_on(self, tokens: int) -> AbstractContextManager[Active]:
+        """The request as a part of the server's life, with about so many tokens in its prompts; see `Life.request`."""
+        return self.service.life.request(self.request_id, self.key, tokens, named=self._named)
 
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns. For a large request it is done in a thread, when it is the caller's turn."""
@@ -211,7 +218,9 @@ async def refusing(exchange: Exchange, dialect: Dialect, call: Callable[[], Awai
         return 499
     except Exception as error:
         refused = refusal(error, exchange.names)
-        if refused is not error and refused.status >= 500 and not isinstance(error, Busy):
+        if isinstance(error, RequestAborted) and exchange.service.life.cut:
+            refused = unavailable("the server ended before the answer did. Send the request to the one that follows it")
+        if refused is not error and refused.status >= 500 and not isinstance(error, Busy | RequestAborted):
             log.error("%s %s failed: %r", exchange.scope["path"], exchange.request_id, error, exc_info=error)
         if isinstance(error, QueueFull):
             refused.retry_after = exchange.service.life.retry_after

@@ -66,7 +66,7 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
 
     shapes = Shapes(exchange.service.token_names(served.name, session))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
-    with exchange.service.life.request(exchange.request_id, exchange.key, tokens) as active:
+    with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: asked(session.chat, messages_of(given, find), options))
         submit(exchange, active, [handle])
         answer = _Answer(exchange, given, served.name, session, shapes if scored else None)

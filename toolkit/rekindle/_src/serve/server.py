@@ -16,6 +16,7 @@ from rekindle._src.core import html
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.serve.app import app
+from rekindle._src.serve.life import seconds_to_drain
 from rekindle.errors import ConfigError, MissingExtra, SessionClosed
 
 log = logging.getLogger("rekindle.server")
@@ -96,6 +97,7 @@ class Server:
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close it: no more connections, and answers may go on for `drain` seconds. Closing it again is harmless."""
+        drain = seconds_to_drain("drain", drain)
         if not self._ended.filled:
             if not (self._listener.life.draining and drain):  # without a drain, what still drains is cut
                 self._listener.stop(drain)
