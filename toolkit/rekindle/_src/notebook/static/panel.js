@@ -139,7 +139,7 @@ function render({ model, el }) {
   const heard = { "change:html": draw, "change:note": annotate, "change:controls": control, "change:values": fill };
   for (const react of Object.values(heard)) react();
   heard["change:heard"] = answered;
-  heard["comm_live_changed"] = changed; // a notebook's connection was lost, or is back
+  heard["comm_live_update"] = changed; // a notebook's connection was lost, or is back
   for (const [event, react] of Object.entries(heard)) model.on(event, react);
   return () => {
     clearTimeout(asked);
