@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rekindle._src.cli import terminal
+from rekindle._src.cli.main import main
 
 pexpect = pytest.importorskip("pexpect")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pexpect needs a pseudo-terminal")
@@ -148,6 +149,15 @@ def test_ctrl_c_keeps_the_conversation_and_twice_leaves(chat: Chat, tmp_path: Pa
     chat.process.expect(pexpect.EOF)
     chat.process.close()
     assert chat.process.exitstatus == 0
+
+
+def test_typed_messages_are_kept_for_this_user_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal._history(tmp_path / "chats").append_string("a secret")
+    (file,) = (tmp_path / "chats").iterdir()
+    assert "a secret" in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0
+    assert main(["cache", "clear", "--yes", "--cache-dir", str(tmp_path)]) == 0
+    assert not file.exists()
 
 
 def wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], list[str]]:
