@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -110,6 +111,7 @@ def test_deterministic_products_do_without_amx(monkeypatch: pytest.MonkeyPatch) 
 def test_an_llvm_that_would_end_the_process_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, version: str, works: bool
 ) -> None:
+    monkeypatch.setenv(library.FOLDER, "/nowhere")  # a library needs no LLVM
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     reason = native.unavailable_reason()
     assert (reason is None) == works
@@ -307,6 +309,18 @@ def test_object_code_is_kept_and_loaded_without_numba(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
     (tmp_path / "native").write_text("a file where the folder should be")
     assert in_a_process(tmp_path)
+
+
+def test_a_kernel_that_was_not_installed_names_what_compiles_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Heads of another size, say, where an installation brought the likely kernels and numba is not there."""
+    monkeypatch.setattr(build, "cache_folder", tmp_path)
+    monkeypatch.setattr(build, "_failed", set())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not build.builds("decode_float32_112") and not build.builds("decode_float32_112")
+    (told,) = [record.message for record in caplog.records]
+    assert "decode_float32_112" in told and "pip install 'numba>=0.66'" in told
 
 
 def test_a_kernel_that_cannot_be_built_leaves_the_work_to_xla(

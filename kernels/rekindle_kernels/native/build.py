@@ -157,6 +157,8 @@ def _made(name: str) -> int:
         return address
     code = _stored(name)
     if code is None:
+        if importlib.util.find_spec("numba") is None:
+            raise RuntimeError("the installation did not bring it, and pip install 'numba>=0.66' would compile it")
         code = _compile(name)
         _store(name, code)
     return _load(name, code)
