@@ -21,6 +21,7 @@ class RuleGuide:
     consumed: int = 0
     ended: bool = False
     last: int = -1
+    spent: float = 0.0
     fails_at: int = -1  # position at which it can't go on
     history: list[int] = dataclasses.field(default_factory=list)
 

@@ -29,10 +29,13 @@ class Guided(NamedTuple):
     accepting: bool = False  # the text so far is complete, whether or not more may follow
     ahead: tuple[int, ...] = ()  # tokens that have to follow, in the tokenizer's usual spelling
     problem: str = ""  # why it can't go on
+    seconds: float = 0.0  # of a processor, for its mask and for moving on
 
 
 class GuideLike(Protocol):
     """Follows the text of one sequence."""
+
+    spent: float  # seconds of a processor since it last took a token; counted by its caller
 
     @property
     def consumed(self) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import numpy as np
 
-from rekindle._src.core.guides import GuideLike, Mask
+from rekindle._src.core.guides import Guided, GuideLike, Mask
 from rekindle._src.core.records import Row, RowResult, StepPlan
 from rekindle._src.programs.data_shards import ALONE, DataShards
 from rekindle._src.programs.packing import Layout
 from rekindle.errors import NoTokenLeft, RekindleError
+
+SLOWEST_TOKEN = 0.2  # seconds of a processor that a guide may take for a token; ordinary ones take a thousandth
 
 
 def waits(plan: StepPlan) -> bool:
@@ -37,6 +40,7 @@ def fill_masks(plan: StepPlan, layout: Layout, masks: Mask, shards: DataShards =
 def _fill(plan: StepPlan, layout: Layout, masks: Mask, errors: dict[str, Exception]) -> None:
     ahead: GuideLike | None = None
     for index, row, guide in _guided(plan, layout.rows):
+        began = time.thread_time()
         if not row.draft:
             ahead = guide if guide.consumed == row.generated and not guide.ended else None
         elif ahead is not None:
@@ -48,6 +52,7 @@ def _fill(plan: StepPlan, layout: Layout, masks: Mask, errors: dict[str, Excepti
         if ahead is None:
             continue
         problem = ahead.fill(masks[index])
+        guide.spent += time.thread_time() - began
         if problem and not row.draft:
             errors[row.request.id] = _stuck(row, problem)
         if problem:
@@ -74,13 +79,24 @@ def consumed(plan: StepPlan, results: tuple[RowResult, ...], errors: dict[str, E
         if goes_on and row.request.id in errors:
             result = dataclasses.replace(result, token_id=None, error=errors[row.request.id])
         if goes_on and result.token_id is not None and not guide.ended:
-            told = guide.consume(result.token_id)
+            told = _followed(guide, result.token_id)
             error = _stuck(row, told.problem) if told.problem else result.error
             result = dataclasses.replace(result, guided=told, error=error)
         else:
             goes_on = False
         found.append(result)
     return tuple(found)
+
+
+def _followed(guide: GuideLike, token: int) -> Guided:
+    """What a guide says to a token, and how long it took for it."""
+    began = time.thread_time()
+    told = guide.consume(token)
+    seconds, guide.spent = guide.spent + time.thread_time() - began, 0.0
+    if seconds > SLOWEST_TOKEN and not told.problem and not told.ended:
+        problem = f"following one token took {seconds:.2f} s, and {SLOWEST_TOKEN:g} s are possible: it is ambiguous"
+        told = told._replace(problem=problem)
+    return told._replace(seconds=seconds)
 
 
 def dead_end(row: Row) -> RekindleError:

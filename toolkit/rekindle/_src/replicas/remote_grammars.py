@@ -15,6 +15,7 @@ class RemoteGuide:
     """Stands for a guide: what it is made from, and the tokens that it has to take first."""
 
     ended: bool = False
+    spent: float = 0.0
 
     def __init__(self, spec: Spec, eos_ids: Collection[int], reasoning: Reasoning | None) -> None:
         self.spec, self.eos_ids, self.reasoning = spec, tuple(eos_ids), reasoning

@@ -13,19 +13,22 @@ _TRIED = 16  # drafts before that is judged
 
 
 class ForcedTokens:
-    """The forced tokens of one request; proposes drafts as `PromptLookup` does."""
+    """The forced tokens of one request, and what its grammar costs; proposes drafts as `PromptLookup` does."""
 
-    __slots__ = ("_ahead", "accepted", "count", "drafted")
+    __slots__ = ("_ahead", "accepted", "count", "drafted", "seconds", "turn")
 
     def __init__(self) -> None:
         self._ahead: tuple[int, ...] = ()
         self.count = 0  # generated tokens that were forced
         self.drafted = self.accepted = 0
+        self.seconds = 0.0  # that the grammar takes for a token, at most lately
+        self.turn = 0  # when it last ran although it is slow
 
     def take(self, told: Guided) -> None:
         """Add what the guide said to the request's next token."""
         self._ahead = told.ahead
         self.count += told.forced
+        self.seconds = max(told.seconds, 0.8 * self.seconds)
 
     def ready(self, skip: int) -> bool:
         """Whether there are tokens to propose from `skip` positions past the known ones on."""

@@ -38,6 +38,7 @@ from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.shortest_first import ShortestFirst
+from rekindle._src.scheduling.slow_grammars import SlowGrammars
 from rekindle._src.scheduling.waiting import WaitingQueue
 from rekindle.errors import (
     InvalidRequest,
@@ -77,6 +78,7 @@ class Scheduler:
         queue = WaitingQueue(policy, path=path, shortest=shortest, seed=seed, max_overtakes=max_overtakes)
         self._admission = Admission(limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest)
         self._drafts = Drafts(limits, self._ledger)
+        self._slow_grammars = SlowGrammars()
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._flights: deque[_Flight] = deque()
@@ -133,6 +135,7 @@ class Scheduler:
                 kept = 1  # keeps a token of the budget, or decoding juniors would starve it
             elif sequence.remaining and self._admission.ensure_page(sequence):
                 decode.append(sequence)
+        decode, waiting = self._slow_grammars.split(decode)
         decode_rows = [sequence.row(1) for sequence in decode]
         budget -= len(decode)
         if decode:
@@ -156,7 +159,10 @@ class Scheduler:
             prefill_rows.append(following.row(min(budget, following.target - following.planned)))
             budget -= prefill_rows[-1].length
         if not decode and not prefill:
-            return None
+            decode = self._slow_grammars.alone([one for one in waiting if one.status is not Status.PREEMPTED])
+            decode_rows = [sequence.row(1) for sequence in decode]
+            if not decode:
+                return None
         if decode:
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
         plan = StepPlan(self._step, tuple(decode_rows), tuple(prefill_rows), *self._ledger.moves())
@@ -191,6 +197,7 @@ class Scheduler:
                 elif event is not None:
                     events.append(event)
             self._running_set.drain(sequence)
+        self._slow_grammars.learn(flight.plan, result)
         if flight.plan.drafted:
             self._drafts.learn(flight.sequences, flight.plan.rows, right)
         self._collect_released()

@@ -19,7 +19,7 @@ import numpy as np
 from rekindle._src.core.guides import mask_words
 from rekindle._src.structured import compile_worker
 from rekindle._src.structured.compilers import Compilers, Job, busy, first_line, refused
-from rekindle._src.structured.guide import Guide, Reasoning
+from rekindle._src.structured.guide import First, Guide, Reasoning, look_ahead
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
@@ -32,14 +32,16 @@ KEPT = 256  # compiled grammars, and refused ones; the least recently used one g
 class Grammar:
     """A compiled spec; every sequence follows it with a guide of its own."""
 
-    def __init__(self, spec: Spec, matcher: Any, ends: frozenset[int], warnings: Sequence[str]) -> None:
+    def __init__(
+        self, spec: Spec, matcher: Any, ends: frozenset[int], warnings: Sequence[str], first: First | None = None
+    ) -> None:
         self.spec = spec
         self.warnings: tuple[str, ...] = tuple(warnings)  # what a lenient schema left out
-        self._matcher, self._ends = matcher, ends
+        self._matcher, self._ends, self._first = matcher, ends, first
 
     def guide(self, eos_ids: Collection[int], reasoning: Reasoning | None = None) -> Guide:
         """A guide at the beginning of a text that may end with one of `eos_ids`."""
-        return Guide(self._matcher.deep_copy(), self._ends, eos_ids, reasoning)
+        return Guide(self._matcher.deep_copy(), self._ends, eos_ids, reasoning, self._first)
 
 
 class Grammars:
@@ -132,7 +134,8 @@ class Grammars:
         except ValueError as error:
             raise refused(spec, str(error)) from None
         ends = frozenset(tokenizer.eos_tokens)
-        grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings())
+        first = First(mask, look_ahead(matcher.deep_copy()))
+        grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), first)
         with self._lock:
             self.compiled += 1
             self._kept[spec] = grammar

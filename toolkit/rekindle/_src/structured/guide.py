@@ -21,6 +21,13 @@ class Reasoning(NamedTuple):
     inside: bool = False  # the prompt ends inside of it; otherwise the first token may open it
 
 
+class First(NamedTuple):
+    """What a grammar says at the beginning of a text."""
+
+    mask: Mask
+    ahead: tuple[int, ...]
+
+
 class Guide:
     """The implementation of `GuideLike`.
 
@@ -28,17 +35,37 @@ class Guide:
     else can come an end token is allowed whatever the request says, because the text is over there.
     """
 
-    __slots__ = ("_ahead", "_barred", "_ends", "_matcher", "_reasoning", "_thinks", "accepting", "consumed", "ended")
+    __slots__ = (
+        "_ahead",
+        "_barred",
+        "_ends",
+        "_first",
+        "_matcher",
+        "_reasoning",
+        "_thinks",
+        "accepting",
+        "consumed",
+        "ended",
+        "spent",
+    )
 
     def __init__(
-        self, matcher: Any, ends: frozenset[int], eos_ids: Collection[int], reasoning: Reasoning | None = None
+        self,
+        matcher: Any,
+        ends: frozenset[int],
+        eos_ids: Collection[int],
+        reasoning: Reasoning | None = None,
+        first: First | None = None,
     ) -> None:
+        """`first` is what the matcher says at the beginning, which may have taken long to find."""
         self._matcher = matcher
         self._ends = ends
         self._barred = tuple(_without(token) for token in ends.difference(eos_ids))
         self._reasoning = reasoning
         self._thinks = reasoning is not None and reasoning.inside
+        self._first = first  # until the grammar takes a token
         self._ahead: tuple[int, ...] = () if reasoning is not None else self._look_ahead()
+        self.spent: float = 0.0
         self.consumed: int = 0
         self.ended: bool = False
         self.accepting: bool = False
@@ -61,9 +88,12 @@ class Guide:
             for word, others in map(_without, self._ends):
                 mask[word] &= others
             return ""
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            return first_line(self._matcher.get_error())
+        if self._first is not None:
+            mask[:] = self._first.mask
+        else:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error():
+                return first_line(self._matcher.get_error())
         whole = [mask[word] for word, _ in self._barred]
         for word, others in self._barred:
             mask[word] &= others
@@ -86,7 +116,7 @@ class Guide:
             if not self._thinks:
                 self._reasoning, self._ahead = None, self._look_ahead()
             return Guided(ahead=self._ahead)
-        self._reasoning = None
+        self._reasoning = self._first = None
         forced = bool(self._ahead) and self._ahead[0] == token
         matcher = self._matcher
         if not matcher.consume_token(token):
@@ -100,7 +130,12 @@ class Guide:
         return Guided(forced, self.ended, by_eos, self.accepting, self._ahead)
 
     def _look_ahead(self) -> tuple[int, ...]:
-        return tuple(self._matcher.compute_ff_tokens()[:AHEAD])
+        return self._first.ahead if self._first is not None else look_ahead(self._matcher)
+
+
+def look_ahead(matcher: Any) -> tuple[int, ...]:
+    """The tokens that have to follow."""
+    return tuple(matcher.compute_ff_tokens()[:AHEAD])
 
 
 def _without(token: int) -> tuple[int, np.int32]:

@@ -73,6 +73,7 @@ class RestrictedGuide:
         self._rules, self._inner = rules, inner
         self._latest: tuple[int, ...] = ()
         self._memory = rules.memory
+        self.spent: float = 0.0
         self.consumed: int = 0
 
     @property

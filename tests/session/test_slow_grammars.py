@@ -1,0 +1,69 @@
+"""Grammars that take long to follow: other requests keep their speed; too slow a one fails with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from helpers.sessions import opened
+from rekindle import Session
+from rekindle._src.core.guides import Guided
+from rekindle._src.execution import guiding
+from rekindle._src.structured.guide import Guide
+from rekindle.errors import NoTokenLeft
+
+pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with opened(step_seconds=0.005) as made:
+        yield made
+
+
+class Clock:
+    """The processor's time of a guide, as `guiding` reads it."""
+
+    now = 0.0
+
+    def thread_time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of a grammar takes twenty milliseconds of a processor."""
+    consume, clock = Guide.consume, Clock()
+
+    def slow(self: Guide, token: int) -> Guided:
+        clock.now += 0.02
+        return consume(self, token)
+
+    monkeypatch.setattr(Guide, "consume", slow)
+    monkeypatch.setattr(guiding, "time", clock)
+
+
+async def test_rows_of_slow_grammars_wait_outside_the_batch(session: Session, slowly: None) -> None:
+    slow = [session.submit("x", regex="[0-9]{200}", max_tokens=150) for _ in range(3)]
+    async for _ in slow[0]:
+        break
+    before = [len(one.token_ids) for one in slow]
+    done = await session.generate("hello", max_tokens=60, ignore_eos=True)
+    made = sum(len(one.token_ids) for one in slow) - sum(before)
+    assert len(done.token_ids) == 60
+    assert 0 < made <= 60, f"{made} slow tokens beside 60 others: each row of each step would make 180"
+    for one in slow[1:]:
+        one.cancel()
+    assert len((await slow[0]).token_ids) == 150, "it goes on, and faster where nothing else runs"
+
+
+async def test_a_grammar_that_takes_too_long_for_a_token_fails_with_the_reason(
+    session: Session, slowly: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guiding, "SLOWEST_TOKEN", 0.01)
+    free = session.submit("hello", max_tokens=20, ignore_eos=True)
+    with pytest.raises(NoTokenLeft, match=r"following one token took 0.02 s, and 0.01 s are possible.*ambiguous"):
+        await session.generate("x", regex="[0-9]{200}", max_tokens=100)
+    assert len((await free).token_ids) == 20
