@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -122,6 +124,41 @@ def test_chats_vectors_and_objects(fleet: Fleet) -> None:
     assert re.fullmatch("[0-9]{3}", done.text) and done.parsed == done.text
     with pytest.raises(rekindle.InvalidRequest):
         fleet.generate("a", regex="(", max_tokens=8).result_sync()
+
+
+@dataclasses.dataclass
+class Locked:
+    """Its method holds a lock, so that the class can't be pickled by value."""
+
+    yes: bool
+
+    def held(self, lock: Any = threading.Lock()) -> Any:  # noqa: B008
+        return lock
+
+
+def test_odd_requests_end_themselves_at_most(fleet: Fleet, cache: str) -> None:
+    ready(fleet, 2)
+    before = fleet.stats()
+    odd = [{"role": "user", "content": "a", "b": {1: 2, "c": 3, None: 4}, "d": threading.Lock()}]
+    deep: Any = "x"
+    for _ in range(400):
+        deep = [deep]
+
+    async def run() -> list[str]:
+        async def ask() -> None:
+            assert (await fleet.generate("Once", salt="\ud800", max_tokens=4)).text
+            assert (await fleet.chat(odd, max_tokens=4)).token_ids
+            assert (await fleet.chat([{"role": "user", "content": "a", "deep": deep}], max_tokens=4)).token_ids
+            assert isinstance((await fleet.generate("Yes: ", schema=Locked, max_tokens=20)).parsed, Locked)
+            with pytest.raises(rekindle.RequestFailed):
+                await fleet.generate("Once", max_tokens=10**5000)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            return await ask_all(fleet, 12, 60, 12)
+
+    assert anyio.run(run) == texts(cache, 12, 60)
+    assert (fleet.stats().lost, fleet.stats().moved) == (before.lost, before.moved)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
