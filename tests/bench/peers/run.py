@@ -2,15 +2,18 @@
 
     python tests/bench/peers/run.py [--shape 135m] [--bits 16 8] [--rounds 5] [--python peers=PATH] [--json FILE]
     python tests/bench/peers/run.py --shape 360m --gguf q4_0 [--llama-server PROGRAM]
+    python tests/bench/peers/run.py --file model-Q4_K_M.gguf
 
 Run it with rekindle's Python; README.md in the folder above says what the others need. One engine works at a time,
 each in a process of its own; the figures are medians over the rounds, ratios are medians of each round's own ratio.
-With --gguf, everybody opens the very same file.
+With --gguf and --file, everybody opens the very same file.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import os
 import sys
@@ -30,6 +33,7 @@ from rounds import Race, say  # noqa: E402
 
 from rekindle._src.bench import fresh, shapes  # noqa: E402
 from rekindle._src.bench.folder import write_checkpoint  # noqa: E402
+from rekindle._src.models.loading.gguf.header import read_header  # noqa: E402
 
 
 def main() -> None:
@@ -37,12 +41,17 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"rounds": options.rounds, "threads": options.threads, "races": []}
     with (options.work / "log.txt").open("a") as log:
-        for shape in options.shape:
-            for precision in (*options.bits, *options.gguf):
-                report["races"].append(race(shape, precision, options, log))
-                print(table.text(report["races"][-1]), flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps(report, indent=1))
+        races = [
+            functools.partial(race, shape, precision, options, log)
+            for shape in options.shape
+            for precision in (*options.bits, *options.gguf)
+        ]
+        races += [functools.partial(race_file, file, options, log) for file in options.file]
+        for one in races:
+            report["races"].append(one())
+            print(table.text(report["races"][-1]), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=1))
     if options.plot:
         table.plot(report, options.plot)
 
@@ -58,14 +67,29 @@ def race(shape: str, precision: int | str, options: argparse.Namespace, log: Any
         about |= {"bits": None, "file": written.name, "file_mb": written.stat().st_size / 1e6}
         file = str(written)
     bits = precision if isinstance(precision, int) else 16  # a file has its own
+    return run(shape, Setting(str(folder), bits, options.threads, "", "", file=file), about, options, log)
+
+
+def race_file(file: Path, options: argparse.Namespace, log: Any) -> dict[str, Any]:
+    """Over a GGUF file as it is, with trained weights or without."""
+    say(f"{file.name}; logs are in {log.name}")
+    vocab_size = len(read_header(file).metadata.texts("tokenizer.ggml.tokens"))
+    about = {"shape": None, "bits": None, "file": file.name, "file_mb": file.stat().st_size / 1e6}
+    setting = Setting(str(file), 16, options.threads, "", "", file=str(file))
+    return run(file.stem, setting, about, options, log, vocab_size)
+
+
+def run(
+    shape: str, setting: Setting, about: dict[str, Any], options: argparse.Namespace, log: Any, vocab_size: int = 0
+) -> dict[str, Any]:
+    """All engines with the same weights, each with a folder of its own."""
     settings = {}
     for name in options.engines:
         scratch = options.work / f"{shape}-{name}"
-        settings[name] = Setting(
-            str(folder), bits, options.threads, str(scratch), str(scratch / "cache"), file=file,
-            program=str(options.llama_server or ""),
-        )  # fmt: skip
-    one = Race(settings, options.pythons, shapes.SHAPES[shape]["vocab_size"], log, restart)
+        settings[name] = dataclasses.replace(
+            setting, scratch=str(scratch), cache=str(scratch / "cache"), program=str(options.llama_server or "")
+        )
+    one = Race(settings, options.pythons, vocab_size or shapes.SHAPES[shape]["vocab_size"], log, restart)
     one.run(options.workloads, options.rounds)
     return table.summary(one, **about)
 
@@ -82,8 +106,9 @@ def restart(setting: Setting) -> Figures:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", default=["135m"], choices=list(shapes.SHAPES))
+    parser.add_argument("--shape", nargs="+", choices=list(shapes.SHAPES), help="default 135m, and none with --file")
     parser.add_argument("--bits", nargs="*", type=int, choices=[16, 8, 4], help="default 16 8, and none with --gguf")
+    parser.add_argument("--file", nargs="+", type=Path, default=[], help="GGUF files that everybody opens")
     parser.add_argument(
         "--gguf", nargs="+", default=[], choices=shared_file.KINDS, help="files of the shapes that everybody opens"
     )
@@ -106,6 +131,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where every round's figures go, beside the medians and ratios")
     parser.add_argument("--plot", type=Path, help="where a picture of the ratios goes; needs matplotlib")
     options = parser.parse_args()
+    if options.shape is None:
+        options.shape = [] if options.file else ["135m"]
     if options.bits is None:
         options.bits = [] if options.gguf else [16, 8]
     if options.engines is None:

@@ -1,0 +1,122 @@
+"""Two trained models, as files that people download: their numbers beside llama.cpp's, and what a session does.
+
+`tests/golden/real/make.py` wrote llama.cpp's numbers. The files come from the package index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pytest
+
+import rekindle
+from helpers import real_checkpoints
+from helpers.chatting import HERMES
+from rekindle import Session
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+GOLDEN = Path(__file__).parents[1] / "golden" / "real"
+OPTIONS: dict[str, Any] = {"quiet": True, "max_model_len": 1024, "max_requests": 4}
+
+
+class Opened(NamedTuple):
+    """A session of a real file, the file, and what llama.cpp makes of it."""
+
+    session: Session
+    path: Path
+    golden: dict[str, Any]
+    cache: Path
+
+
+@pytest.fixture(scope="module", params=list(real_checkpoints.REAL))
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    path = real_checkpoints.path_or_reason(request.param)
+    if isinstance(path, str):
+        pytest.skip(path)
+    golden = json.loads((GOLDEN / "llama_cpp.json").read_text())[request.param]
+    cache = tmp_path_factory.mktemp("cache")
+    with rekindle.open_sync(path, cache_dir=cache, **OPTIONS) as session:
+        yield Opened(session, path, golden, cache)
+
+
+def test_texts_have_llama_cpps_tokens(opened: Opened) -> None:
+    encode = opened.session.tokenizer.encode
+    assert {text: encode(text) for text in opened.golden["tokens"]} == opened.golden["tokens"]
+    ids = opened.golden["ids"]
+    assert encode((GOLDEN / "text.txt").read_text())[: len(ids)] == ids
+
+
+def test_a_texts_perplexity_is_that_of_float32(opened: Opened) -> None:
+    """Within 1 %, and at most 1 % above llama.cpp's, which rounds the same weights' products in its own way."""
+    done = opened.session.generate_sync(opened.golden["ids"], max_tokens=0, prompt_logprobs=1)
+    scored = done.prompt_logprobs
+    perplexity = math.exp(-np.mean([token.logprob for token in scored]))
+    likeliest = [token.top_ids[0] for token in scored]
+    agreed = np.mean(np.equal(likeliest, opened.golden["likeliest"][: len(likeliest)]))
+    float32, theirs = opened.golden["float32"], opened.golden["perplexity"]
+    print(f"{opened.path.name}: {perplexity:.3f}, float32 {float32:.3f}, llama.cpp {theirs:.3f}, agreed {agreed:.3f}")
+    assert abs(perplexity / float32 - 1) < 0.01
+    assert perplexity < 1.01 * theirs
+    assert agreed > 0.9
+
+
+def test_greedy_texts_begin_as_llama_cpps(opened: Opened) -> None:
+    """Two likeliest tokens may be as likely as each other; from there on texts are two texts."""
+    prompts, wanted = zip(*opened.golden["greedy"].items(), strict=True)
+    found = opened.session.generate_sync(list(prompts), max_tokens=len(wanted[0]), ignore_eos=True)
+    alike = [
+        next((at for at, pair in enumerate(zip(done.token_ids, ids, strict=True)) if len({*pair}) > 1), len(ids))
+        for done, ids in zip(found, wanted, strict=True)
+    ]
+    print(opened.path.name, "tokens in common:", alike)
+    assert np.mean(alike) > len(wanted[0]) / 3
+
+
+def test_an_answer_by_the_models_own_template(opened: Opened) -> None:
+    if "Instruct" not in opened.path.name:
+        pytest.skip("a base model, whose file has no chat template")
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    done = opened.session.chat(question, max_tokens=16).result_sync()
+    assert done.prompt is not None
+    assert done.prompt.endswith("What is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    assert done.text.startswith("L'Étoile, la Cité, la"), "that is what llama.cpp answers with this file"
+
+
+@dataclasses.dataclass
+class City:
+    continent: Literal["Africa", "Asia", "Europe"]
+    capital: bool
+
+
+def weather(city: str, days: int = 1) -> str:
+    """The weather forecast of a city."""
+    return f"{days} days of rain in {city}"
+
+
+def test_an_object_and_a_call_of_a_tool(opened: Opened) -> None:
+    pytest.importorskip("llguidance", reason="the extra `structured`")
+    done = opened.session.generate_sync("Paris as JSON: ", schema=City, max_tokens=60)
+    assert isinstance(done.parsed, City)
+    reply = opened.session.chat(
+        [{"role": "user", "content": "How is the weather in Paris?"}],
+        tools=[weather], tool_choice="required", template=HERMES, max_tokens=60,
+    ).result_sync()  # fmt: skip
+    (call,) = reply.tool_calls
+    assert call.name == "weather"
+    assert isinstance(call.arguments["city"], str)
+
+
+def test_a_restart_goes_on_with_what_was_computed(opened: Opened) -> None:
+    ids = opened.golden["ids"][:256]
+    first = opened.session.generate_sync(ids, max_tokens=16, ignore_eos=True)
+    opened.session.save("real").result_sync()
+    with rekindle.open_sync(opened.path, cache_dir=opened.cache, restore="real", **OPTIONS) as again:
+        second = again.generate_sync(ids, max_tokens=16, ignore_eos=True)
+    assert second.usage.cached_tokens >= 200
+    assert second.token_ids == first.token_ids
