@@ -107,7 +107,7 @@ def test_an_object_and_a_call_of_a_tool(opened: Opened) -> None:
         [{"role": "user", "content": "How is the weather in Paris?"}],
         tools=[weather], tool_choice="required", template=HERMES, max_tokens=60,
     ).result_sync()  # fmt: skip
-    (call,) = reply.tool_calls
+    call, *_ = reply.tool_calls  # a base model may go on with others
     assert call.name == "weather"
     assert isinstance(call.arguments["city"], str)
 
