@@ -90,11 +90,11 @@ def quantize(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]
     """Values [..., D] as `dtype` and one float32 scale per vector; its largest magnitude becomes the type's largest."""
     if jnp.issubdtype(dtype, jnp.integer):
         largest = float(jnp.iinfo(dtype).max)
-        scales = largest_magnitude(values)[..., 0] / largest
+        scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
         steps = values.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]
         return jnp.round(steps).astype(dtype), scales
     largest = float(jnp.finfo(dtype).max)
-    scales = largest_magnitude(values)[..., 0] / largest
+    scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
     return (values.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]).astype(dtype), scales
 
 
