@@ -44,10 +44,14 @@ def test_without_kernels_it_is_pure_python(tmp_path: Path, monkeypatch: pytest.M
     assert initialised(tmp_path) == {"force_include": {}}
 
 
-def test_where_they_cannot_be_compiled_one_line_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert initialised(tmp_path) == {"force_include": {}}, "there are no sources"
+def test_where_they_cannot_be_compiled_one_line_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "numba.py").write_text("raise ImportError('numba has no wheel for this Python')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert initialised(source_tree(tmp_path / "clone")) == {"force_include": {}}
     last = capfd.readouterr().err.splitlines()[-1]
-    assert "can't be compiled here" in last and "XLA does their work" in last
+    assert "can't be compiled here (numba has no wheel for this Python)" in last and "XLA does their work" in last
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="its tag is Linux's")
