@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rekindle._src.structured.spec import Spec
 from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.spec import Spec
 
 # References and rules that may follow each other. A level takes up to 21 kB of llguidance's stack (an object's property
 # that is a reference), and the process that tries it has 16 MiB.

@@ -19,12 +19,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from rekindle._src.structured import compile_worker
 from rekindle._src.structured.bounds import check_levels, is_simple
-from rekindle._src.structured.spec import Spec
 from rekindle.errors import Busy, InvalidRequest, RequestFailed
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.spec import Spec
 
 T = TypeVar("T")
 
